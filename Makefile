@@ -6,11 +6,11 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network bench gpu docs generate dist clean certs compose federation-up federation-run federation-down
+.PHONY: demo test compat check slow network bench gpu docs generate dist clean certs compose federation-up federation-run federation-stop federation-down
 
 NODES ?= 3
 HOSTS ?=
-RUN_CONFIG ?=
+RUN ?=
 ARGS ?=
 PAIRS ?=
 KEEP ?=
@@ -73,9 +73,17 @@ compose: .venv/installed
 federation-up: .venv/installed
 	$(BIN)/python -m fedbn_flwr.deployment up --nodes $(NODES)
 
+# By the environment, as it is: quotes and $ of any kind are Flower's.
+export RUN_CONFIG
+override RUN_CONFIG := $(value RUN_CONFIG)
+
 # make federation-run RUN_CONFIG="strategy='fixbn' num-server-rounds=5"
 federation-run: .venv/installed
-	@$(BIN)/python -m fedbn_flwr.deployment run "$(RUN_CONFIG)"
+	@$(BIN)/python -m fedbn_flwr.deployment run "$$RUN_CONFIG"
+
+# Ends the runs that go on, after Ctrl-C for one; the federation stays up: make federation-stop RUN=RUN_ID for one alone
+federation-stop: .venv/installed
+	$(BIN)/python -m fedbn_flwr.deployment stop $(RUN)
 
 federation-down: .venv/installed
 	$(BIN)/python -m fedbn_flwr.deployment down

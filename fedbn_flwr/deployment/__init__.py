@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedbn_flwr.deployment.certificates import make_certificates
-from fedbn_flwr.deployment.federation import Federation, Outcome
+from fedbn_flwr.deployment.federation import Federation
+from fedbn_flwr.deployment.runs import Outcome
 
 __all__ = ["Federation", "Outcome", "make_certificates"]

@@ -1,4 +1,4 @@
-"""The commands behind ``make certs``, ``compose``, ``federation-up``, ``-run``, ``-down``; the service ``register``."""
+"""The commands behind ``make certs``, ``compose`` and ``federation-...``; the service ``register``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.deployment.certificates import make_certificates
 from fedbn_flwr.deployment.compose import given_variables
 from fedbn_flwr.deployment.compose_nodes import write_for_nodes
-from fedbn_flwr.deployment.federation import Federation, run_app
+from fedbn_flwr.deployment.federation import Federation
 from fedbn_flwr.deployment.layout import Layout
+from fedbn_flwr.deployment.runs import nodes_online, run_app, stop_run, unfinished_runs
 from fedbn_flwr.engines.processes import BIN, running
 from fedbn_flwr.errors import EngineError, FedBNError
 
@@ -123,11 +124,39 @@ def run(
     run_config: Annotated[str, typer.Argument(help="as for `flwr run --run-config`")] = "",
     folder: Folder = _HOME,
 ) -> None:
-    """Run the app in the running federation; exit with code 1 unless the run completes."""
-    outcome = run_app(Layout.load(folder.absolute()), run_config, on_line=typer.echo)
+    """Run the app in the running federation; exit with code 1 unless the run completes.
+
+    After Ctrl-C the run goes on; ``stop`` ends it.
+    """
+    layout = Layout.load(folder.absolute())
+    if (online := nodes_online(layout)) < layout.num_nodes:
+        typer.echo(
+            f"{online} of {layout.num_nodes} nodes are online; {folder / 'supervisor.log'} has what was restarted"
+        )
+    try:
+        outcome = run_app(layout, run_config, on_line=typer.echo)
+    except KeyboardInterrupt:
+        for run_id in unfinished_runs(layout):
+            typer.echo(f"run {run_id} goes on; `make federation-stop` ends it")
+        raise typer.Exit(130) from None
     typer.echo(f"run {outcome.run_id}: {outcome.status}")
     if not outcome.completed:
         raise typer.Exit(1)
+
+
+@app.command()
+def stop(
+    run_ids: Annotated[list[str] | None, typer.Argument(help="default: every run that has not ended")] = None,
+    folder: Folder = _HOME,
+) -> None:
+    """End runs of the running federation; the federation stays up."""
+    layout = Layout.load(folder.absolute())
+    ended = run_ids or unfinished_runs(layout)
+    for run_id in ended:
+        stop_run(layout, run_id)
+        typer.echo(f"run {run_id}: stopped")
+    if not ended:
+        typer.echo("no run is going on")
 
 
 @app.command()

@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from fedbn_flwr.deployment.certificates import CHANNEL_HOST, make_certificates
 from fedbn_flwr.deployment.compose import Service, start_order
 from fedbn_flwr.deployment.layout import Layout, loopback_addresses
-from fedbn_flwr.engines.flower_run import Scalar, toml_pairs
-from fedbn_flwr.engines.processes import Process, flower_runs, stream
+from fedbn_flwr.deployment.runs import Outcome, nodes_online, run_app
+from fedbn_flwr.engines.flower_run import Scalar
+from fedbn_flwr.engines.processes import Process
 from fedbn_flwr.errors import ConfigError, EngineError
 
-__all__ = ["Federation", "Outcome", "nodes_online", "run_app"]
+__all__ = ["Federation"]
 
 _START_SECONDS = 90.0
-_AWAY_SECONDS = 60.0  # Flower fails a run if the SuperLink is away for longer
-_STARTED = re.compile(r"started run (\d+)")
-_CONNECTION = "federation"  # its name in docker/flwr.toml
+_FIRST_PAUSE, _LONGEST_PAUSE, _STEADY_SECONDS = 0.1, 60.0, 10.0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a run: its id, Flower's status (``finished:completed``, ...), and the last lines of its log."""
+class _Pause:
+    """The pause before a service starts again, as Docker's: it doubles with each start, up to a minute.
 
-    run_id: str
-    status: str
-    log: list[str]
+    After a life of ten seconds there is none.
+    """
 
-    @property
-    def completed(self) -> bool:
-        """Whether the ServerApp finished without error."""
-        return self.status == "finished:completed"
+    def __init__(self) -> None:
+        self._seconds, self._began = 0.0, 0.0
+        self._ended: float | None = None
 
-    def check(self) -> Outcome:
-        """Return itself; raise EngineError unless the run completed."""
-        if not self.completed:
-            raise EngineError(f"flwr run: {self.status}. The last lines of its log:\n" + "\n".join(self.log))
-        return self
+    def begin(self) -> None:
+        """Note a start."""
+        self._began, self._ended = time.monotonic(), None
+        self._seconds = min(max(2 * self._seconds, _FIRST_PAUSE), _LONGEST_PAUSE)
+
+    def is_over(self) -> bool:
+        """Return whether a service that has ended may start; the first call takes it to have ended now."""
+        now = time.monotonic()
+        if self._ended is None:
+            self._ended = now
+            if now - self._began >= _STEADY_SECONDS:
+                self._seconds = 0.0
+        return now >= self._ended + self._seconds
 
 
 class Federation:
@@ -91,6 +92,7 @@ class Federation:
         self._extra = dict(environment or {})
         self._services: dict[str, Service] = {}
         self._processes: dict[str, Process] = {}
+        self._pauses: dict[str, _Pause] = defaultdict(_Pause)
 
     def __enter__(self) -> Federation:
         """Start all services and wait until every node is online."""
@@ -140,6 +142,7 @@ class Federation:
         cwd = self.layout.state(name)
         process = Process(service.command, environment, self.layout.folder / "logs" / f"{name}.log", cwd)
         self._processes[name] = process
+        self._pauses[name].begin()
         return process
 
     def process(self, name: str) -> Process:
@@ -176,11 +179,18 @@ class Federation:
         return run_app(self.layout, run_config, app=app, on_line=on_line)
 
     def restart_dead(self) -> list[str]:
-        """Restart the services that ended but are not one-shot, as a restart policy does; return their names."""
-        dead = [n for n, p in self._processes.items() if p.code is not None and not self._services[n].one_shot]
-        for name in dead:
+        """Restart the services that ended, as a restart policy does, and return their names.
+
+        A service that ended soon after its last start waits for its pause.
+        """
+        due = [name for name in self.ended() if self._pauses[name].is_over()]
+        for name in due:
             self.launch(name)
-        return dead
+        return due
+
+    def ended(self) -> list[str]:
+        """Return the names of the services that ended, and are not one-shot."""
+        return [n for n, p in self._processes.items() if p.code is not None and not self._services[n].one_shot]
 
     def close(self) -> None:
         """End all processes, the SuperLink last: it then knows that the nodes left, and accepts them again."""
@@ -242,66 +252,3 @@ def _addresses(folder: Path, num_nodes: int) -> Mapping[str, str]:
             "remove the folder to start a new federation."
         )
     return Layout.load(folder).addresses
-
-
-def nodes_online(layout: Layout, seconds: float = math.inf) -> int:
-    """Return how many nodes are online, says the SuperLink, and came online in the last ``seconds``."""
-    environment = layout.environment(layout.services()["cli"])
-    command = [*layout.prefixes.get("cli", ()), "flwr", "supernode", "list", _CONNECTION, "--format", "json"]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
-    try:
-        nodes = json.loads(answer).get("nodes", [])
-    except json.JSONDecodeError as error:
-        raise EngineError(f"flwr supernode list gave no JSON: {answer[-500:]!r}") from error
-    return sum(node["status"] == "online" and node["online-elapsed"] <= seconds for node in nodes)
-
-
-def run_app(
-    layout: Layout,
-    run_config: Mapping[str, Scalar] | str,
-    *,
-    app: Path | None = None,
-    on_line: Callable[[str], None] | None = None,
-) -> Outcome:
-    """Run an app as the service ``cli`` does, and wait for its end.
-
-    Args:
-        layout: the layout of a running federation.
-        run_config: overrides for keys of the app's config, also as text for Flower's command line.
-        app: another app than the compose file's folder; it does not get ``cli``'s own run config.
-        on_line: called with each line of the run's log.
-
-    Raises:
-        EngineError: Flower refused the run.
-    """
-    cli = layout.services()["cli"]
-    environment, prefix = layout.environment(cli), layout.prefixes.get("cli", ())
-    command = [*prefix, "flwr", "run", str(app), _CONNECTION, "--stream"] if app else [*cli.command]
-    if run_config:
-        command += ["--run-config", run_config if isinstance(run_config, str) else toml_pairs(run_config)]
-    before = {run["run-id"] for run in flower_runs(environment, _CONNECTION, prefix)}
-    own: list[str] = []  # the id of the run, once Flower has given it
-
-    def note(line: str) -> None:
-        own.extend(_STARTED.findall(line))
-        if on_line:
-            on_line(line)
-
-    tail = stream(command, environment, note)
-    # Flower's command ends when the SuperLink goes away; the run continues when the SuperLink is back.
-    last_seen = time.monotonic()
-    while True:
-        try:
-            new = [run for run in flower_runs(environment, _CONNECTION, prefix) if run["run-id"] not in before]
-            last_seen = time.monotonic()
-        except EngineError:
-            if time.monotonic() > last_seen + _AWAY_SECONDS:
-                raise
-            new = [{"status": "unknown"}]
-        if len(new) > 1:  # somebody else began one meanwhile: Flower's command names its own
-            new = [run for run in new if str(run["run-id"]) in own]
-        if len(new) != 1:
-            raise EngineError("flwr run: refused by Flower. The last lines of its log:\n" + "\n".join(tail))
-        if new[0]["status"].startswith("finished"):
-            return Outcome(new[0]["run-id"], new[0]["status"], tail)
-        time.sleep(0.5)

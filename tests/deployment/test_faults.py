@@ -17,7 +17,7 @@ import pytest
 
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.deployment import Federation
-from fedbn_flwr.deployment.federation import Outcome, nodes_online
+from fedbn_flwr.deployment.runs import Outcome, nodes_online
 from fedbn_flwr.engines.processes import running
 from fedbn_flwr.experiment.files import read_metrics
 
@@ -93,7 +93,7 @@ def begin(federation: Federation, tmp_path: Path) -> Iterator[Begin]:
 def bring_back(federation: Federation) -> None:
     """Restart the killed services until all nodes are online, for later tests."""
     deadline = time.monotonic() + 300
-    while federation.restart_dead() or nodes_online(federation.layout) < NODES:
+    while federation.restart_dead() or federation.ended() or nodes_online(federation.layout) < NODES:
         assert time.monotonic() < deadline, "the nodes do not come back"
         time.sleep(2)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fedbn_flwr.deployment import Federation
+from fedbn_flwr.deployment import Federation, federation
 from fedbn_flwr.deployment import __main__ as commands
 from fedbn_flwr.deployment.compose import given_variables, read_services, start_order
 from fedbn_flwr.deployment.layout import Layout, loopback_addresses
@@ -297,6 +299,36 @@ child = subprocess.Popen(["sh", "-c", {STUBBORN!r}])
 print(child.pid, flush=True)
 time.sleep(60)
 """
+
+
+def test_a_service_that_keeps_ending_is_restarted_ever_more_rarely(tmp_path: Path, monkeypatch) -> None:
+    """As Docker does: 0.1 s, doubled up to a minute; at once after a life of ten seconds."""
+    clock, launched = [1000.0], []
+    restarting = Federation(ROOT / "docker-compose.yml", 1, folder=tmp_path)
+    service = SimpleNamespace(name="one", one_shot=False, command=(), environment={})
+    monkeypatch.setattr(restarting, "_services", {"one": service, "two": SimpleNamespace(one_shot=True)})
+    monkeypatch.setattr(federation.time, "monotonic", lambda: clock[0])
+
+    def process(*_: object) -> SimpleNamespace:
+        launched.append(clock[0])
+        return SimpleNamespace(code=None if clock[0] > 5000 else 1)
+
+    monkeypatch.setattr(federation, "Process", process)
+    restarting.launch("one")
+    monkeypatch.setitem(restarting._processes, "two", SimpleNamespace(code=1))
+    while clock[0] < 5000:
+        clock[0] += 1
+        assert restarting.restart_dead() == (["one"] if launched[-1] == clock[0] else [])
+        assert restarting.ended() == ["one"]
+    pauses = [after - before for before, after in pairwise(launched)]
+    assert pauses[:11] == [2, 2, 2, 2, 3, 5, 8, 14, 27, 53, 61]
+    assert set(pauses[10:]) == {61}
+    clock[0] += 100
+    restarting.restart_dead()
+    assert restarting.ended() == []
+    restarting.process("one").code = 1
+    clock[0] += 10
+    assert restarting.restart_dead() == ["one"]
 
 
 @pytest.mark.parametrize("how", ["end", "kill"])
