@@ -67,10 +67,19 @@ def read_services(path: Path, variables: Mapping[str, str], num_nodes: int = 0) 
             (``NODE_4_DATA`` for ``NODE_1_DATA``).
 
     Raises:
-        ConfigError: the file cannot be read, or has a form that this reader does not know.
+        ConfigError: the file cannot be read, has a form that this reader does not know, or mounts a volume that it does
+            not declare.
     """
-    services = _read(path, num_nodes)
-    return {name: _service(name, _interpolate(given, variables)) for name, given in services.items()}
+    given, volumes = _read(path, num_nodes)
+    services = {name: _service(name, _interpolate(parts, variables)) for name, parts in given.items()}
+    for service in services.values():
+        for target, source in service.mounts.items():
+            if source and not source.startswith((".", "/", "~")) and source not in volumes:
+                raise ConfigError(
+                    f"service {service.name!r}: {source!r} for {target} is no volume of {path}. Write './{source}' or "
+                    "an absolute path for a folder."
+                )
+    return services
 
 
 def given_variables(path: Path, num_nodes: int, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -84,7 +93,7 @@ def given_variables(path: Path, num_nodes: int, environment: Mapping[str, str]) 
         ConfigError: as ``read_services``, or a line of ``.env`` cannot be read.
     """
     values = {**_env_file(path.parent / ".env"), **environment}
-    services = _read(path, num_nodes)
+    services, _ = _read(path, num_nodes)
     running = [service for name, service in services.items() if node_number(name)[1] <= num_nodes]
     used = _names([{key: service.get(key) for key in _USED} for service in running]) - _NEED_CONTAINERS
     known = _names(list(services.values())) | set(filter(_OF_A_NODE.fullmatch, values))
@@ -120,16 +129,17 @@ def node_number(name: str) -> tuple[str, int, str]:
     return (found[1], int(found[2]), found[3] or "") if found else (name, 0, "")
 
 
-def _read(path: Path, num_nodes: int) -> dict[str, Any]:
-    """Return the services as they are in the file, and the copies of node 1."""
+def _read(path: Path, num_nodes: int) -> tuple[dict[str, Any], set[str]]:
+    """Return services and names of volumes as they are in the file, and the copies of node 1."""
     try:
-        services = dict(yaml.safe_load(path.read_text())["services"])
+        content = yaml.safe_load(path.read_text())
+        services, volumes = dict(content["services"]), set(content.get("volumes") or ())
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as a compose file: {error}") from error
     for name in [name for name in services if node_number(name)[1] == 1]:
         for k in range(2, num_nodes + 1):
             services.setdefault(renumbered(name, k), _renumbered(services[name], k))
-    return services
+    return services, volumes | {renumbered(name, k) for name in volumes for k in range(2, num_nodes + 1)}
 
 
 def renumbered(text: str, number: int) -> str:

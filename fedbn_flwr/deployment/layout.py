@@ -168,8 +168,8 @@ class Layout:
     def _host_path(self, service: Service, target: str, source: str) -> Path:
         """Return the path that replaces a mount: as given, or below the service's state."""
         inside = any(target.startswith(f"{other}/") for other in service.mounts)
-        if source.startswith(("/", ".")) and not inside:
-            return self.definition.parent / source
+        if source.startswith(("/", ".", "~")) and not inside:
+            return self.definition.parent / Path(source).expanduser()
         return self.state(service.name) / target.lstrip("/")
 
 

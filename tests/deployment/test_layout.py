@@ -160,6 +160,21 @@ def test_variables_of_a_node_mean_the_same_as_under_compose(layout: Layout) -> N
     assert mounts == ["/srv/one", *(f"{ROOT}/data/node-{n}" for n in (2, 3)), f"{ROOT}/four", f"{ROOT}/data/node-5"]
 
 
+def test_the_home_folder_in_a_mount_is_that_of_the_user(layout: Layout, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/lab")
+    given = replace(layout, variables={"NODE_4_DATA": "~/site", "NODE_4_CONFIG": "data-path='/data/x.npz'"}).services()
+    assert given["superexec-clientapp-4"].mounts["/data"] == "/home/lab/site"
+    assert given["supernode-4"].command[-1] == "data-path='/home/lab/site/x.npz'"
+
+
+@pytest.mark.parametrize("source", ["data/site", "site", "C"])
+def test_a_relative_path_is_not_taken_for_a_volume(layout: Layout, source: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"'{source}' for /data is no volume of .*yml. Write './{source}' or an absolut"
+    ):
+        replace(layout, variables={"NODE_4_DATA": source}).services()
+
+
 def test_paths_of_this_machine_in_a_node_config_stay(layout: Layout) -> None:
     paths = "partition-id=0 a='/tmp/x.npz' b='/srv/data/x' c='/database' d='/app/x' e='/channel/x' f='x/data'"
     given = replace(layout, variables={"NODE_2_CONFIG": paths})
