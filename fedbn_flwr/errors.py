@@ -22,6 +22,7 @@ __all__ = [
     "ReplyError",
     "RunFailedError",
     "StateError",
+    "install_extra",
     "raise_shared_config_error",
     "unknown_name",
 ]
@@ -127,6 +128,11 @@ def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
         text = text.removesuffix("'>")
         who = f"All {num_asked} clients that were" if num_asked > 1 else "The client that was"
         raise ConfigError(f"{text}\n({who} asked raised this error.)")
+
+
+def install_extra(extra: str) -> str:
+    """Return how to install an extra of the package, which is on no index."""
+    return f"in the checkout: pip install '.[{extra}]'"
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, install_extra
 
 __all__ = ["check_onnx_is_installed", "encode_onnx", "encode_torch_export", "run_onnx", "run_torch_export"]
 
@@ -46,8 +46,8 @@ def check_onnx_is_installed() -> None:
     names = ("onnx", "onnxscript", "onnxruntime")
     if absent := [name for name in names if importlib.util.find_spec(name) is None]:
         raise ConfigError(
-            f"format=onnx needs {', '.join(absent)}, which is not installed. Install the extra: pip install "
-            "'fedbn-flwr[onnx]'. format=torch-export needs nothing more."
+            f"format=onnx needs {', '.join(absent)}, which is not installed; {install_extra('onnx')}. "
+            "format=torch-export needs nothing more."
         )
 
 

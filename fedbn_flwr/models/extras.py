@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.errors import ConfigError, install_extra, unknown_name
 from fedbn_flwr.models.info import ModelInfo
 
 __all__ = ["SMP_PREFIX", "TIMM_PREFIX", "published_smp", "published_timm", "smp_info", "timm_info"]
@@ -124,6 +124,6 @@ def _imported(module: str, extra: str) -> ModuleType:
         if error.name != module:
             raise
         raise ConfigError(
-            f"models {extra}:... need the package {module.replace('_', '-')}, which is not installed. Install it: "
-            f"pip install 'fedbn-flwr[{extra}]'"
+            f"models {extra}:... need the package {module.replace('_', '-')}, which is not installed; "
+            f"{install_extra(extra)}"
         ) from error

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, install_extra
 
 __all__ = [
     "Neighbours",
@@ -236,6 +236,6 @@ def require_dp_accounting() -> Any:
         import dp_accounting
     except ImportError as error:
         raise ConfigError(
-            "epsilon is computed by dp-accounting, which is not installed: pip install 'fedbn-flwr[privacy]'"
+            f"epsilon is computed by dp-accounting, which is not installed; {install_extra('privacy')}"
         ) from error
     return dp_accounting

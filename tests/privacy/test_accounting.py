@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import dp_accounting
@@ -18,6 +19,12 @@ def delta_of(epsilon: float, noises: list[float]) -> float:
     """Delta of composed Gaussian mechanisms (Balle and Wang 2018, Theorem 8, with mu^2 = sum 1 / z^2)."""
     mu = math.sqrt(sum(z**-2 for z in noises))
     return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
+
+
+def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ConfigError, match=r"not installed; in the checkout: pip install '\.\[privacy\]'"):
+        PrivacyAccountant(1e-5, "zero-out", releases=[Release(1.0, 8, 8)]).epsilon()
 
 
 @pytest.mark.parametrize("noises", [[0.7], [4.0] * 3, [0.5, 2.0, 4.0, 4.0]])

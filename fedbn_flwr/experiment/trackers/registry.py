@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedbn_flwr.errors import install_extra
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.trackers.delivery import Delivery
 from fedbn_flwr.experiment.trackers.interface import Tracker
@@ -27,8 +28,8 @@ def tracker_problems(config: Config) -> list[str]:
         given = f"{kind.key}={str(getattr(config, kind.key)).lower()}"
         if importlib.util.find_spec(kind.module) is None:
             problems.append(
-                f"{given} needs the package {kind.module}, which is not installed: pip install "
-                f"'fedbn-flwr[{kind.key}]', or leave the key out"
+                f"{given} needs the package {kind.module}, which is not installed; "
+                f"{install_extra(kind.key)}, or leave the key out"
             )
         elif problem := kind.problem(config):
             problems.append(f"{given}: {problem}")

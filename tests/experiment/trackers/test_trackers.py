@@ -159,7 +159,9 @@ def test_a_missing_package_is_an_error_before_the_run(key: str, value: Any, monk
     find = importlib.util.find_spec
     absent = TRACKERS[key].module
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == absent else find(name))
-    with pytest.raises(ConfigError, match=rf"{key}=.* needs the package {absent}.*'fedbn-flwr\[{key}\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"{key}=.* needs the package {absent}.* the checkout: pip install '\.\[{key}\]'"
+    ):
         check(Config.make({key: value}))
     check(Config.make({}))
 
