@@ -71,7 +71,7 @@ def read_services(path: Path, variables: Mapping[str, str], num_nodes: int = 0) 
             not declare.
     """
     given, volumes = _read(path, num_nodes)
-    services = {name: _service(name, _interpolate(parts, variables)) for name, parts in given.items()}
+    services = {name: _service(name, _interpolate(parts, variables), variables) for name, parts in given.items()}
     for service in services.values():
         for target, source in service.mounts.items():
             if source and not source.startswith((".", "/", "~")) and source not in volumes:
@@ -95,7 +95,7 @@ def given_variables(path: Path, num_nodes: int, environment: Mapping[str, str]) 
     values = {**_env_file(path.parent / ".env"), **environment}
     services, _ = _read(path, num_nodes)
     running = [service for name, service in services.items() if node_number(name)[1] <= num_nodes]
-    used = _names([{key: service.get(key) for key in _USED} for service in running]) - _NEED_CONTAINERS
+    used = _names([{key: service[key] for key in _USED if key in service} for service in running]) - _NEED_CONTAINERS
     known = _names(list(services.values())) | set(filter(_OF_A_NODE.fullmatch, values))
     given = {name for name in known if values.get(name)}
     return {name: values[name] for name in sorted(given & used)}, sorted(given - used)
@@ -160,7 +160,8 @@ def _names(value: Any) -> set[str]:
     """Return the names of all variables in a part of the file."""
     if isinstance(value, (dict, list)):
         items = value.values() if isinstance(value, dict) else value
-        return set().union(*map(_names, items))
+        passed_on = {key for key, item in value.items() if item is None} if isinstance(value, dict) else ()
+        return set().union(passed_on, *map(_names, items))
     return {found[2] for found in _VARIABLE.finditer(value) if found[2]} if isinstance(value, str) else set()
 
 
@@ -181,11 +182,12 @@ def start_order(services: Mapping[str, Service]) -> list[Service]:
     return list(ordered.values())
 
 
-def _service(name: str, given: Mapping[str, Any]) -> Service:
+def _service(name: str, given: Mapping[str, Any], variables: Mapping[str, str]) -> Service:
     mounts = {}
     for text in given.get("volumes", []):
         source, target, *_ = str(text).split(":")
         mounts[target] = source
+    environment = {key: variables.get(key) if v is None else v for key, v in given.get("environment", {}).items()}
     tmpfs = {str(text).split(":")[0]: "" for text in given.get("tmpfs", [])}
     needs = given.get("depends_on", {})
     health = _words(name, "healthcheck.test", given.get("healthcheck", {}).get("test", []))
@@ -195,7 +197,7 @@ def _service(name: str, given: Mapping[str, Any]) -> Service:
             *_words(name, "entrypoint", given.get("entrypoint", [])),
             *_words(name, "command", given.get("command", [])),
         ),
-        environment={key: str(value) for key, value in given.get("environment", {}).items()},
+        environment={key: str(value) for key, value in environment.items() if value is not None},
         mounts={**tmpfs, **mounts},
         needs={other: str(how.get("condition", "service_started")) for other, how in needs.items()},
         health=health[1:],  # after CMD

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.deployment.compose import NODE, Service, node_number, read_services
 from fedbn_flwr.engines.processes import flower_environment
 from fedbn_flwr.errors import ConfigError
@@ -67,9 +68,9 @@ class Layout:
         return self.folder / "state" / name
 
     def save(self) -> None:
-        """Write the layout to its folder."""
+        """Write the layout to its folder; only the owner can read it, since variables may be passwords."""
         values = {**self.__dict__, "definition": str(self.definition), "folder": str(self.folder)}
-        (self.folder / "layout.json").write_text(json.dumps(values, indent=2) + "\n")
+        write_atomically(self.folder / "layout.json", json.dumps(values, indent=2) + "\n", 0o600)
 
     @classmethod
     def load(cls, folder: Path) -> Layout:

@@ -59,6 +59,13 @@ def test_variables_as_compose_replaces_them(tmp_path: Path) -> None:
     assert service.command == ("$HOME", "a", "a", "c", "", "x-e f", "", "$5")
 
 
+def test_a_variable_of_the_environment_without_a_value_is_passed_on_if_it_is_set(tmp_path: Path) -> None:
+    path = compose(tmp_path, "services: {one: {environment: {A: x, B: null, C: null}}}")
+    assert given_variables(path, 3, {"B": "secret", "D": "1"}) == ({"B": "secret"}, [])
+    (service,) = read_services(path, {"B": "secret"}).values()
+    assert service.environment == {"A": "x", "B": "secret"}
+
+
 @pytest.mark.parametrize("text", ["${NEEDED:?say where}", "${NEEDED?say where}"])
 def test_a_variable_that_must_be_set(text: str, tmp_path: Path) -> None:
     path = compose(tmp_path, f'services: {{one: {{command: ["{text}"]}}}}')
@@ -300,6 +307,7 @@ def test_files_mounted_into_a_folder_are_copied_with_replaced_hosts_and_paths(la
 
 def test_a_saved_layout_is_loaded(layout: Layout, tmp_path: Path) -> None:
     layout.save()
+    assert (tmp_path / "layout.json").stat().st_mode & 0o077 == 0, "variables may be passwords"
     assert Layout.load(tmp_path) == replace(layout, node_configs=[], profiles=["cpu"])
     with pytest.raises(ConfigError, match=r"no federation in .* Start one with `make federation-up`"):
         Layout.load(tmp_path / "elsewhere")
