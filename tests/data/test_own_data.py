@@ -674,6 +674,15 @@ def test_what_is_not_used_of_image_files_is_a_note(tmp_path: Path) -> None:
     assert own_info(own("folder", tmp_path)).notes == ("alpha channels of 1 of 4 image files are not used (b/1.png)",)
 
 
+def test_folders_without_a_usable_image_are_named(tmp_path: Path) -> None:
+    write_images(tmp_path, {"apple": 2, "berry": 1, "cherry": 2})
+    (tmp_path / "berry/0.png").write_bytes(b"no image")
+    (tmp_path / "date").mkdir()
+    info = own_info(own("folder", tmp_path, skip_unreadable=True))
+    assert info.class_names == ("apple", "cherry")
+    assert "no usable image in berry, date: a class without another folder is left out" in info.notes
+
+
 def test_cache_gib_and_data_workers_change_no_bit(tmp_path: Path) -> None:
     write_images(tmp_path / "data", {"a/cat": 6, "a/dog": 5, "b/cat": 4, "b/dog": 6}, size=(40, 40))
     keys = {"dataset": f"folder:{tmp_path / 'data'}", "model": "lenet", "local-steps": 3, "batch-size": 4}

@@ -64,7 +64,7 @@ def read_folder(request: OwnData) -> Found:
     """
     from PIL import Image
 
-    files, by_pixel, others = _files(request)
+    files, by_pixel, others, folders = _files(request)
     seen = look_at_files(files.paths, whole=request.skip_unreadable)
     problems = dict(seen.problems)
     values = _look_at_masks(files.paths, files.masks, problems)
@@ -74,6 +74,9 @@ def read_folder(request: OwnData) -> Found:
         *left_out(request, others),
     )
     files = files.without(problems)
+    if unused := sorted(folders - {path.parent for path in files.paths}):
+        named = shown([folder.relative_to(request.path).as_posix() for folder in unused])
+        notes += (f"no usable image in {named}: a class without another folder is left out",)
     if not files.paths:
         raise DataError(f"dataset={request.name!r}: none of the image files can be read.")
     clients, client_names = numbered([client for client, _, _ in files.places])
@@ -100,12 +103,16 @@ def read_folder(request: OwnData) -> Found:
     )
 
 
-def _files(request: OwnData) -> tuple[_Files, bool, list[str]]:
-    """Return the image files in the order of their paths, whether their pixels have classes, and the other files."""
+def _files(request: OwnData) -> tuple[_Files, bool, list[str], set[Path]]:
+    """Return the image files in the order of their paths, and what else is there.
+
+    Returns:
+        The image files, whether their pixels have classes, the other files, and the folders of images, also empty ones.
+    """
     root = request.existing()
     if not root.is_dir():
         raise DataError(f"dataset={request.name!r} is a file; a folder of image folders needed.")
-    folders, others = _image_folders(root)
+    folders, others, empty = _image_folders(root)
     if not folders:
         raise DataError(
             f"dataset={request.name!r}: no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into "
@@ -125,7 +132,7 @@ def _files(request: OwnData) -> tuple[_Files, bool, list[str]]:
         found.paths += [folder / name for name in names]
         found.places += [places[folder]] * len(names)
         found.masks += [_mask(request, folder, name) for name in names] if by_pixel else []
-    return found, by_pixel, others
+    return found, by_pixel, others, {*empty, *(path.parent for path in found.paths)}
 
 
 def _notes_of_unreadable(request: OwnData, num_files: int, problems: Mapping[int, str]) -> tuple[str, ...]:
@@ -204,10 +211,13 @@ def _classes(request: OwnData, found: Sequence[str]) -> tuple[torch.Tensor, Task
     return torch.from_numpy(labels), task, outputs, names
 
 
-def _image_folders(root: Path) -> tuple[dict[Path, list[str]], list[str]]:
-    """Return the folders with image files and the sorted names of these, and all other files; not hidden ones."""
+def _image_folders(root: Path) -> tuple[dict[Path, list[str]], list[str], list[Path]]:
+    """Return the folders with image files and the sorted names of these; other files; innermost folders without images.
+
+    Hidden files and folders are left out.
+    """
     found: dict[Path, list[str]] = {}
-    others: list[str] = []
+    others, empty = list[str](), list[Path]()
     for folder, below, files in os.walk(root, followlinks=True):
         below[:] = sorted(name for name in below if not name.startswith("."))
         files = sorted(name for name in files if not name.startswith("."))
@@ -216,7 +226,9 @@ def _image_folders(root: Path) -> tuple[dict[Path, list[str]], list[str]]:
         others += [str((Path(folder) / name).relative_to(root)) for name in files if name not in images]
         if names:
             found[Path(folder)] = names
-    return found, others
+        elif not below:
+            empty.append(Path(folder))
+    return found, others, empty
 
 
 def _place(request: OwnData, root: Path, folder: Path) -> Place:
