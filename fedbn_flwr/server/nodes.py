@@ -125,6 +125,8 @@ class NodeRegistry:
             for node in found.values() if joins else ():
                 logger.info("%s joins the run.", node)
             self._nodes.update(found)
+            if isinstance(grid, ImmediateGrid):
+                grid.name_nodes(found)
             self.initialised |= {i for i in new if i in self._nodes and self._nodes[i].label in self._expected}
             self._expected -= {self.node(i).label for i in self.initialised}
         known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]

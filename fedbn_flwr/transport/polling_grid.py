@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -27,6 +28,9 @@ logger = logging.getLogger("flwr")
 
 # Seconds between polls, at first and in a long wait; each poll uses the SuperLink's database.
 _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.25
+
+# Seconds after which the log names the nodes without a reply, and then between two such lines.
+_FIRST_NOTICE, _NEXT_NOTICES = 60.0, 300.0
 
 
 @runtime_checkable
@@ -60,6 +64,9 @@ class ImmediateGrid(Grid):
         """
         return {}
 
+    def name_nodes(self, names: Mapping[int, object]) -> None:
+        """Call the nodes in the log by the text of these objects, by node id."""
+
 
 def polling(grid: Grid) -> ImmediateGrid:
     """Return ``grid`` if it is an ``ImmediateGrid``, else a ``PollingGrid`` around it."""
@@ -89,6 +96,7 @@ class PollingGrid(ImmediateGrid):
 
     def __init__(self, grid: Grid) -> None:
         self.inner = grid
+        self._names: dict[int, object] = {}
         retry_http_500(grid)
 
     def set_run(self, run: Run) -> None:
@@ -106,6 +114,10 @@ class PollingGrid(ImmediateGrid):
         """See ``Grid.create_message``."""
         return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
 
+    def name_nodes(self, names: Mapping[int, object]) -> None:
+        """See ``ImmediateGrid.name_nodes``."""
+        self._names |= names
+
     def get_node_ids(self) -> Iterable[int]:
         """See ``Grid.get_node_ids``."""
         return self.inner.get_node_ids()
@@ -121,7 +133,9 @@ class PollingGrid(ImmediateGrid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send all messages and return the replies that arrive within ``timeout`` seconds, in any order.
 
-        The log names nodes that do not answer in time. The error reply for a lost node has the id of that node.
+        The log names nodes that do not answer in time, over a network now and then before that, too: a node answers
+        nothing while its connection is up and its apps are not started. The error reply for a lost node has the id of
+        that node.
 
         Raises:
             EngineError: the messages could not be pushed.
@@ -144,7 +158,9 @@ class PollingGrid(ImmediateGrid):
         enough: Callable[[Sequence[Message]], bool] = lambda replies: False,
     ) -> list[Message]:
         waiting = push(self, list(messages))
-        deadline = None if timeout is None else time.monotonic() + timeout
+        begun = time.monotonic()
+        deadline = None if timeout is None else begun + timeout
+        notice = begun + _FIRST_NOTICE if over_network(self) else math.inf
         replies: list[Message] = []
         pause = _FIRST_WAIT
         while waiting:
@@ -154,12 +170,24 @@ class PollingGrid(ImmediateGrid):
                 break
             left = _LONGEST_WAIT if deadline is None else deadline - time.monotonic()
             if left <= 0:
-                nodes = ", ".join(str(node_id) for node_id in waiting.values())
-                logger.warning("No reply within %s s from node(s) %s; continuing without them.", timeout, nodes)
+                logger.warning(
+                    "No reply within %s s from %s; continuing without them.", timeout, self._listed(waiting.values())
+                )
                 break
+            if time.monotonic() >= notice:
+                notice = time.monotonic() + _NEXT_NOTICES
+                logger.info(
+                    "%.0f s: still waiting for %s. A node may be at work; or it is online and its superexec-clientapp, "
+                    "which starts its apps, is not running.",
+                    time.monotonic() - begun,
+                    self._listed(waiting.values()),
+                )
             pause = _FIRST_WAIT if arrived else min(pause * 1.5, _LONGEST_WAIT)
             time.sleep(min(pause, left))
         return replies
+
+    def _listed(self, node_ids: Iterable[int]) -> str:
+        return ", ".join(str(self._names.get(node_id, f"node {node_id}")) for node_id in node_ids)
 
 
 def push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:

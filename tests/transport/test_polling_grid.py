@@ -16,6 +16,7 @@ from flwr.supercore.retry.retry_invoker import RetryInvoker
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
+from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid, polling
 
 
@@ -100,8 +101,23 @@ def test_at_the_timeout_replies_are_returned_and_silent_nodes_named(caplog) -> N
         replies = list(PollingGrid(grid).send_and_receive(messages(4, 5, 6, 7), timeout=0.2))
     assert 0.2 <= time.monotonic() - start < 1
     assert sorted(r.metadata.src_node_id for r in replies) == [4, 6]
-    assert caplog.messages == ["No reply within 0.2 s from node(s) 5, 7; continuing without them."]
+    assert caplog.messages == ["No reply within 0.2 s from node 5, node 7; continuing without them."]
     assert grid.asked[-1] == ["message-1", "message-3"]
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_nodes_that_do_not_answer_over_a_network_are_named_before_the_timeout(
+    network: bool, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(polling_grid, "over_network", lambda grid: network)
+    monkeypatch.setattr(polling_grid, "_FIRST_NOTICE", 0.1)
+    grid = PollingGrid(SlowGrid(polls=1, silent=[5, 7]))
+    grid.name_nodes({5: "node 5 (partition 1)"})
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        list(grid.send_and_receive(messages(4, 5, 7), timeout=0.4))
+    notices = [text for text in caplog.messages if "still waiting for node 5 (partition 1), node 7. A node" in text]
+    assert len(notices) == network
+    assert caplog.messages[-1].startswith("No reply within 0.4 s from node 5 (partition 1), node 7;")
 
 
 def test_it_does_not_wait_for_more_replies_than_are_enough() -> None:
