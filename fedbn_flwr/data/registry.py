@@ -41,6 +41,7 @@ class DatasetInfo:
         client_names: names of the clients that own data name, or ().
         by_file: the images are files, which may stay on the disk.
         notes: what a user must know of own data, one text each.
+        warnings: what looks wrong in own data, one text each.
         shared: another process has read the data, see ``data.shared``; no file is needed here.
     """
 
@@ -65,6 +66,7 @@ class DatasetInfo:
     client_names: tuple[str, ...] = ()
     by_file: bool = False
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     shared: bool = False
 
 

@@ -87,6 +87,7 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
         client_names=found.client_names,
         by_file=not isinstance(found.inputs, Tensor),
         notes=(*found.notes, *_note_of_positive(request, found)),
+        warnings=found.warnings,
     )
 
 

@@ -48,21 +48,23 @@ def stated_features(text: str, columns: Sequence[str] = ()) -> list[tuple[str, t
 
 @dataclass
 class _Features:
-    """The features of a table so far: columns of N numbers, their names, notes, and what is wrong."""
+    """The features of a table so far: columns of N numbers, their names, notes, what looks wrong, and what is wrong."""
 
     columns: list[Any] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
 def features_of(
     request: OwnData, table: Any, wanted: list[tuple[str, tuple[str, ...]]], tests: Any
-) -> tuple[torch.Tensor, tuple[str, ...], tuple[str, ...]]:
-    """Return the features float32 (N, F), their names, and notes; a missing value is NaN.
+) -> tuple[torch.Tensor, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the features float32 (N, F), their names, notes, and warnings; a missing value is NaN.
 
     Categories that are not stated are those of all rows, or of the training rows of ``split-column``. Text that is none
-    of them is 0 in all its features, as missing text is with ``missing=mean``.
+    of them is 0 in all its features, as missing text is with ``missing=mean``; a warning names it if the categories are
+    stated, since another spelling looks the same.
 
     Raises:
         DataError: values are missing and ``missing`` is "refuse", or a column has no usable values.
@@ -91,7 +93,7 @@ def features_of(
     if not found.columns:
         raise DataError(f"dataset={request.name!r} has no columns for features; set feature-columns.")
     features = torch.from_numpy(np.stack(found.columns, 1).astype(np.float32))
-    return features, tuple(found.names), (*found.notes, *note_of_filled(features))
+    return features, tuple(found.names), (*found.notes, *note_of_filled(features)), tuple(found.warnings)
 
 
 def note_of_filled(inputs: torch.Tensor) -> tuple[str, ...]:
@@ -180,7 +182,15 @@ def _add_text(found: _Features, name: str, categories: tuple[str, ...], table: A
         )
         return
     if other := sorted(set(texts) - set(kinds)):
-        found.notes.append(f"column {name!r}: {shown(other)} is none of the categories and counts as none")
+        none = f"column {name!r}: {shown(other)} is none of the categories"
+        if categories:
+            rows = int(text.isin(other).sum())
+            found.warnings.append(
+                f"{none} that feature-columns states ({shown(categories)}); all its features are 0 in {rows} of "
+                f"{len(table)} rows. Correct the spelling, or state it, too"
+            )
+        else:
+            found.notes.append(f"{none} and counts as none")
     found.notes.append(f"column {name!r} is text: {len(kinds)} features ({shown(kinds)})")
     found.columns += [(text == kind).to_numpy(dtype=np.float64) for kind in kinds]
     found.names += [f"{name}={kind}" for kind in kinds]

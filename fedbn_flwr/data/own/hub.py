@@ -60,6 +60,7 @@ def read_hub(request: OwnData) -> Found:
     )
     image = next((n for n in columns if type(parts[0].features[n]).__name__ == "Image"), "")
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     if image:
         inputs = _images(request, [picture for part in rows for picture in part[image]])
@@ -69,7 +70,7 @@ def read_hub(request: OwnData) -> Found:
         table = with_numbers(pd.concat([part.to_pandas() for part in parts], ignore_index=True))
         taken = {label, request.client_column, request.group_column}
         wanted = stated_features(request.feature_columns) or [(name, ()) for name in columns if name not in taken]
-        inputs, features, notes = features_of(request, table, wanted, tests)
+        inputs, features, notes, warnings = features_of(request, table, wanted, tests)
 
     def keys(column: str) -> tuple[Any, tuple[str, ...]]:
         return numbered([value for part in rows for value in part[column]])
@@ -88,6 +89,7 @@ def read_hub(request: OwnData) -> Found:
         feature_names=features,
         size=tuple(inputs.shape[2:]) if image else (),
         notes=(*notes_of_targets, *notes),
+        warnings=warnings,
     )
 
 

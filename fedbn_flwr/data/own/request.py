@@ -124,6 +124,7 @@ class Found:
         feature_names: names of the features of rows, or ().
         size: (height, width) of the images as stored, or ().
         notes: what a user must know: files left out, columns made of text, and so on.
+        warnings: what looks wrong.
     """
 
     inputs: Tensor | Sequence[Path]
@@ -138,6 +139,7 @@ class Found:
     feature_names: tuple[str, ...] = ()
     size: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of examples."""

@@ -85,7 +85,7 @@ def read_table(request: OwnData) -> Found:
             f"feature-columns names {shown(both)}, which another key (label-, client-, group- or split-column) uses: "
             "remove it there."
         )
-    inputs, names, notes = features_of(request, table, wanted, tests)
+    inputs, names, notes, warnings = features_of(request, table, wanted, tests)
     notes = (
         *_notes_of_others(request),
         *(f"column {name!r} has no name in the file and is left out" for name in nameless),
@@ -106,6 +106,7 @@ def read_table(request: OwnData) -> Found:
         tests=tests,
         feature_names=names,
         notes=notes,
+        warnings=warnings,
     )
 
 

@@ -97,7 +97,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
             name: {"inputs": len(train), "test": len(test)}
             for name, (train, test) in zip(split.held_out_names, split.held_out, strict=True)
         }
-    warnings = list(_of_clients(figures))
+    warnings = [*info.warnings, *_of_clients(figures)]
     left = len(data.test) - sum(map(len, split.test)) - sum(len(test) for _, test in split.held_out)
     if own and left:
         warnings.append(f"{left} test examples belong to no client: they count in tests of the global model only")

@@ -176,6 +176,7 @@ def test_a_node_says_once_what_it_has_read_and_the_server_hears_of_it_if_the_own
 ) -> None:
     caplog.set_level(logging.INFO, "flwr")
     tables[1].write_text(tables[1].read_text().replace(",F,", ",M,"))
+    tables[2].write_text(tables[2].read_text().replace(",F,", ",female,", 2))
     sent: list[tuple[int, str]] = []
 
     def spy(message: Message, context: Context, call_next: Any) -> Message:
@@ -195,6 +196,10 @@ def test_a_node_says_once_what_it_has_read_and_the_server_hears_of_it_if_the_own
         assert "24 training, 6 test examples of shape (4,)" in own
         assert "  bmi: " in own
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text for text in warned if "female" in text] == [
+        f"data-path={tables[2]}: column 'sex': female is none of the categories that feature-columns states (F, M); all "
+        "its features are 0 in 2 of 30 rows. Correct the spelling, or state it, too"
+    ]
     assert [text for text in warned if "the same value" in text] == [
         f"data-path={tables[1]}: the same value in all training examples: sex=F, sex=M; leave it out"
     ]
