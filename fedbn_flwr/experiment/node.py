@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 from collections.abc import Callable
@@ -47,11 +48,12 @@ def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchC
 
     Raises:
         ConfigError: the node config has neither ``partition-id`` and ``num-partitions`` nor ``data-path``; or a value
-            that cannot be, or a key that is not known.
+            that cannot be, or a key that is nearly one of ours.
         DataError: the node's own data cannot be used, or ``eval-on`` names a test set that they do not have.
     """
     for key in context.node_config:
-        if key not in NODE_KEYS:
+        # A node serves other apps, too: keys that are unlike ours are theirs.
+        if key not in NODE_KEYS and difflib.get_close_matches(key, NODE_KEYS, cutoff=0.8):
             raise unknown_name("key of the node's config", key, NODE_KEYS)
     config, build = _config(tuple(context.run_config.items()))
     torch.set_num_threads(config.torch_threads)
