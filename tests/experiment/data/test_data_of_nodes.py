@@ -197,8 +197,8 @@ def test_a_node_says_once_what_it_has_read_and_the_server_hears_of_it_if_the_own
         assert "  bmi: " in own
     warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert [text for text in warned if "female" in text] == [
-        f"data-path={tables[2]}: column 'sex': female is none of the categories that feature-columns states (F, M); all "
-        "its features are 0 in 2 of 30 rows. Correct the spelling, or state it, too"
+        f"data-path={tables[2]}: column 'sex': female is none of the categories that feature-columns states (F, M); "
+        "all its features are 0 in 2 of 30 rows. Correct the spelling, or state it, too"
     ]
     assert [text for text in warned if "the same value" in text] == [
         f"data-path={tables[1]}: the same value in all training examples: sex=F, sex=M; leave it out"
