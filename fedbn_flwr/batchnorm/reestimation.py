@@ -37,6 +37,7 @@ __all__ = [
 
 
 _BLOCK = 1 << 18  # elements; in float64 2 MiB, which stay in the cache
+_TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 _KEPT = 64  # moments of a layer that wait to be merged
 
 
@@ -153,14 +154,27 @@ def tracking_layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def stop_tracking(layers: Collection[_BatchNorm]) -> Callable[[], None]:
-    """Let layers in train mode use the batch's statistics and change no buffer; return the function that undoes it."""
+    """Let layers in train mode use the batch's statistics and change no buffer; return the function that undoes it.
+
+    A forward pass of a layer's own may track in any case: what it has changed is undone, too.
+    """
     before = [(layer, layer.track_running_stats) for layer in layers]
+    kept = [
+        (layer, name, buffer, buffer.clone())
+        for layer in layers
+        if type(layer).forward is not _BatchNorm.forward
+        for name, buffer in layer.named_buffers(recurse=False)
+        if name in _TRACKED
+    ]
     for layer in layers:
         layer.track_running_stats = False
 
     def undo() -> None:
         for layer, tracked in before:
             layer.track_running_stats = tracked
+        with torch.no_grad():
+            for layer, name, buffer, value in kept:
+                setattr(layer, name, buffer.copy_(value))
 
     return undo
 

@@ -24,6 +24,7 @@ from fedbn_flwr.server.report import RoundReport
 __all__ = [
     "Reply",
     "Terms",
+    "no_batchnorm_hint",
     "read_arrays",
     "read_metrics",
     "read_replies",
@@ -143,7 +144,14 @@ def refuse_misshapen(record: str, entries: State, shapes: Mapping[str, tuple[int
             )
 
 
-def refuse_changed(reply: Reply, before: State, names: Iterable[str], why: str) -> None:
+def no_batchnorm_hint(parts: Parts) -> str:
+    """Return what else may be wrong where layers were found by names, to add to an error, or ""."""
+    if not parts.by_names:
+        return ""
+    return ". Or the layers are no BatchNorm: pass parts=split_state(model) to the strategy, which goes by their types"
+
+
+def refuse_changed(reply: Reply, before: State, names: Iterable[str], why: str, parts: Parts) -> None:
     """Refuse a reply in which an entry changed that the method's client part leaves as it is.
 
     Raises:
@@ -152,7 +160,8 @@ def refuse_changed(reply: Reply, before: State, names: Iterable[str], why: str) 
     for name in names:
         if not np.array_equal(reply.state[name], before[name]):
             raise ClientPartError(
-                f"entry '{name}' changed {why}. Run the client's training inside `with bn_rules(model, msg, context):`."
+                f"entry '{name}' changed {why}. Run the client's training inside `with bn_rules(model, msg, context):`"
+                f"{no_batchnorm_hint(parts)}."
             )
 
 

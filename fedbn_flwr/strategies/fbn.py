@@ -317,7 +317,7 @@ class PooledStatistics(FedAvg[S]):
         """Refuse a reply that changed statistics, or whose moments do not fit the model."""
         super().check(server_round, reply, before)
         why = f"in training, which leaves the statistics to the server under {self.name}"
-        refuse_changed(reply, before, self._kept_names(), why)
+        refuse_changed(reply, before, self._kept_names(), why, self.run.parts)
         decode_moments(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:

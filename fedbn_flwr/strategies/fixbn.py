@@ -73,7 +73,7 @@ from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import FROZEN, Key
 from fedbn_flwr.server.method import Method, Need, RunSettings, setting
-from fedbn_flwr.server.replies import Reply, refuse_changed
+from fedbn_flwr.server.replies import Reply, no_batchnorm_hint, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.loop import ClientHook
@@ -366,12 +366,13 @@ class Freezing(FedAvg[W]):
             if DELTA not in reply.metrics:
                 raise ReplyError(
                     f"metric '{DELTA}' is missing: the client's training must apply the client hook 'report-drift'"
+                    f"{no_batchnorm_hint(self.run.parts)}"
                 )
             if not 0 <= reply.metrics[DELTA] < math.inf:
                 raise ReplyError(f"metric '{DELTA}' is {reply.metrics[DELTA]}, which must be a finite number >= 0")
         if self.frozen(server_round):
             why = f"after round {self.frozen_after}, when it was frozen: the client trained with BN in train mode"
-            refuse_changed(reply, before, self._frozen_names(), why)
+            refuse_changed(reply, before, self._frozen_names(), why, self.run.parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Average; restore frozen entries bit for bit; apply the window rule while an automatic round is not known."""

@@ -114,7 +114,7 @@ class StaticBN(FedAvg[FedAvgParams]):
         """Refuse a reply whose statistics were tracked."""
         super().check(server_round, reply, before)
         why = "in training, which tracks no statistics under staticbn"
-        refuse_changed(reply, before, self._untracked_names(), why)
+        refuse_changed(reply, before, self._untracked_names(), why, self.run.parts)
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
         """Average; restore the untracked entries bit for bit."""

@@ -65,6 +65,31 @@ def test_layers_called_twice_or_never_or_frozen_or_at_two_paths(points) -> None:
     np.testing.assert_allclose(found["twice"].variance, both.var(0), rtol=1e-12)
 
 
+class Own(nn.BatchNorm1d):
+    """Its forward pass does not ask whether it tracks, and gives it a new mean."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(x)
+        mean, var = x.mean(0), x.var(0, unbiased=False)
+        self.running_mean = 0.9 * self.running_mean + 0.1 * mean.detach()
+        self.running_var.lerp_(x.detach().var(0), 0.1)
+        self.num_batches_tracked += 1
+        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+
+def test_a_forward_pass_that_tracks_in_any_case_is_undone(points, mlp) -> None:
+    model, plain = mlp(), mlp()
+    model[1] = Own(4).double()
+    model.load_state_dict(plain.state_dict())
+    buffers = dict(model.named_buffers())
+    found, expected = (reestimate_statistics(own, points(9), batch_size=4)["1"] for own in (model, plain))
+    assert torch.equal(found.mean, expected.mean)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+
+
 def test_the_model_does_not_change(points, mlp) -> None:
     model = mlp(dropout=0.5)
     model.train()

@@ -7,12 +7,16 @@ import functools
 import logging
 
 import numpy as np
+import pytest
 import torch
 import torchvision.models as tv
+from torch import nn
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.messages.records import from_record, tensors
-from fedbn_flwr.strategies import FedAvg, StaticBN
+from fedbn_flwr.strategies import FBN, FedAvg, StaticBN
 from fedbn_flwr.strategies.staticbn import Untracked
 
 SIZES = (6, 13, 9)
@@ -78,6 +82,40 @@ def test_a_client_that_tracked_statistics_is_rejected_by_name(federate, datasets
     assert "partition 1" in why
     assert "entry '1.running_mean' changed in training" in why
     assert run.strategy.reports[0].participants == [0, 2]
+
+
+class Own(nn.BatchNorm1d):
+    """Its forward pass does not ask whether it tracks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        named = (self.running_mean, self.running_var, self.weight, self.bias)
+        return nn.functional.batch_norm(x, *named, self.training, self.momentum, self.eps)
+
+
+@pytest.mark.parametrize("method", [StaticBN, FBN])
+def test_a_forward_pass_that_tracks_in_any_case_trains_as_the_plain_one(
+    federate, datasets, mlp, same_bits, method
+) -> None:
+    def own() -> nn.Module:
+        model = mlp()
+        model[1] = Own(4).double()
+        return model
+
+    runs = [federate(method(), model, datasets, rounds=2) for model in (own, mlp)]
+    same_bits(*(run.state for run in runs))
+
+
+def test_a_layer_that_is_no_batchnorm_is_told_from_a_missing_client_part(federate, datasets) -> None:
+    """InstanceNorm with running statistics, where the layers were found by names."""
+
+    def model() -> nn.Module:
+        norm = nn.InstanceNorm1d(1, track_running_stats=True)
+        layers = [nn.Unflatten(1, (1, 5)), norm, nn.Flatten(), nn.Linear(5, 3)]
+        return nn.Sequential(*layers).double()
+
+    strategy = StaticBN(parts=split_state(model().state_dict()))
+    with pytest.raises(ClientPartError, match=r"Or the layers are no BatchNorm: pass parts=split_state\(model\)"):
+        federate(strategy, model, datasets, rounds=1)
 
 
 def test_the_hook_restores_the_model(mlp) -> None:
