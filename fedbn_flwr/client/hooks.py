@@ -142,8 +142,9 @@ class Hooks:
             if penalty is not None:
                 total = total + penalty.detach()  # not a number: that would wait for the device in each step
                 trainable = [p for p in self._model.parameters() if p.requires_grad]
-                for p, grad in zip(trainable, torch.autograd.grad(penalty, trainable), strict=True):
-                    p.grad = grad if p.grad is None else p.grad.add_(grad)
+                for p, grad in zip(trainable, torch.autograd.grad(penalty, trainable, allow_unused=True), strict=True):
+                    if grad is not None:
+                        p.grad = grad if p.grad is None else p.grad.add_(grad)
         for hook in self._hooks.values():
             hook.gradients(self._model)
         self._steps += 1

@@ -66,17 +66,20 @@ class ProximalTerm(ClientHook):
 
     def __init__(self, mu: float) -> None:
         self.mu = mu
-        self._received: list[tuple[nn.Parameter, Tensor]] = []
+        self._received: dict[nn.Parameter, Tensor] = {}
 
     def begin(self, model: nn.Module) -> None:
         """Store the trainable parameters as received."""
-        self._received = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+        self._received = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
 
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return mu/2 ||w - w_received||^2; None for mu = 0, which keeps FedAvg's bits."""
         if self.mu == 0:
             return None
-        squares = [_real(p - start).square().sum() for p, start in self._received]
+        for p in model.parameters():
+            if p.requires_grad and p not in self._received:  # it was frozen until now
+                self._received[p] = p.detach().clone()
+        squares = [_real(p - start).square().sum() for p, start in self._received.items()]
         return self.mu / 2 * torch.stack(squares).sum()
 
 

@@ -117,13 +117,14 @@ class ControlVariates(ClientHook):
         self._change: dict[str, Tensor] = {}
         self._first_names: dict[str, str] = {}
         self._rates: dict[str, Counter[float]] = {}  # for each parameter, the number of its steps with each rate
+        self._foreign = ""  # the first parameter that moved without a step of the optimizer
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take c and c_i; missing entries are zero."""
         self._server, self._own = sent.get(VARIATES, {}), kept
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Store x and the names of the parameters.
+        """Store x and the names of the parameters. One that begins to train later is stored then.
 
         Raises:
             ConfigError: the optimizer is not SGD, or a group has momentum or is maximised.
@@ -138,22 +139,30 @@ class ControlVariates(ClientHook):
         if any(group.get("maximize") for group in optimizer.param_groups):
             raise ConfigError("scaffold corrects plain SGD: the optimizer's maximize=True must be False")
         self._optimizer = optimizer
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in self._local}
-        names = {p: name for name, p in trainable.items()}
+        names = {p: name for name, p in model.named_parameters() if name not in self._local}
         everywhere = model.named_parameters(remove_duplicate=False)
         self._first_names = {name: names[p] for name, p in everywhere if p in names}
-        self._start = {name: p.detach().clone() for name, p in trainable.items()}
-        self._rates = {name: Counter() for name in trainable}
-        self._correction = {
-            name: self._of(self._server, name, p) - self._of(self._own, name, p) for name, p in self._start.items()
-        }
+        self._start, self._rates, self._correction, self._foreign = {}, {}, {}, ""
+        for parameter, name in names.items():
+            if parameter.requires_grad:
+                self._begin_with(name, parameter)
+
+    def _begin_with(self, name: str, parameter: Tensor) -> None:
+        """Store x and c - c_i of a parameter that trains."""
+        self._start[name] = x = parameter.detach().clone()
+        self._rates[name] = Counter()
+        self._correction[name] = self._of(self._server, name, x) - self._of(self._own, name, x)
 
     def gradients(self, model: nn.Module) -> None:
         """Add c - c_i; note the rate of this step, which a schedule may change, and each group of parameters has."""
         groups = self._optimizer.param_groups if self._optimizer else []
         rates = {p: float(group["lr"]) for group in groups for p in group["params"]}
         for name, parameter in model.named_parameters():
-            if name in self._correction and parameter.grad is not None:
+            if parameter.grad is None or name in self._local:
+                continue
+            if name not in self._start and parameter.requires_grad:  # it was frozen until now, so it is still x
+                self._begin_with(name, parameter)
+            if name in self._start:
                 parameter.grad += self._correction[name]
                 self._rates[name][rates.get(parameter, 0.0)] += 1
 
@@ -167,11 +176,24 @@ class ControlVariates(ClientHook):
                 total = sum(count * rate for rate, count in self._rates[name].items())
                 change = (1 / total) * went - self._of(self._server, name, went) if total else torch.zeros_like(went)
                 self._change[name] = change
+                if self._rates[name] and not total and bool(went.any()):
+                    self._foreign = self._foreign or name
         return {}
 
     def reply(self) -> Extras:
-        """Return dc_i under every name of a parameter, because the server steps each entry."""
-        return {VARIATES: {name: self._change[first] for name, first in self._first_names.items()}}
+        """Return dc_i under every name of a parameter, because the server steps each entry.
+
+        Raises:
+            ConfigError: another optimizer has trained a parameter.
+        """
+        if self._foreign:
+            raise ConfigError(
+                f"parameter '{self._foreign}' was trained, and no group of the wrapped optimizer has it: scaffold "
+                "needs the rate of each step. Wrap one optimizer that has all parameters; each group may have its own "
+                "rate"
+            )
+        names = self._first_names.items()
+        return {VARIATES: {name: self._change[first] for name, first in names if first in self._change}}
 
     def keep(self) -> Entries:
         """Return c_i+ = c_i + dc_i."""

@@ -100,6 +100,28 @@ def test_a_line_search_sees_the_penalty_too() -> None:
     assert torch.allclose(end(True), end(False), rtol=0, atol=1e-9)
 
 
+def test_a_layer_that_begins_to_train_in_the_block_has_the_penalty_from_then_on(mlp, points) -> None:
+    data, mu, rate = points(8, 1), 2.0, 0.1
+    ends = []
+    for hooked in (True, False):
+        model = mlp()
+        model[0].requires_grad_(False)
+        start = [p.detach().clone() for p in model.parameters()]
+        config = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": mu} if hooked else {}
+        with bn_rules(model, config) as rules:
+            optimizer = rules.wrap(torch.optim.SGD(model.parameters(), rate))
+            for step in range(4):
+                model[0].requires_grad_(step > 1)
+                optimizer.zero_grad()
+                F.cross_entropy(model(data.inputs), data.targets).backward()
+                for p, received in zip(model.parameters(), start, strict=True):
+                    if not hooked and p.grad is not None:
+                        p.grad += mu * (p.detach() - received)
+                optimizer.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-14)
+
+
 def test_a_second_optimizer_is_refused(mlp) -> None:
     """A second one would start SCAFFOLD's count of steps anew, or act twice."""
     model = mlp()
