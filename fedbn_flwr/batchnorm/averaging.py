@@ -42,7 +42,10 @@ def to_shares(weights: Sequence[float]) -> list[float]:
     """
     if not all(np.isfinite(w) and w >= 0 for w in weights) or not sum(weights) > 0:
         raise ReplyError(f"weights {list(weights)} cannot be averaged: all finite and >= 0, at least one above 0")
-    total = float(np.sum(np.asarray(weights, dtype=np.float64)))
+    with np.errstate(over="ignore"):
+        total = float(np.sum(np.asarray(weights, dtype=np.float64)))
+    if math.isinf(total):
+        return to_shares([float(w) / max(weights) for w in weights])
     return [float(w) / total for w in weights]
 
 

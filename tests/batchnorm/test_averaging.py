@@ -193,6 +193,7 @@ def test_weights_that_cannot_be_normalised(weights: list[float]) -> None:
 
 def test_normalise() -> None:
     assert to_shares([1.0, 3.0, 0.0]) == [0.25, 0.75, 0.0]
+    assert to_shares([1e308, 1e308, 0.0]) == [0.5, 0.5, 0.0], "their sum is no float64"
 
 
 def problem(change: dict[str, np.ndarray | None]) -> str:
