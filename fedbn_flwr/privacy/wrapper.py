@@ -27,6 +27,9 @@ class DPWrapper(Strategy):
         result = strategy.start(grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=20)
         print(strategy.guarantee())
 
+    BatchNorm's counters count rounds here, not batches: layers that use them (batch renormalisation, ``momentum=None``)
+    need another norm.
+
     Args:
         strategy: the strategy; what it takes from clients beside their updates is refused when a run starts.
         noise_multiplier: z, the noise in the sum of updates in units of ``clipping_norm``.

@@ -123,6 +123,10 @@ class Server(Method[P]):
     def protect(self, protection: Protection) -> None:
         """Let ``protection`` stand between the clients' replies and the method.
 
+        Under client-level privacy and masked sums BatchNorm's counters count rounds, not batches. The server does not
+        see which layers use them: give it no model with batch renormalisation, whose warm-up would not end, nor with
+        ``momentum=None``.
+
         Raises:
             ConfigError: there is one already.
         """
