@@ -49,8 +49,7 @@ def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> d
     One optimizer is used for all rounds; everything else is as for a client. Arguments and errors are those of
     ``serve``.
     """
-    check(config)
-    for line in config.late_decays():
+    for line in (*check(config), *config.late_decays()):
         logger.warning("%s", line)
     config = reference_config(config)
     with lock_folder(out), ExitStack() as closing:

@@ -86,8 +86,7 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
             "strategy='centralized' is a reference without clients: run it with `fedbn-flwr run --set "
             "strategy=centralized`, not with `flwr run`."
         )
-    check(config)
-    for line in config.late_decays():  # those of the method are logged when it begins
+    for line in (*check(config), *config.late_decays()):  # those of the method are logged when it begins
         logger.warning("%s", line)
     grid = polling(grid)
     begun_with = int(RunFolder.settings(out).get("num-clients", 0)) if config.resume else 0

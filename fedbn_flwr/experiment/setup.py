@@ -26,7 +26,9 @@ from fedbn_flwr.strategies import FedAvg, FedBS
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training.freezing import train_only
 from fedbn_flwr.training.memory_format import set_memory_format
+from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import LocalTraining, share_of
+from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION
 
 __all__ = [
     "build_options",
@@ -232,10 +234,14 @@ def _replaces_nothing(config: Config) -> bool:
     return not split_state(build_model(**{**build_options(config), "norm": "batch"})).layers
 
 
-def check(config: Config) -> None:
+def check(config: Config) -> list[str]:
     """Check that a run can start here: the device, the folders, the layers that the method needs.
 
-    A forward pass of the model on two examples of zeros finds errors that would occur in every client.
+    Forward passes of the model on two examples, in eval mode and in train mode, find errors that would occur in every
+    client.
+
+    Returns:
+        What looks wrong in the model's outputs, one line each.
 
     Raises:
         ConfigError: all problems, one per line; an augmentation that does not fit the images, or a memory format that
@@ -292,7 +298,7 @@ def check(config: Config) -> None:
         )
     if not config.resume:  # a resumed run needs no initial weights
         initialise(model, config)
-    _try_model(config, model)
+    return _try_model(config, model)
 
 
 def _mixing(config: Config) -> list[str]:
@@ -341,29 +347,53 @@ def _other_settings(config: Config) -> Iterator[str]:
                 yield f"{name.replace('_', '-')}={value!r}"
 
 
-def _try_model(config: Config, model: nn.Module) -> None:
+def _try_model(config: Config, model: nn.Module) -> list[str]:
+    """Try the model, which is no longer of use: its statistics move. Return what looks wrong in its outputs."""
     examples = torch.zeros(2, *config.example_shape(), dtype=torch.uint8)
     if augment := Augment.parse(config.augment):
         examples = augment(examples, torch.Generator())
+    _outputs(config, model.eval(), examples.float())
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"model {config.model!r} has no parameter to train: all have requires_grad=False, or there are none. Leave "
+            "some of them trainable."
+        )
+    noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
+    outputs = _outputs(config, model.train(), noise)
+    if config.learning_task().name not in (CLASSIFICATION.name, SEGMENTATION.name):
+        return []
+    if (outputs < 0).any() or not torch.allclose(outputs.float().sum(1), torch.ones(())):
+        return []
+    return [
+        f"model {config.model!r} seems to end with a softmax: its outputs are not negative and have the sum 1. The "
+        "loss takes outputs without softmax: leave it out."
+    ]
+
+
+def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.Tensor:
+    """Return the model's outputs for a batch.
+
+    Raises:
+        ConfigError: the model fails, or its outputs do not fit the task.
+    """
+    what = f"{'in train mode ' if model.training else ''}for a batch of inputs {tuple(examples.shape)}"
     try:
-        with torch.no_grad():
-            outputs = model.eval()(examples.float())
+        with torch.no_grad(), seeded_on_cpu(0):
+            outputs = model(examples)
     except FedBNError:
         raise
     except Exception as error:  # the model's own, which may raise anything
-        raise ConfigError(
-            f"model {config.model!r} fails on a batch of inputs {tuple(examples.shape)}: {type(error).__name__}: "
-            f"{error}"
-        ) from error
+        raise ConfigError(f"model {config.model!r} fails {what}: {type(error).__name__}: {error}") from error
     pixels = examples.shape[2:] if config.learning_task().by_pixel else ()
     wanted = (2, config.num_outputs(), *pixels)
     fits = isinstance(outputs, torch.Tensor) and tuple(outputs.shape) in (wanted, (2,) if wanted == (2, 1) else wanted)
     if not fits:
         got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
         raise ConfigError(
-            f"model {config.model!r} returns {got} for a batch of inputs {tuple(examples.shape)}; "
-            f"{config.learning_task().name} needs a tensor of shape {wanted} (outputs without softmax)."
+            f"model {config.model!r} returns {got} {what}; {config.learning_task().name} needs a tensor of shape "
+            f"{wanted} (outputs without softmax)."
         )
+    return cast(torch.Tensor, outputs)
 
 
 def _norms(model: nn.Module) -> str:

@@ -2,7 +2,8 @@
 
 The function takes any of ``num_classes`` (the number of outputs), ``channels`` and ``size`` (the images' height), or
 ``num_classes`` and ``features`` for rows of numbers, by these names; its other parameters need defaults. A class of
-``nn.Module`` is such a function, too. What it draws at random is seeded, as in every other model.
+``nn.Module`` is such a function, too. What it draws at random is seeded, as in every other model: with torch,
+``np.random`` or ``random``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
 from fedbn_flwr.models.info import ModelInfo
@@ -118,6 +120,11 @@ def _call(name: str, known: dict[str, int]) -> nn.Module:
         raise ConfigError(f"model {name!r}: its function raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {name!r}: its function returned a {type(model).__name__}; a torch.nn.Module needed.")
+    if lazy := [path for path, entry in (*model.named_parameters(), *model.named_buffers()) if is_lazy(entry)]:
+        raise ConfigError(
+            f"model {name!r}: {', '.join(lazy)} have no shape yet. Give the layers their sizes (nn.Linear in place of "
+            "nn.LazyLinear), or pass a batch through the model in its function."
+        )
     return model
 
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError, unknown_name
@@ -23,6 +22,7 @@ from fedbn_flwr.models.segmentation import SEGMENTATION_PREFIX, segmentation_inf
 from fedbn_flwr.models.zoo import PREFIX, zoo_info, zoo_names
 from fedbn_flwr.norms import NORMS, FeatureScale, replace_norm, use_feature_norm
 from fedbn_flwr.seeds import derive_seed
+from fedbn_flwr.training.randomness import seeded_on_cpu
 
 __all__ = ["MODELS", "build_model", "input_shape", "model_info"]
 
@@ -78,7 +78,7 @@ _FAMILIES: dict[str, Callable[[str], ModelInfo]] = {
     SMP_PREFIX: smp_info,
 }
 
-# Layers draw their initial weights from torch's default generator: two builds at the same time would mix their draws.
+# Layers draw their initial weights from the default generators: two builds at the same time would mix their draws.
 _BUILDING = threading.Lock()
 
 
@@ -166,9 +166,7 @@ def build_model(
     if norm not in NORMS:
         raise unknown_name("norm", norm, NORMS)
     build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size), tuple(hidden))
-    with _BUILDING, torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would also reseed the generators of all accelerators, which are not forked here.
-        torch.default_generator.manual_seed(derive_seed(seed, "model"))
+    with _BUILDING, seeded_on_cpu(derive_seed(seed, "model")):
         model = build()
     options = {"groups": norm_groups, **(norm_options or {})}
     known = {option for info in NORMS.values() for option in info.options}

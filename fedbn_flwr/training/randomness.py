@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Generators", "drawing_from", "interrupted", "seed_generators", "seed_secretly", "seeded", "turn"]
+__all__ = [
+    "Generators",
+    "drawing_from",
+    "interrupted",
+    "seed_generators",
+    "seed_secretly",
+    "seeded",
+    "seeded_on_cpu",
+    "turn",
+]
 
 
 class Generators(NamedTuple):
@@ -46,9 +55,13 @@ class Generators(NamedTuple):
 
 def seed_generators(seed: int) -> None:
     """Seed the default generators of torch (on CUDA, of all devices), NumPy and Python."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, which takes longer than a step
+    _seed_on_cpu(seed)
     if torch.cuda.is_available():  # before the first use of the GPU torch keeps the seed for it
         torch.cuda.manual_seed_all(seed)
+
+
+def _seed_on_cpu(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, which takes longer than a step
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
@@ -69,6 +82,17 @@ def seeded(seed: int) -> Iterator[Generators]:
     seed_generators(seed)
     try:
         yield before
+    finally:
+        before.restore()
+
+
+@contextmanager
+def seeded_on_cpu(seed: int) -> Iterator[None]:
+    """As ``seeded``; the generators of accelerators stay as they are."""
+    before = Generators.now()
+    _seed_on_cpu(seed)
+    try:
+        yield
     finally:
         before.restore()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +22,9 @@ from fedbn_flwr.experiment.setup import check
 from fedbn_flwr.models import build_model
 
 CODE = """
+import random
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -48,6 +53,21 @@ def pair():
         def forward(self, x):
             return x, x
     return Pair()
+
+def drawn_elsewhere(features, num_classes):
+    model = nn.Linear(features, num_classes)
+    model.weight.data = torch.from_numpy(np.random.normal(size=model.weight.shape)).float()
+    model.bias.data.fill_(random.random())
+    return model
+
+class PairInTraining(nn.Sequential):
+    def forward(self, x):
+        return (super().forward(x), x) if self.training else super().forward(x)
+
+def pair_in_training(): return PairInTraining(nn.Flatten(), nn.Linear(64, 10))
+def frozen(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(False)
+def lazy(): return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+def softmax(): return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10), nn.Softmax(1))
 
 def needs(depth, num_classes, width): pass
 def broken(num_classes): return {}[num_classes]
@@ -100,12 +120,38 @@ def test_it_is_seeded_and_takes_rows_and_norms() -> None:
         ("my_nets:no_module", "returned a int; a torch.nn.Module needed"),
         ("my_nets:two_outputs", r"returns shape \(2, 2\) .*classification needs a tensor of shape \(2, 10\)"),
         ("my_nets:pair", "returns a tuple for a batch"),
-        ("my_nets:bad_forward", r"fails on a batch of inputs \(2, 1, 8, 8\): RuntimeError: .*mat1 and mat2"),
+        ("my_nets:pair_in_training", r"returns a tuple in train mode for a batch"),
+        ("my_nets:frozen", "has no parameter to train: all have requires_grad=False"),
+        ("my_nets:lazy", r"1\.weight, 1\.bias have no shape yet.*LazyLinear"),
+        ("my_nets:bad_forward", r"fails for a batch of inputs \(2, 1, 8, 8\): RuntimeError: .*mat1 and mat2"),
     ],
 )
 def test_what_is_wrong_is_said_before_round_1(model: str, problem: str, quick_config: Any) -> None:
     with pytest.raises(ConfigError, match=problem):
         check(quick_config(model=model))
+
+
+def test_draws_outside_of_torch_are_seeded_too() -> None:
+    builds = []
+    for state in (1, 2):
+        random.seed(state)
+        np.random.seed(state)
+        builds.append(build_model("my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=3).state_dict())
+        after = random.random(), np.random.random()
+        random.seed(state)
+        np.random.seed(state)
+        assert after == (random.random(), np.random.random()), "the build moved the generators"
+    assert all(torch.equal(builds[0][name], builds[1][name]) for name in ("weight", "bias"))
+    other = build_model("my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=4).state_dict()
+    assert not any(torch.equal(builds[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
+def test_a_softmax_at_the_end_is_warned_of_once(strategy: str, quick_run: Any, caplog: Any) -> None:
+    before = torch.get_rng_state()
+    quick_run(model="my_nets:softmax", strategy=strategy)
+    assert caplog.text.count("model 'my_nets:softmax' seems to end with a softmax") == 1
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", ["my-nets:net", "small_net", ":net", "a:b:c"])
