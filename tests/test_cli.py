@@ -196,6 +196,18 @@ def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> No
         assert sum(map(bool, classes)) == 3
 
 
+def test_partition_shows_the_warnings_of_a_run(tmp_path: Path) -> None:
+    lacking = call("partition", "--set", "num-clients=3", "--set", "classes-per-client=2", "--set", "partition=classes")
+    assert "warning: 4 of 10 classes have no client (2, 5, 8, 9): their 571 training examples are not used" in (
+        lacking.output
+    )
+    (tmp_path / "t.csv").write_text("one,x,y\n" + "".join(f"1,{k},{k % 2}\n" for k in range(40)))
+    own = {"dataset": f"csv:{tmp_path / 't.csv'}", "label-column": "y", "num-clients": "2", "partition": "iid"}
+    result = call("partition", *(part for key, value in own.items() for part in ("--set", f"{key}={value}")))
+    assert result.output.count("warning: ") == 1
+    assert "warning: the same value in all training examples: one; leave it out of feature-columns\n" in result.output
+
+
 def test_partition_shows_domains_and_makes_a_client_of_each() -> None:
     result = call("partition", "--set", "dataset=digits-domains", "--set", "partition=natural")
     tables = result.output.split("training examples by ")

@@ -78,15 +78,17 @@ def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
         raise KeyboardInterrupt(what_is_saved()) from error
 
 
-def report_own_data(settings: Any) -> None:
-    """Print what was read of own data; warnings are logged when the run starts."""
+def report_own_data(settings: Any) -> tuple[str, ...]:
+    """Print what was read of own data, and return the warnings, which a run logs when it starts."""
     from fedbn_flwr.data import is_own
     from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
     from fedbn_flwr.experiment.data.report import data_report
 
-    if is_own(settings.dataset) and not settings.dataset.endswith(":"):
-        split = partitioned_data(settings, count_clients(settings))
-        console.print(data_report(split, settings).text(), markup=False, highlight=False, soft_wrap=True)
+    if not is_own(settings.dataset) or settings.dataset.endswith(":"):
+        return ()
+    report = data_report(partitioned_data(settings, count_clients(settings)), settings)
+    console.print(report.text(), markup=False, highlight=False, soft_wrap=True)
+    return report.warnings
 
 
 class Bar:

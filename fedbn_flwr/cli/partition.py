@@ -19,16 +19,21 @@ def partition(
     """Show the split of the training and validation data: each client's examples by class, and by domain if any."""
     from fedbn_flwr.data import partition_table
     from fedbn_flwr.experiment.config import Config
+    from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+    from fedbn_flwr.experiment.data.report import classes_without_client
     from fedbn_flwr.experiment.data.splitting import count_split, draw_split
 
     with exit_codes():
         settings = Config.load(config, set_ or [])
-        report_own_data(settings)
+        warnings = report_own_data(settings)
         tables = count_split(settings)
         for table in tables:
             console.print(f"{table.of} examples by {table.what}", highlight=False)
             text = partition_table(table.counts, table.names)
             console.print(text + "\n", markup=False, highlight=False, soft_wrap=True)
+        split = partitioned_data(settings, count_clients(settings))
+        for line in (*classes_without_client(split, settings), *warnings):
+            console.print(f"warning: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         if out:
             draw_split(settings, tables[0], out)
             console.print(f"picture: {out.absolute()}", highlight=False, soft_wrap=True)

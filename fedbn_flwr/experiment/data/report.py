@@ -20,6 +20,7 @@ from fedbn_flwr.experiment.files import read_json
 
 __all__ = [
     "DataReport",
+    "classes_without_client",
     "client_names",
     "data_report",
     "doubtful_values",
@@ -115,6 +116,28 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         warnings += _of_units(data.train.units)
     warnings += _of_values(values, data.train.as_bytes, config.standardise_as() != "none")
     return DataReport(figures, info.notes, tuple(warnings))
+
+
+def classes_without_client(split: PartitionedData, config: Config) -> list[str]:
+    """Return a line if the split leaves out classes that the data have."""
+    train = split.dataset.train
+    if not train.by_class:
+        return []
+    labels, names = train.labels.cpu().numpy(), split.dataset.label_names
+    used = np.concatenate([*split.train, *split.validation])  # held-out clients train nothing
+    total, held = (np.bincount(some, minlength=len(names)) for some in (labels, labels[used]))
+    lacking = np.flatnonzero((total > 0) & (held == 0))
+    if not len(lacking):
+        return []
+    remedy = ""
+    if config.split_name() == "classes":
+        needed = -(-len(names) // (len(split.train) + len(split.held_out)))
+        remedy = f" Set classes-per-client to {needed} or more, or use more clients."
+    return [
+        f"{len(lacking)} of {len(names)} classes have no client ({', '.join(names[i] for i in lacking[:5])}"
+        f"{', ...' if len(lacking) > 5 else ''}): their {total[lacking].sum()} training examples are not used, and no "
+        f"model learns them.{remedy}"
+    ]
 
 
 def sha256_of_data(config: Config) -> str | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 from torch import nn
 
 from fedbn_flwr.data import is_own
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
-from fedbn_flwr.experiment.data.report import data_report, sha256_of_data
+from fedbn_flwr.experiment.data.report import classes_without_client, data_report, sha256_of_data
 from fedbn_flwr.experiment.data.splitting import split_to_json
 from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.models import InitReport
@@ -27,7 +26,7 @@ def report_data(folder: RunFolder, config: Config, data: PartitionedData | None)
         return
     if split := split_to_json(data):
         folder.save_split(split)
-    for line in _classes_without_client(config, data):
+    for line in classes_without_client(data, config):
         logger.warning("%s", line)
     if not is_own(config.dataset):
         return
@@ -37,28 +36,6 @@ def report_data(folder: RunFolder, config: Config, data: PartitionedData | None)
         logger.warning("%s", warning)
     figures = {**report.figures, "sha256": sha256_of_data(config)}
     folder.save_data(figures, report.notes, report.warnings)
-
-
-def _classes_without_client(config: Config, data: PartitionedData) -> list[str]:
-    """Return a line if the split leaves out classes that the data have."""
-    train = data.dataset.train
-    if not train.by_class:
-        return []
-    labels, names = train.labels.cpu().numpy(), data.dataset.label_names
-    used = np.concatenate([*data.train, *data.validation])  # held-out clients train nothing
-    total, held = (np.bincount(some, minlength=len(names)) for some in (labels, labels[used]))
-    lacking = np.flatnonzero((total > 0) & (held == 0))
-    if not len(lacking):
-        return []
-    remedy = ""
-    if config.split_name() == "classes":
-        needed = -(-len(names) // (len(data.train) + len(data.held_out)))
-        remedy = f" Set classes-per-client to {needed} or more, or use more clients."
-    return [
-        f"{len(lacking)} of {len(names)} classes have no client ({', '.join(names[i] for i in lacking[:5])}"
-        f"{', ...' if len(lacking) > 5 else ''}): their {total[lacking].sum()} training examples are not used, and no "
-        f"model learns them.{remedy}"
-    ]
 
 
 def log_feature_norm(model: nn.Module) -> None:
