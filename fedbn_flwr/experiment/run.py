@@ -11,6 +11,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.centralized import centralized
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.experiment.data.report import refuse_no_tests
 from fedbn_flwr.experiment.node import client_fn, num_examples
 from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.output.recorder import OnRound
@@ -51,7 +52,7 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     check(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
     refuse_too_few_clients(config, config.num_clients)
-    partitioned_data(config, config.num_clients)
+    refuse_no_tests(partitioned_data(config, config.num_clients), config)
     return config, out
 
 

@@ -25,7 +25,7 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.data.agreed_scale import agreed_scale
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
-from fedbn_flwr.experiment.data.report import refuse_other_data
+from fedbn_flwr.experiment.data.report import refuse_no_tests, refuse_other_data
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.checkpoint import CheckpointManager, Checkpoints
@@ -221,11 +221,13 @@ def _diverged_before(config: Config, out: Path, strategy: FedAvg[Any], result: R
 def _server_data(config: Config) -> PartitionedData | None:
     """Return the data of the server; None if only the nodes have the data and no test of the server needs it."""
     try:
-        return partitioned_data(config, config.num_clients)
+        data = partitioned_data(config, config.num_clients)
     except DataError:
         if config.held_out_clients or any(name in GLOBAL_TESTS for name in config.evaluations()):
             raise
         return None
+    refuse_no_tests(data, config)
+    return data
 
 
 def _count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "data_report",
     "doubtful_values",
     "has_other_data",
+    "refuse_no_tests",
     "refuse_other_data",
     "sha256_of_data",
 ]
@@ -167,6 +168,16 @@ def refuse_other_data(run: Path, config: Config) -> None:
         raise NotResumableError(
             f"dataset={config.dataset!r} has changed since the run in {run} began: other examples, another order or "
             "another division into training and test examples. Restore the data, or start a new run in another folder."
+        )
+
+
+def refuse_no_tests(split: PartitionedData, config: Config) -> None:
+    """Raise DataError if own data have no test examples: the run would end without results."""
+    if is_own(config.dataset) and not len(split.dataset.test):
+        raise DataError(
+            f"dataset={config.dataset!r}: 0 of the {len(split.dataset.train)} examples are test examples (test-share="
+            f"{config.test_share:g}), and a run without them has no results. Use a larger test-share, or data that say "
+            "which are test examples."
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.experiment.data.report import data_report
@@ -110,3 +111,13 @@ def test_a_run_writes_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert content["warnings"] == [constant, "all inputs are 1"]
     assert content["examples"]["training"] == 16
     assert "all inputs are 1" in caplog.text
+
+
+@pytest.mark.parametrize("strategy", ["fedbn", "centralized"])
+def test_a_run_without_test_examples_is_refused(tmp_path: Path, strategy: str) -> None:
+    """It would end without a result."""
+    np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(60, 2)), y=np.arange(60) % 2)
+    settings = {"dataset": f"npz:{tmp_path / 'a.npz'}", "num-clients": 2, "test-share": 0.001, "strategy": strategy}
+    with pytest.raises(DataError, match=r"npz.*: 0 of the 60 examples are test examples .test-share=0\.001\)"):
+        run(Config.make(settings), tmp_path / "out", workers=0)
+    assert not (tmp_path / "out").exists()
