@@ -197,7 +197,7 @@ def try_batches(model: nn.Module, data: Batches, by: TestBN | None, task: Task =
 def _try_batch(model: nn.Module, data: Batches, which: Tensor) -> None:
     """Raise what a batch of one example raises if a layer gets one value per channel."""
     if len(which) == 1:
-        with kept_modes(model), torch.inference_mode(), adapted(model, data, TestBN("batch")):
+        with kept_modes(model), torch.no_grad(), adapted(model, data, TestBN("batch")):
             model.eval()(inputs_for(model)(data.batch(which)[0]))
 
 

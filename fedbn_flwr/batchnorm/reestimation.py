@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.channels import other_axes
-from fedbn_flwr.training.loop import Batches, kept_modes, takes_one_example, with_positions
+from fedbn_flwr.training.loop import Batches, join_last, kept_modes, takes_one_example, with_positions
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import refuse_scripted
@@ -241,9 +241,7 @@ def _positions(model: nn.Module, data: Batches, batch_size: int, prepared: Calla
     # From one example a BatchNorm after a linear layer computes no statistics, whatever the batches in training are.
     batches = list(torch.split(torch.arange(len(data)), max(batch_size, 2) if batch_size else len(data)))
     if len(batches[-1]) == 1 and not takes_one_example(model, prepared(data.batch(batches[-1])[0])):
-        *batches, last = batches
-        if batches:
-            batches[-1] = torch.cat([batches[-1], last])
+        return join_last(batches)
     return batches
 
 

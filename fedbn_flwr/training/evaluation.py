@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.training.loop import Batches, kept_modes, with_positions
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.training.loop import Batches, join_last, kept_modes, refusing_layers, with_positions
 from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task, confusion, mean_iou
@@ -58,7 +59,8 @@ def evaluate(
 
     Args:
         model: the model.
-        data: the test data; batches follow their order.
+        data: the test data; batches follow their order. A last batch of one example joins the one before it if a
+            BatchNorm without running statistics cannot use it alone.
         task: the loss, which targets count, and the score.
         batch_size: examples per batch; 0 = the task's number.
 
@@ -68,6 +70,7 @@ def evaluate(
 
     Raises:
         DataError: outputs or targets do not fit the task.
+        NormLayerError: a BatchNorm without running statistics gets one value per channel.
     """
     if len(data) == 0:
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
@@ -76,9 +79,9 @@ def evaluate(
     matrix: Tensor | None = None
     gathered: list[tuple[Tensor, Tensor]] = []
     unusable: list[Tensor] = []
-    with kept_modes(model), torch.inference_mode():
+    with kept_modes(model), torch.no_grad():  # in inference_mode a tensor that the model keeps could not be trained on
         model.eval()
-        order = torch.split(torch.arange(len(data)), batch_size or task.test_batch)
+        order = _batches(model, data, batch_size or task.test_batch, prepared)
         for _, (inputs, targets) in with_positions(data, order):
             outputs = model(prepared(inputs))
             targets = task.on_device(targets, device)
@@ -104,6 +107,22 @@ def evaluate(
             found |= task.measure(*(torch.cat(parts).cpu() for parts in zip(*gathered, strict=True)))
     tested = len(data) if not unusable or totals[2] else 0
     return EvalResult(loss, tested, {name: found[name] for name in task.metrics})
+
+
+def _batches(model: nn.Module, data: Batches, size: int, prepared: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+    """Return the positions of each batch; a last example joins the others if a layer has no variance for it alone."""
+    order = torch.split(torch.arange(len(data)), size)
+    by_batch = any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
+    if len(order[-1]) > 1 or not by_batch:
+        return order
+    refusing = [path for path in refusing_layers(model, prepared(data.batch(order[-1])[0])) if path]
+    if refusing and len(order[0]) == 1:
+        raise NormLayerError(
+            f"BatchNorm layer '{refusing[0]}' has no running statistics, and gets one value per channel, from which no "
+            "variance can be computed. Test batches of two or more examples, or give it running statistics "
+            "(track_running_stats=True)."
+        )
+    return join_last(order) if refusing else order
 
 
 @contextmanager

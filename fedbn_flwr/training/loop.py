@@ -6,6 +6,7 @@ their running statistics once per step.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import deque
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import DataError, FedBNError
 from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.scripted import is_scripted_batchnorm
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import unwrap
@@ -35,7 +37,9 @@ __all__ = [
     "StepRule",
     "Stream",
     "TrainResult",
+    "join_last",
     "kept_modes",
+    "refusing_layers",
     "takes_one_example",
     "train",
     "with_positions",
@@ -371,6 +375,12 @@ def with_positions(
         yield asked.popleft(), batch
 
 
+def join_last(batches: Sequence[Tensor]) -> list[Tensor]:
+    """Return the batches with the last one joined to the one before it; none if there is one only."""
+    *others, last = batches
+    return [*others[:-1], torch.cat([others[-1], last])] if others else []
+
+
 @contextmanager
 def kept_modes(model: nn.Module) -> Iterator[None]:
     """Restore every module's train or eval mode at the end of the block."""
@@ -386,24 +396,54 @@ def takes_one_example(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHo
     """Return whether a batch of one example can be trained on.
 
     Each training BatchNorm sees more than one value per channel in it, or a hook says that one is enough.
-
-    A forward pass in eval mode, which changes nothing, counts the values: late BN2d layers may see 1x1 maps.
     """
-    found = [m for m in model.modules() if isinstance(m, _BatchNorm) and (m.training or m.running_mean is None)]
-    layers = [layer for layer in found if not any(hook.takes_one_value(layer) for hook in hooks)]
-    counts: list[int] = []
+    return not refusing_layers(model, inputs, hooks)
 
-    def count(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+
+def refusing_layers(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> list[str]:
+    """Return the BatchNorm layers that cannot use a batch of one example, by path; "" for one that is not known.
+
+    A forward pass in eval mode, which changes nothing, counts the values: late BN2d layers may see 1x1 maps. A layer
+    that it does not call or that TorchScript holds is asked by a forward pass of a copy in train mode.
+    """
+    layers = {
+        path or "(the model itself)": module
+        for path, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        and (module.training or module.running_mean is None)
+        and not any(hook.takes_one_value(module) for hook in hooks)
+    }
+    counts: dict[str, int] = {}
+
+    def count(path: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         value = args[0] if args else kwargs["input"]
-        counts.append(value.numel() // value.shape[1])
+        counts[path] = min(counts.get(path, 2), value.numel() // value.shape[1])
 
-    handles = [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in layers]
+    handles = [
+        layer.register_forward_pre_hook(functools.partial(count, path), with_kwargs=True)
+        for path, layer in layers.items()
+    ]
     try:
         with kept_modes(model), torch.no_grad():
             model.eval()(inputs)
+        fails = False
+    except FedBNError:  # a test with statistics of its inputs has its own error
+        raise
     except ValueError:  # torch raises it for a BatchNorm without running statistics
-        return False
+        fails = True
     finally:
         for handle in handles:
             handle.remove()
-    return all(n > 1 for n in counts)
+    unseen = any(layer.training and path not in counts for path, layer in layers.items())
+    if not fails and (unseen or any(is_scripted_batchnorm(m) and m.training for m in model.modules())):
+        fails = _fails_in_train_mode(model, inputs)
+    return [path for path, n in counts.items() if n < 2] or [""] * fails
+
+
+def _fails_in_train_mode(model: nn.Module, inputs: Tensor) -> bool:
+    with suppress(Exception), seeded(0), torch.no_grad():  # if another error comes, the training says what is wrong
+        try:
+            copy.deepcopy(model)(inputs)
+        except (ValueError, torch.jit.Error):
+            return True
+    return False

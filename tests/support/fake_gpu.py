@@ -324,7 +324,6 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
         # Where torch is told that there is a GPU, it asks the driver: a run's check of `device` alone is told.
         patch.setattr(torch.cuda, "is_available", lambda: of_setup())
         patch.setattr(torch.cuda, "device_count", lambda: int(of_setup()))
-        patch.setattr(torch, "inference_mode", torch.no_grad)  # wrapped tensors have no views in inference mode
         for name in _FACTORIES.split():
             patch.setattr(torch, name, _factory(getattr(torch, name)))
         with _OfTheEngine():

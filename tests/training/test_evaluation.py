@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
 from fedbn_flwr.training.tasks import Task
 
@@ -91,3 +92,38 @@ def test_a_model_without_parameters_is_tested(points) -> None:
     data = points(5, shape=(3,))
     result = evaluate(nn.Sequential(nn.BatchNorm1d(3, affine=False).double()), data)
     assert result.loss == pytest.approx(F.cross_entropy(data.inputs / math.sqrt(1 + 1e-5), data.targets).item())
+
+
+@pytest.mark.parametrize(("norm", "batches"), [(nn.BatchNorm1d, [4, 5]), (nn.BatchNorm2d, [4, 4, 1])])
+def test_a_last_example_joins_where_a_layer_without_running_statistics_cannot_take_it(points, norm, batches) -> None:
+    layers = [nn.Linear(5, 4), norm(4, track_running_stats=False)]
+    if norm is nn.BatchNorm2d:
+        layers = [nn.Unflatten(1, (1, 5, 1)), nn.Conv2d(1, 4, 1), layers[1], nn.Flatten(), nn.Linear(20, 3)]
+    model, data = nn.Sequential(*layers).double(), points(9)
+    seen: list[int] = []
+    model[-1].register_forward_hook(lambda _, args, outputs: seen.append(len(outputs)))
+    result = evaluate(model, data, batch_size=4)
+    assert result.num_examples == 9
+    assert seen[-len(batches) :] == batches
+
+
+def test_a_lone_example_is_refused_by_the_layers_name_where_it_has_no_variance(points) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False)).double()
+    for data, size in ((points(1), 4), (points(3), 1)):
+        with pytest.raises(NormLayerError, match="layer '1' has no running statistics, and gets one value per channel"):
+            evaluate(model, data, batch_size=size)
+
+
+def test_a_tensor_that_a_model_keeps_from_its_test_serves_the_training(points) -> None:
+    class Keeping(nn.Linear):
+        kept = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.kept is None:
+                self.kept = torch.linspace(0.5, 1, 5, dtype=torch.float64)
+            return super().forward(x) * self.kept
+
+    model = Keeping(5, 5).double()
+    evaluate(model, points(3))
+    model(points(3).inputs).sum().backward()
+    assert model.weight.grad is not None

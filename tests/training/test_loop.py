@@ -234,6 +234,19 @@ def test_a_last_batch_of_one_is_dropped_for_batchnorm1d_and_counted(points, mlp)
     assert result.loss == pytest.approx(sum(loss * n for loss, _, n in notes) / 16, rel=1e-14)
 
 
+class OnlyInTraining(nn.Module):
+    """Its BatchNorm normalises in training alone; the images have ``size`` pixels a side."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm2d(1), nn.Linear(size * size, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = self.norm(x)
+        return self.last(torch.dropout(x, 0.1, self.training).flatten(1))
+
+
 @pytest.mark.parametrize(("size", "dropped"), [(2, 0), (1, 1)])
 def test_a_batch_of_one_through_batchnorm2d_depends_on_the_map(points, size: int, dropped: int) -> None:
     model = conv(size)
@@ -254,6 +267,18 @@ def test_other_cases_that_take_a_batch_of_one(points, mlp, change: str) -> None:
     hooks = [Freeze()] if "frozen" in change else []
     takes = change in ("no norm", "frozen norm")
     assert run(model, points(5), batch_size=4, hooks=hooks).num_dropped == (0 if takes else 1)
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("size", "dropped"), [(2, 0), (1, 1)])
+def test_a_norm_that_only_the_training_calls_is_asked_too(points, scripted: bool, size: int, dropped: int) -> None:
+    model = OnlyInTraining(size).double()
+    data, used = points(5, shape=(1, size, size)), torch.jit.script(model) if scripted else model
+    state = torch.get_rng_state()
+    assert run(used, data, batch_size=4).num_dropped == dropped
+    assert model.norm.num_batches_tracked == 2 - dropped, "finding out must not update BN"
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_nothing_to_train_on(points, mlp) -> None:
