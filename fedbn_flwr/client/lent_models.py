@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.parts import Parts, split_state
+from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
 from fedbn_flwr.training.memory_format import MemoryFormat, set_memory_format
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, unwrap
@@ -36,6 +36,7 @@ class LentModel:
         plain: the module inside such wrappers.
         parts: the split of its state.
         buffers: buffers that are not in the state dict, as they were built: module, name, value.
+        tied: entries that are the same tensor as an earlier one, each with the name of the first.
         by_copy: whether a state is loaded by copies of its entries; if not, by ``load_state_dict``.
         tried: whether a synchronised step was tried with it.
     """
@@ -44,6 +45,7 @@ class LentModel:
     plain: nn.Module
     parts: Parts
     buffers: list[tuple[nn.Module, str, Tensor]]
+    tied: Mapping[str, str]
     by_copy: bool
     tried: bool = False
 
@@ -57,7 +59,7 @@ class LentModel:
             for name, buffer in module._buffers.items()
             if name in module._non_persistent_buffers_set and buffer is not None
         ]
-        return cls(model, plain, split_state(plain), buffers, loads_by_copy(plain))
+        return cls(model, plain, split_state(plain), buffers, tied_entries(plain), loads_by_copy(plain))
 
     @property
     def state(self) -> Mapping[str, Tensor]:

@@ -444,7 +444,8 @@ class TorchClient(NumPyClient):
         """Return the entries that stay here under this model's own names; the server's may have a wrapper's prefix.
 
         Raises:
-            ConfigError: gamma and beta of some BatchNorm layers stay, and those of others do not.
+            ConfigError: gamma and beta of some BatchNorm layers stay, and those of others do not; or an entry that
+                stays is the same tensor as a shared one.
         """
         sent = MessageConfig.read(config).local_entries
         prefix = wrapper_prefix(sent, lent.parts.names)
@@ -455,6 +456,13 @@ class TorchClient(NumPyClient):
                 f"the strategy leaves gamma and beta of BatchNorm layers with the clients, but not '{shared[0]}': it "
                 "found the layers by running statistics, and this one has none. Pass parts=split_state(model) to it."
             )
+        for pair in lent.tied.items() if names else ():
+            if len(stays := [name for name in pair if name in names]) == 1:
+                (other,) = {*pair} - {*stays}
+                raise ConfigError(
+                    f"'{stays[0]}' stays with the client, and another name of the same tensor, '{other}', is shared: "
+                    "one would overwrite the other. Untie them in the model, or use a strategy that shares both."
+                )
         return names
 
     def _load(

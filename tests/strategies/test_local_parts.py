@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -148,6 +149,21 @@ def test_no_message_contains_a_local_part(federate, points, made, method, name: 
     down, up = strategy.reports[1].train.down, strategy.reports[1].train.up
     floats = sum(t.numel() * 4 for n, t in made(name).state_dict().items() if n in shared and t.is_floating_point())
     assert (down, up) == (floats, 2 * floats)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_entry_that_stays_may_not_be_tied_to_one_that_is_shared(federate, points, mlp, method) -> None:
+    """Both would be loaded into one tensor, and the second would win."""
+
+    def tied() -> nn.Module:
+        model = mlp()
+        model.register_parameter("gain", model[1].weight)
+        return model
+
+    crosses = method in (FedBN, MTFL)
+    refused = pytest.raises(ConfigError, match=r"'1\.weight' stays with the client, .* same tensor, 'gain', is shared")
+    with refused if crosses else nullcontext():
+        federate(method(), tied, [points(6, 0), points(7, 1)], rounds=1)
 
 
 def test_a_client_that_uploads_its_local_part_is_rejected(federate, points, mlp) -> None:
