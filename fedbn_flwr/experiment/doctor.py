@@ -30,11 +30,13 @@ from fedbn_flwr.experiment.data.partitioned_data import count_clients, partition
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.finished_run.saved_model import run_config
 from fedbn_flwr.experiment.output.folder import STATISTICS_FILE
+from fedbn_flwr.experiment.output.model_description import ModelDescription
 from fedbn_flwr.experiment.report.run import run_warnings
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.setup import make_model, on_device
 from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.models import code_changed
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies.fixbn import Freezing
 from fedbn_flwr.training.wrappers import load_state
@@ -266,10 +268,12 @@ def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[st
     notes: list[str] = []
     if (run / "model.safetensors").is_file():
         state, about = read_state(run / "model.safetensors")
+        notes += filter(None, [ModelDescription.saved(config, about).code_changed()])
         absent = [part for part in Part if about.get(part) == ABSENT]
         kept = {p.stem.removeprefix("client-"): read_state(p)[0] for p in sorted((run / "clients").glob("client-*"))}
     else:
         checkpoint = _newest_checkpoint(run)
+        notes += filter(None, [code_changed(config.model, checkpoint.get("code", ""))])
         state, kept = tensors(checkpoint["state"]), _kept_in_checkpoint(run)
         absent = [] if config.strategy == CENTRALIZED else sorted(config.method().local)
         notes.append(f"the run is not finished: its checkpoint of round {checkpoint['server_round']} was used.")
