@@ -14,8 +14,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
+from fedbn_flwr.errors import StateError
 from fedbn_flwr.training.memory_format import MemoryFormat, set_memory_format
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, unwrap
@@ -84,9 +86,23 @@ def lender(
     the function that builds it. ``memory_format`` and ``example`` are those of ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
-        own = functools.cache(lambda: LentModel.of(set_memory_format(model, memory_format, example)))
+        own = functools.cache(lambda: _lendable(model, memory_format, example))
         return lambda: nullcontext(own())
     return lambda: _built(model, memory_format, example)
+
+
+def _lendable(model: nn.Module, memory_format: MemoryFormat, example: Callable[[], Tensor] | None) -> LentModel:
+    """Return the model to lend.
+
+    Raises:
+        StateError: a lazy layer does not know its shapes yet.
+    """
+    if lazy := [name for name, entry in unwrap(model).state_dict(keep_vars=True).items() if is_lazy(entry)]:
+        raise StateError(
+            f"entry '{lazy[0]}' of the model is lazy, and has no shape yet ({len(lazy)} entries). Run one batch "
+            "through the model first, in the function that builds it."
+        )
+    return LentModel.of(set_memory_format(model, memory_format, example))
 
 
 @contextmanager
@@ -96,7 +112,7 @@ def _built(build: BuildModel, memory_format: MemoryFormat, example: Callable[[],
         lent = free.pop()
     else:
         with seeded(0):  # the first weights are drawn in some processes only; what the client draws is as in the others
-            lent = LentModel.of(set_memory_format(build(), memory_format, example))
+            lent = _lendable(build(), memory_format, example)
     yield lent  # after an exception the model is not free again: its modes and hooks are as the exception left them
     lent.plain.zero_grad(set_to_none=True)
     for module, name, buffer in lent.buffers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,8 +183,10 @@ class Task:
         """Check that argmax over the outputs can be compared with the targets; their values are not read.
 
         Raises:
-            DataError: there is one output per example, or the targets are not class numbers.
+            DataError: the model returns no tensor, there is one output per example, or the targets are not class
+                numbers.
         """
+        self._refuse_no_tensor(outputs)
         shape = tuple(outputs.shape)
         if outputs.ndim < 2 or shape[1] < 2:
             raise DataError(
@@ -196,6 +198,14 @@ class Task:
             raise DataError(
                 f"labels are {targets.dtype} of shape {tuple(targets.shape)} for outputs of shape {shape}; class "
                 f"numbers needed, int64 {(shape[0], *shape[2:])}."
+            )
+
+    def _refuse_no_tensor(self, outputs: Any) -> None:
+        if not isinstance(outputs, Tensor):
+            keys = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else ""
+            raise DataError(
+                f"the model returns a {type(outputs).__name__}{keys}; task {self.name} needs one tensor. Wrap it "
+                "so that it returns the logits alone."
             )
 
 
@@ -215,8 +225,9 @@ class _ColumnTask(Task):
         """Check that there is one output for each target; values are not read.
 
         Raises:
-            DataError: they have other shapes, or the outputs are integers.
+            DataError: they have other shapes, the outputs are integers, or the model returns no tensor.
         """
+        self._refuse_no_tensor(outputs)
         shapes = [tuple(tensor.shape) for tensor in (outputs, targets)]
         widths = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
         fits = all(len(shape) in (1, 2) for shape in shapes) and shapes[0][0] == shapes[1][0]

@@ -14,7 +14,7 @@ from torchvision.models import mnasnet0_5, resnet18
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.client import lent_models
 from fedbn_flwr.client.lent_models import LentModel, lender
-from fedbn_flwr.errors import NothingTrainedError
+from fedbn_flwr.errors import NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -67,6 +67,15 @@ def test_models_get_the_memory_format_of_the_settings(given: str) -> None:
         with lender(build() if given == "model" else build, memory_format)() as lent:
             assert lent.plain.conv1.weight.is_contiguous(memory_format=torch.channels_last) == last
             assert lent.state["conv1.weight"].data_ptr() == lent.plain.conv1.weight.data_ptr()
+
+
+@pytest.mark.parametrize("given", ["model", "function"])
+@pytest.mark.parametrize("first", [nn.LazyConv2d(3, 3), nn.Sequential(nn.Conv2d(1, 1, 1), nn.LazyBatchNorm2d())])
+def test_a_lazy_layer_that_has_seen_no_batch_is_refused_by_name(given: str, first: nn.Module) -> None:
+    model = nn.Sequential(first, nn.Flatten())
+    name = "0.weight" if isinstance(first, nn.LazyConv2d) else "0.1.weight"
+    with pytest.raises(StateError, match=f"'{name}' .* Run one batch through the model first"):
+        lender(model if given == "model" else lambda: model)().__enter__()
 
 
 def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:

@@ -382,3 +382,12 @@ def test_mixed_precision_rounds_neither_targets_nor_counts(task: Task) -> None:
     result = train(model, data, settings, learning_rate=1e-9, stream=stream, task=task)
     want = math.log(2) if task is not REGRESSION else targets[~targets.isnan()].square().mean().item()
     assert result.loss == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "what"), [((torch.zeros(2, 3),), "a tuple"), ({"out": torch.zeros(2)}, "a dict of out")]
+)
+def test_outputs_that_are_no_tensor_are_named(task: Task, outputs: Any, what: str) -> None:
+    with pytest.raises(DataError, match=f"the model returns {what}; .* Wrap it so that it returns the logits"):
+        task.check(outputs, torch.zeros(2))
