@@ -384,7 +384,7 @@ def test_mixed_precision_rounds_neither_targets_nor_counts(task: Task) -> None:
     assert result.loss == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=str)
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 @pytest.mark.parametrize(
     ("outputs", "what"), [((torch.zeros(2, 3),), "a tuple"), ({"out": torch.zeros(2)}, "a dict of out")]
 )
