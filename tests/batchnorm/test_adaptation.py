@@ -232,6 +232,8 @@ def test_a_batch_of_one_is_refused_by_the_layers_name_where_nothing_is_mixed(poi
     assert outputs(model, data, TestBN("mix"), 1).isfinite().all()
     with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
         try_batches(model, data, TestBN("batch", batch_size=2))
+    with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
+        evaluate_adapted(model, data, TestBN("batch", batch_size=2))
     model.train()
     for fits in (TestBN("momentum", batch_size=2), TestBN("batch"), TestBN("mix", batch_size=1), None):
         try_batches(model, data, fits)
