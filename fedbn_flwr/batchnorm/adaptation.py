@@ -179,7 +179,7 @@ def evaluate_adapted(model: nn.Module, data: Batches, by: TestBN | None, task: T
     by = replace(by, batch_size=by.batch_size or task.test_batch)
     model = getattr(model, "_orig_mod", model)  # not ``unwrap``: a user's wrapper named "module" may do more
     with adapted(model, data, by):
-        return evaluate(model, data, task=task, batch_size=by.batch_size)
+        return evaluate(model, data, task=task, batch_size=by.batch_size, tries_last=False)
 
 
 def try_batches(model: nn.Module, data: Batches, by: TestBN | None, task: Task = CLASSIFICATION) -> None:

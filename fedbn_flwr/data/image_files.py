@@ -71,8 +71,8 @@ def hold(
         checked: the files have been looked at already, see ``look_at_files``.
 
     Raises:
-        DataError: files are damaged; the message names them. In a set that stays on the disk damage inside a JPEG or
-            PNG file is not seen, see ``look_at_files``.
+        DataError: files are damaged; the message names them. Of a set that stays on the disk headers and ends are
+            looked at, see ``look_at_files``.
     """
     files = FileSet(paths, shape, centre=centre, masks=masks, mask_table=mask_table)
     ends = np.cumsum([0, *parts])
@@ -469,8 +469,8 @@ def look_at_files(paths: Sequence[Path], *, whole: bool = False) -> LookedAt:
 
     Args:
         paths: the files.
-        whole: decode each file. Else headers and ends of JPEG and PNG files are looked at, other files are decoded; but
-            once a file cannot be read all are decoded, so that all damaged ones are found together.
+        whole: decode each file. Else headers, and ends of JPEG and PNG files, are looked at; but once a file cannot be
+            read all are decoded, so that all damaged ones are found together.
     """
     problems, pages, alpha = dict[int, str](), list[int](), list[int]()
 
@@ -496,11 +496,7 @@ def _look(path: Path, whole: bool) -> tuple[str, bool, bool]:
     try:
         with Image.open(path) as image:
             if image.mode not in MODES:
-                return (
-                    f"its pixels are not bytes (mode {image.mode}); save it with 8 bits for each channel",
-                    False,
-                    False,
-                )
+                return _NOT_BYTES.format(image.mode), False, False
             if (bits := _bits(path, image)) > 8:
                 return f"it has {bits} bits for each channel; save it with 8", False, False
             pages = getattr(image, "is_animated", False) and image.format != "MPO"  # of a phone: a small copy
@@ -525,10 +521,10 @@ def _bits(path: Path, image: Any) -> int:
 
 
 def _has_end(path: Path, kind: str | None) -> bool:
-    """Return whether the end of a JPEG or PNG file is where it usually is; False for other kinds."""
+    """Return whether the end of a JPEG or PNG file is where it usually is; True for other kinds."""
     ends = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
     if kind not in ends:
-        return False
+        return True
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         return ends[kind] in file.read()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,8 @@ def given_variables(path: Path, num_nodes: int, environment: Mapping[str, str]) 
     Raises:
         ConfigError: as ``read_services``, or a line of ``.env`` cannot be read.
     """
-    values = {**_env_file(path.parent / ".env"), **environment}
     services, _ = _read(path, num_nodes)
+    values = {**_env_file(path.parent / ".env", _names(list(services.values()))), **environment}
     running = [service for name, service in services.items() if node_number(name)[1] <= num_nodes]
     used = _names([{key: service[key] for key in _USED if key in service} for service in running]) - _NEED_CONTAINERS
     known = _names(list(services.values())) | set(filter(_OF_A_NODE.fullmatch, values))
@@ -101,12 +101,12 @@ def given_variables(path: Path, num_nodes: int, environment: Mapping[str, str]) 
     return {name: values[name] for name in sorted(given & used)}, sorted(given - used)
 
 
-def _env_file(path: Path) -> dict[str, str]:
+def _env_file(path: Path, known: Collection[str]) -> dict[str, str]:
     """Return the variables of an ``.env`` file as Compose reads it; nothing if there is no file.
 
     Raises:
-        ConfigError: a line has a form that this reader does not know; the message leaves out its value, as it may be a
-            password.
+        ConfigError: the line of a ``known`` variable, or of one called like a node's, has a form that this reader does
+            not know; the message leaves out its value, as it may be a password.
     """
     values = {}
     for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], start=1):
@@ -114,6 +114,8 @@ def _env_file(path: Path) -> dict[str, str]:
             continue
         if not (found := _ENV_LINE.fullmatch(text)):
             name = re.split(r"[=:\s]", text.removeprefix("export").strip(), maxsplit=1)[0]
+            if name == text or not (name in known or _OF_A_NODE.fullmatch(name)):
+                continue  # a name alone is that of the environment; others are other programs'
             raise ConfigError(
                 f"{path}, line {number}: {name!r} cannot be read. Write NAME=value, NAME='value' or NAME=\"value\" on "
                 "one line. A $ is read between single quotes only: values of other variables are not filled in."

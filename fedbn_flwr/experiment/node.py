@@ -53,7 +53,7 @@ def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchC
     """
     for key in context.node_config:
         # A node serves other apps, too: keys that are unlike ours are theirs.
-        if key not in NODE_KEYS and difflib.get_close_matches(key, NODE_KEYS, cutoff=0.8):
+        if key not in NODE_KEYS and difflib.get_close_matches(key.replace("_", "-"), NODE_KEYS, cutoff=0.9):
             raise unknown_name("key of the node's config", key, NODE_KEYS)
     config, build = _config(tuple(context.run_config.items()))
     torch.set_num_threads(config.torch_threads)

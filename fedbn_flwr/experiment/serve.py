@@ -38,6 +38,7 @@ from fedbn_flwr.experiment.setup import (
     initialise,
     make_strategy,
     model_and_warnings,
+    moved_buffers,
     on_device,
     refuse_too_few_clients,
 )
@@ -117,8 +118,8 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     strategy = make_strategy(config, model, config.num_clients)
     if protection := _protection(config, out, model):
         strategy.protect(protection)
-    if config.held_out_clients:  # nodes that split into another number would train on their examples
-        strategy.num_partitions = config.num_clients
+    # Nodes that split into another number would train on the examples of held-out clients.
+    strategy.num_partitions = config.num_clients if config.held_out_clients else 0
     strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
     manager = CheckpointManager(checkpoints, config, strategy, saved)
     # In process no reply can be lost: a client that takes long, or a pause of the whole process, is no reason to go on.
@@ -174,7 +175,10 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
     clients = None
     if config.dp != "off":
         clients = ClientLevelDP(
-            config.dp_settings(), file=out / file, fixed=fixed_entries(model), tied=tied_entries(model)
+            config.dp_settings(),
+            file=out / file,
+            fixed=fixed_entries(model) - moved_buffers(model, config),
+            tied=tied_entries(model),
         )
     if config.masked_sums:
         return MaskedSums(config.mask_settings(), clients)
@@ -220,13 +224,15 @@ def _diverged_before(config: Config, out: Path, strategy: FedAvg[Any], result: R
 
 def _server_data(config: Config) -> PartitionedData | None:
     """Return the data of the server; None if only the nodes have the data and no test of the server needs it."""
+    needed = bool(config.held_out_clients) or any(name in GLOBAL_TESTS for name in config.evaluations())
     try:
         data = partitioned_data(config, config.num_clients)
     except DataError:
-        if config.held_out_clients or any(name in GLOBAL_TESTS for name in config.evaluations()):
+        if needed:
             raise
         return None
-    refuse_no_tests(data, config)
+    if needed:
+        refuse_no_tests(data, config)
     return data
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,7 @@ __all__ = [
     "make_strategy",
     "misfits",
     "model_and_warnings",
+    "moved_buffers",
     "on_device",
     "partly_without_effect",
     "pick_device",
@@ -368,6 +370,15 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
         f"model {config.model!r} seems to end with a softmax: its outputs are not negative and have the sum 1. The "
         "loss takes outputs without softmax: leave it out."
     ]
+
+
+def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
+    """Return the buffers that a step of training changes: running statistics, or an average of a user's own."""
+    own = copy.deepcopy(model).to("cpu").train()
+    before = {name: buffer.clone() for name, buffer in own.named_buffers(remove_duplicate=False)}
+    _outputs(config, own, torch.rand(2, *config.example_shape(), generator=torch.Generator().manual_seed(0)))
+    now = own.named_buffers(remove_duplicate=False)
+    return frozenset(name for name, buffer in now if not torch.equal(buffer, before[name]))
 
 
 def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,8 @@ def code_sha256(name: str) -> str:
 
 @lru_cache(maxsize=8)  # a file that changes during a run does not change the module that runs
 def _sha256(module: ModuleType) -> str:
-    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest() if module.__file__ else ""
+    file = getattr(module, "__file__", None)  # none of a console or a notebook; that of standard input is no file
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else ""
 
 
 def code_changed(name: str, sha256: str) -> str:

@@ -99,7 +99,8 @@ class Server(Method[P]):
         input_scale: mean and std of inputs that only the nodes have; every message with the model has them.
         stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round.
         protection: what happens to the replies before the method sees them.
-        num_partitions: number of the parts of the data that nodes with one of them must name; None = any, all the same.
+        num_partitions: number of the parts of the data that nodes with one of them must name; 0 = any, all the same;
+            None = not compared.
     """
 
     completes_tests = True

@@ -198,9 +198,9 @@ class NodeRegistry:
                 f"{holder} and {node} both have partition-id={node.partition_id}: give each SuperNode its own in "
                 "--node-config."
             ), "The second one is left out while the first is connected."
-        if node.num_partitions is None:
+        if None in (node.num_partitions, self._num_partitions) or node.unusable or node.refusal:
             return "", ""
-        if self._num_partitions is None:
+        if not self._num_partitions:
             self._num_partitions, self._said_by = node.num_partitions, str(node)
         if node.num_partitions == self._num_partitions:
             return "", ""

@@ -151,7 +151,7 @@ def no_batchnorm_hint(parts: Parts) -> str:
     return ". Or the layers are no BatchNorm: pass parts=split_state(model) to the strategy, which goes by their types"
 
 
-def refuse_changed(reply: Reply, before: State, names: Iterable[str], why: str, parts: Parts) -> None:
+def refuse_changed(reply: Reply, before: State, names: Iterable[str], why: str, parts: Parts | None = None) -> None:
     """Refuse a reply in which an entry changed that the method's client part leaves as it is.
 
     Raises:
@@ -161,7 +161,7 @@ def refuse_changed(reply: Reply, before: State, names: Iterable[str], why: str, 
         if not np.array_equal(reply.state[name], before[name]):
             raise ClientPartError(
                 f"entry '{name}' changed {why}. Run the client's training inside `with bn_rules(model, msg, context):`"
-                f"{no_batchnorm_hint(parts)}."
+                f"{no_batchnorm_hint(parts) if parts else ''}."
             )
 
 

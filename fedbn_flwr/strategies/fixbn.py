@@ -160,9 +160,11 @@ class FreezeBN(ClientHook):
         layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         self._undo = [hold_eval(layer) for layer in layers if self.statistics]
         if self.affine:
-            affine = frozenset(split_state(model).affine)
+            affine = frozenset(split_state(model).affine)  # also of parametrizations, which are modules of their own
             named = model.named_parameters(remove_duplicate=False)  # gamma may be tied to a parameter named before it
-            self._learning = [p for name, p in named if name in affine and p.requires_grad]
+            own = [p for layer in layers for p in layer.parameters(recurse=False)]
+            frozen = dict.fromkeys([*own, *(p for name, p in named if name in affine)])
+            self._learning = [p for p in frozen if p.requires_grad]
             for parameter in self._learning:
                 parameter.requires_grad_(False)
 

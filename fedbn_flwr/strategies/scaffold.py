@@ -117,7 +117,8 @@ class ControlVariates(ClientHook):
         self._change: dict[str, Tensor] = {}
         self._first_names: dict[str, str] = {}
         self._rates: dict[str, Counter[float]] = {}  # for each parameter, the number of its steps with each rate
-        self._foreign = ""  # the first parameter that moved without a step of the optimizer
+        self._unstepped: set[str] = set()  # parameters with a gradient that the optimizer does not have
+        self._foreign = ""  # the first of them that moved
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take c and c_i; missing entries are zero."""
@@ -142,7 +143,7 @@ class ControlVariates(ClientHook):
         names = {p: name for name, p in model.named_parameters() if name not in self._local}
         everywhere = model.named_parameters(remove_duplicate=False)
         self._first_names = {name: names[p] for name, p in everywhere if p in names}
-        self._start, self._rates, self._correction, self._foreign = {}, {}, {}, ""
+        self._start, self._rates, self._correction, self._unstepped, self._foreign = {}, {}, {}, set(), ""
         for parameter, name in names.items():
             if parameter.requires_grad:
                 self._begin_with(name, parameter)
@@ -164,7 +165,10 @@ class ControlVariates(ClientHook):
                 self._begin_with(name, parameter)
             if name in self._start:
                 parameter.grad += self._correction[name]
-                self._rates[name][rates.get(parameter, 0.0)] += 1
+                if parameter in rates:
+                    self._rates[name][rates[parameter]] += 1
+                else:
+                    self._unstepped.add(name)
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Compute dc_i = -c + (x - y_i) / sum_k eta_k; 0 for a parameter that took no step."""
@@ -176,7 +180,7 @@ class ControlVariates(ClientHook):
                 total = sum(count * rate for rate, count in self._rates[name].items())
                 change = (1 / total) * went - self._of(self._server, name, went) if total else torch.zeros_like(went)
                 self._change[name] = change
-                if self._rates[name] and not total and bool(went.any()):
+                if name in self._unstepped and bool(went.any()):
                     self._foreign = self._foreign or name
         return {}
 

@@ -54,6 +54,7 @@ def evaluate(
     *,
     task: Task = CLASSIFICATION,
     batch_size: int = 0,
+    tries_last: bool = True,
 ) -> EvalResult:
     """Return the metrics of ``model`` on all of ``data`` in eval mode; afterwards every module has its mode again.
 
@@ -63,6 +64,8 @@ def evaluate(
             BatchNorm without running statistics cannot use it alone.
         task: the loss, which targets count, and the score.
         batch_size: examples per batch; 0 = the task's number.
+        tries_last: whether the last example alone is tried, in a forward pass of its own; not where hooks of the model
+            count its passes.
 
     Returns:
         Mean loss (every target has the same weight, also in a smaller last batch) and the metrics of the task. NaN if
@@ -81,7 +84,8 @@ def evaluate(
     unusable: list[Tensor] = []
     with kept_modes(model), torch.no_grad():  # in inference_mode a tensor that the model keeps could not be trained on
         model.eval()
-        order = _batches(model, data, batch_size or task.test_batch, prepared)
+        order: Sequence[Tensor] = torch.split(torch.arange(len(data)), batch_size or task.test_batch)
+        order = _joined(model, data, order, prepared) if tries_last and len(order[-1]) == 1 else order
         for _, (inputs, targets) in with_positions(data, order):
             outputs = model(prepared(inputs))
             targets = task.on_device(targets, device)
@@ -109,11 +113,11 @@ def evaluate(
     return EvalResult(loss, tested, {name: found[name] for name in task.metrics})
 
 
-def _batches(model: nn.Module, data: Batches, size: int, prepared: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+def _joined(
+    model: nn.Module, data: Batches, order: Sequence[Tensor], prepared: Callable[[Tensor], Tensor]
+) -> Sequence[Tensor]:
     """Return the positions of each batch; a last example joins the others if a layer has no variance for it alone."""
-    order = torch.split(torch.arange(len(data)), size)
-    by_batch = any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
-    if len(order[-1]) > 1 or not by_batch:
+    if not any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules()):
         return order
     refusing = [path for path in refusing_layers(model, prepared(data.batch(order[-1])[0])) if path]
     if refusing and len(order[0]) == 1:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ __all__ = ["MemoryFormat", "device_of", "inputs_for", "set_memory_format"]
 MemoryFormat = Literal["auto", "contiguous", "channels-last"]
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _KNOWN = ("torch.nn.", "torchvision.", "fedbn_flwr.")  # modules whose layers work in channels-last
-_TRIED: WeakKeyDictionary[type[nn.Module], dict[str, str]] = WeakKeyDictionary()  # of many clients' equal models
+_WORKING: set[tuple[str, str, str]] = set()  # models that are not tried again: of many clients, or in each message
 
 
 def set_memory_format(
@@ -66,18 +66,18 @@ def _error_in_channels_last(model: nn.Module, example: Callable[[], Tensor]) -> 
     """Return the error of a model that works in the contiguous format and not in channels-last; "" for any other."""
     if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
         return ""
-    tried, kind = _TRIED.setdefault(type(model), {}), repr(model)
-    if kind not in tried:
-        try:
-            with seeded(0):
-                inputs = example()
-                error = _error_of(model, torch.channels_last, inputs)
-                if error and _error_of(model, torch.contiguous_format, inputs):
-                    return ""  # the training will say what is wrong
-        except Exception:  # users' data may raise anything, and the training will raise it again
-            return ""
-        tried[kind] = error
-    return tried[kind]
+    kind = type(model).__module__, type(model).__qualname__, repr(model)
+    if kind in _WORKING:
+        return ""
+    error = ""
+    with suppress(Exception), seeded(0):  # users' data may raise anything, and the training will raise it again
+        inputs = example()
+        error = _error_of(model, torch.channels_last, inputs)
+        if error and _error_of(model, torch.contiguous_format, inputs):
+            error = ""  # the training will say what is wrong
+    if not error:
+        _WORKING.add(kind)
+    return error
 
 
 def _error_of(model: nn.Module, memory_format: torch.memory_format, inputs: Tensor) -> str:
@@ -110,7 +110,8 @@ def inputs_for(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the function that brings a batch to the model's device, dtype and memory format."""
     device = device_of(model)
     entries = itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])
-    dtype = next(entry.dtype for entry in entries if entry.is_floating_point())  # a table may be of integers
+    dtypes = [entry.dtype for entry in entries if entry.is_floating_point() or entry.is_complex()]  # not of a table
+    dtype = next((dtype for dtype in dtypes[:-1] if dtype.is_floating_point), dtypes[0])
     images = [p for p in model.parameters() if p.dim() == 4]
     last = any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in images)
     memory_format = torch.channels_last if last else torch.contiguous_format

@@ -20,12 +20,22 @@ def is_scripted_batchnorm(module: nn.Module) -> bool:
 def refuse_scripted(model: nn.Module, what: str) -> None:
     """Refuse a model with BatchNorm in TorchScript, on which ``what`` would have no effect.
 
+    Layers that the model keeps in eval mode, those of a frozen backbone, are left as they are.
+
     Raises:
         NormLayerError: there is such a layer; the message names the first.
     """
-    for path, module in model.named_modules():
-        if is_scripted_batchnorm(module):
-            raise NormLayerError(
-                f"{what}: BatchNorm layer {path or 'model'!r} is a {type(module).__name__}, in which it would have no "
-                "effect. Use the plain module."
-            )
+    scripted = {path: module for path, module in model.named_modules() if is_scripted_batchnorm(module)}
+    if not scripted:
+        return
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    refused = [path for path, module in scripted.items() if module.training]
+    for module, mode in modes.items():
+        module.training = mode
+    if refused:
+        kind = type(scripted[refused[0]]).__name__
+        raise NormLayerError(
+            f"{what}: BatchNorm layer {refused[0] or 'model'!r} is a {kind}, in which it would have no effect. Use the "
+            "plain module."
+        )

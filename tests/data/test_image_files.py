@@ -151,7 +151,7 @@ def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) 
     for path, form in zip(paths[4:], ((16, 2), (16, 0), (8, 2)), strict=True):
         path.write_bytes(_picture(*form))
     found = look_at_files(paths)
-    assert list(found.problems) == [0, 1, 2, 3, 4, 5], "one that headers and ends show, so all are decoded"
+    assert list(found.problems) == [0, 1, 2, 3, 4, 5], "the header of 16 bits is seen, so all are decoded"
     assert "16 bits for each channel; save it with 8" in found.problems[4]
     assert not look_at_files([paths[3]]).problems, "its end is there"
 

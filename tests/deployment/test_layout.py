@@ -239,6 +239,7 @@ def test_make_reads_the_variables_of_the_environment_and_of_the_env_file(tmp_pat
         ("SERVER_DATA='/a $b'", "/a $b"),
         ("  export SERVER_DATA = /srv/s", "/srv/s"),
         ("A.b-c=1\nSERVER_DATA=/srv/s", "/srv/s"),
+        ("PLAIN\nTHEIR_PASSWORD=a$b\nSERVER_DATA=/srv/s", "/srv/s"),
     ],
 )
 def test_lines_of_the_env_file_mean_what_they_mean_under_compose(line: str, value: str, tmp_path: Path) -> None:

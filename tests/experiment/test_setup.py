@@ -141,7 +141,7 @@ RANGE = "num-partitions must be a whole number from 1, and partition-id a smalle
             "partition-id='a' of the node's config must be a whole number from 0",
         ),
         (
-            {"partition-id": 0, "num-partitions": 2, "data-dir": "of another app", "data_path": "/x.npz"},
+            {"partition-id": 0, "num-partitions": 2, "dataset-path": "of another app", "data_path": "/x.npz"},
             "unknown key of the node's config 'data_path'. Did you mean 'data-path'? Allowed: data-classes, data-path, "
             "num-partitions, partition-id, report-data, state-dir.",
         ),

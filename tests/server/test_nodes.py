@@ -62,9 +62,12 @@ def test_two_nodes_with_one_partition_are_refused_at_the_start(nodes: NodeRegist
     )
 
 
-def test_nodes_with_parts_of_different_splits_are_refused(nodes: NodeRegistry, caplog) -> None:
+def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
     """Their parts share examples. A node with its own data says no number of parts."""
+    nodes = NodeRegistry(seed=0, timeout=1, num_partitions=0)
     grid = Answers({11: node(0, **{"num-partitions": 2}), 12: node(1, **{"num-partitions": 3}), 13: node(2)})
+    loaded_by_users = NodeRegistry(seed=0, timeout=1)
+    assert [n.node_id for n in loaded_by_users.present(grid, 1)] == [11, 12, 13]
     with pytest.raises(ConfigError) as caught:
         nodes.present(grid, 1)
     assert str(caught.value) == (

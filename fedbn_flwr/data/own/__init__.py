@@ -17,7 +17,7 @@ from fedbn_flwr.data.own.arrays import read_arrays
 from fedbn_flwr.data.own.features import stated_features
 from fedbn_flwr.data.own.folder import read_folder
 from fedbn_flwr.data.own.hub import read_hub
-from fedbn_flwr.data.own.request import KINDS, Found, OwnData, chosen_task, is_own
+from fedbn_flwr.data.own.request import KINDS, Found, OwnData, chosen_task, is_own, warning_of_gaps
 from fedbn_flwr.data.own.table import read_table, table_columns
 from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.registry import IMAGENET, DatasetInfo
@@ -87,8 +87,17 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
         client_names=found.client_names,
         by_file=not isinstance(found.inputs, Tensor),
         notes=(*found.notes, *_note_of_positive(request, found)),
-        warnings=found.warnings,
+        warnings=(*found.warnings, *_warning_of_gaps(request, found)),
     )
+
+
+def _warning_of_gaps(request: OwnData, found: Found) -> tuple[str, ...]:
+    """Return the warning of numbers that are no class, of targets in memory."""
+    if not isinstance(found.targets, Tensor) or found.task.name not in ("classification", "segmentation"):
+        return ()
+    classes = torch.unique(found.targets)
+    classes = classes[classes != 255] if found.task.name == "segmentation" else classes
+    return warning_of_gaps(request, len(classes), int(classes.max())) if len(classes) else ()
 
 
 def _note_of_positive(request: OwnData, found: Found) -> tuple[str, ...]:

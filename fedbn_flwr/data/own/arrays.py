@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.data.own.features import note_of_filled, problems_of_numbers
-from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, refuse_gaps, shown
+from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, shown
 from fedbn_flwr.data.own.targets import ReadTargets, read_targets
 from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.errors import DataError
@@ -93,7 +93,7 @@ def _stripped(array: Any) -> Any:
 
 
 def _check_features(request: OwnData, x: Any) -> None:
-    """Raise DataError if a column of numbers (N, F) has no values, or float32 does not tell its values apart."""
+    """Raise DataError if float32 does not tell the values of a column (N, F) apart."""
     problems = [problem for at in range(x.shape[1]) for problem in problems_of_numbers(f"column {at} of x", x[:, at])]
     if problems:
         raise DataError(f"dataset={request.name!r}:\n" + "\n".join(problems))
@@ -174,6 +174,4 @@ def _pixels(request: OwnData, inputs: Tensor, y: Any) -> ReadTargets:
             f"dataset={request.name!r}: y has class {largest}; num-classes={request.num_classes} allows 0 to "
             f"{request.num_classes - 1}."
         )
-    found = len(np.unique(y[y != 255]))
-    refuse_gaps(request, "y", found, largest, f"save the classes as 0 to {max(found - 1, 1)}")
     return ReadTargets(torch.from_numpy(y.astype(np.uint8)), task, request.num_classes or largest + 1)

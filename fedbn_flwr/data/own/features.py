@@ -104,11 +104,10 @@ def note_of_filled(inputs: torch.Tensor) -> tuple[str, ...]:
 
 
 def problems_of_numbers(what: str, values: Any) -> list[str]:
-    """Return why a column of numbers cannot be used: no values, infinite ones, or float32 does not tell them apart."""
+    """Return why a column of numbers cannot be used: infinite ones, or float32 does not tell them apart."""
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float32)
-    if (present := ~np.isnan(rounded)).sum() == 0:
-        return [f"{what} has no values at all: leave it out"]
+    present = ~np.isnan(rounded)
     if np.isinf(rounded).any():
         return [f"{what} has infinite values, or values above 3e38"]
     rounded, values = (part[present][:: len(values) // _SEEN + 1] for part in (rounded, values))
@@ -152,6 +151,8 @@ def refuse_lists_and_dates(request: OwnData, table: Any, names: Sequence[str]) -
 def _add_numbers(found: _Features, name: str, column: Any) -> None:
     """Add a column of numbers, if float32 tells its values apart."""
     values = column.to_numpy(dtype=np.float64, na_value=np.nan)
+    if np.isnan(values).all():
+        found.problems.append(f"column {name!r} has no values at all: leave it out")
     found.problems += problems_of_numbers(f"column {name!r}", values)
     found.columns.append(values)
     found.names.append(name)

@@ -23,8 +23,8 @@ from fedbn_flwr.data.own.request import (
     left_out,
     numbered,
     numbered_classes,
-    refuse_gaps,
     shown,
+    warning_of_gaps,
 )
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.tasks import Task
@@ -84,9 +84,12 @@ def read_folder(request: OwnData) -> Found:
     with Image.open(files.paths[0]) as first:
         width, height = first.size
     targets: torch.Tensor | Sequence[Path]
+    warnings: tuple[str, ...] = ()
     if by_pixel:
         task, outputs, names = _segmentation(request, values)
         targets = files.masks
+        classes = values - {255}
+        warnings = warning_of_gaps(request, len(classes), max(classes, default=0))
     else:
         targets, task, outputs, names = _classes(request, [label for _, _, label in files.places])
     return Found(
@@ -100,6 +103,7 @@ def read_folder(request: OwnData) -> Found:
         tests=_tests(request, [part for _, part, _ in files.places]),
         size=(height, width),
         notes=notes,
+        warnings=warnings,
     )
 
 
@@ -188,7 +192,6 @@ def _segmentation(request: OwnData, values: set[int]) -> tuple[Task, int, tuple[
             f"dataset={request.name!r}: the masks have the values 0 and 255, and 255 is for pixels that do not "
             "count. Save the classes as 0 and 1."
         )
-    refuse_gaps(request, "the masks", len(classes), largest, f"save the classes as 0 to {max(len(classes) - 1, 1)}")
     return task, request.num_classes or max(largest + 1, 2), ()
 
 

@@ -170,13 +170,14 @@ def numbered_classes(
     return np.array([number[str(value)] for value in values], np.int64), names
 
 
-def refuse_gaps(request: OwnData, what: str, found: int, largest: int, remedy: str) -> None:
-    """Raise DataError if most of the numbers 0 to ``largest`` are no class, unless the config has ``num-classes``."""
-    if not request.num_classes and largest >= _MANY and 2 * found <= largest:
-        raise DataError(
-            f"dataset={request.name!r}: {what} have {found} class{'es' if found > 1 else ''}, and the largest is "
-            f"{largest}: a model would have {largest + 1} outputs. Set num-classes={largest + 1}, or {remedy}."
-        )
+def warning_of_gaps(request: OwnData, found: int, largest: int) -> tuple[str, ...]:
+    """Return the warning that most of the numbers 0 to ``largest`` are no class; () if the config has their number."""
+    if request.num_classes or largest < _MANY or 2 * found > largest:
+        return ()
+    return (
+        f"{found} class{'es' * (found > 1)}, and the largest is {largest}: a model has {largest + 1} outputs. Save the "
+        f"classes as 0 to {max(found - 1, 1)}, or set num-classes={largest + 1} if the others are to come",
+    )
 
 
 def is_number(text: object) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.own.request import OwnData, chosen_task, numbered_classes, oddly_written, refuse_gaps, shown
+from fedbn_flwr.data.own.request import OwnData, chosen_task, numbered_classes, oddly_written, shown
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.tasks import Task
 
@@ -99,13 +99,6 @@ def _classes(request: OwnData, values: Any, what: str, text: bool, known: Sequen
     most = request.num_classes or (2 if request.task == "binary" else _MOST_CLASSES)
     # Numbers from 0 are the classes; others, 1 and 2 say, are numbered in their order.
     if not request.classes and not text and values.min() == 0 and values.max() < most:
-        refuse_gaps(
-            request,
-            what,
-            counts,
-            int(values.max()),
-            "class-names in the order of their numbers; or task=regression if they are no classes",
-        )
         labels = values.astype(np.int64)  # the numbers of the classes
         found = int(labels.max()) + 1
     else:

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _SAMPLED = 64  # images on the disk whose values are looked at
+_FEW_COLUMNS = 100  # without names
 _MOST = 20  # clients, classes and features that the text shows
 _LARGE = 1e4  # a number of this size in inputs that are taken as they are
 
@@ -109,8 +110,9 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         figures["training examples by class"] = {n: row.tolist() for n, row in zip(names, counts, strict=True)}
         if own and config.split_name() == "natural":
             warnings += _without_class(names, counts, data.label_names)
-    if own and len(data.train.shape) == 1 and isinstance(inputs, Samples):
-        columns = info.feature_names or tuple(f"column {at}" for at in range(data.train.shape[0]))
+    columns = info.feature_names or tuple(f"column {at}" for at in range(data.train.shape[0]))
+    few = bool(info.feature_names) or len(columns) <= _FEW_COLUMNS  # not the pixels of flattened images
+    if own and few and len(data.train.shape) == 1 and isinstance(inputs, Samples):
         figures["features"] = _features(inputs, split, columns)
         warnings += _of_features(figures["features"], figures["examples"]["training"])
     if config.record_dp and data.train.units is not None:
@@ -193,14 +195,16 @@ def client_names(split: PartitionedData) -> list[str]:
 
 def doubtful_values(samples: Examples, scaled: bool) -> list[str]:
     """Return what looks wrong in the values of inputs, one line each; ``scaled``: the model takes them with mean 0."""
-    return [*_of_values(_values(samples, np.arange(len(samples))), samples.as_bytes, scaled)] if len(samples) else []
+    return [*_of_values(_values(samples), samples.as_bytes, scaled)] if len(samples) else []
 
 
-def _values(samples: Any, whole: Indices) -> dict[str, Any]:
-    """Return the range of the values of some inputs; of images on the disk that of a sample."""
+def _values(samples: Any, whole: Indices | None = None) -> dict[str, Any]:
+    """Return the range of the values of some inputs, None = all; of images on the disk that of a sample."""
     sampled = not isinstance(samples, Samples)
-    inputs = samples.take(torch.as_tensor(whole[:_SAMPLED]))[0] if sampled else samples.inputs
-    found: Tensor = inputs if sampled else inputs[torch.as_tensor(whole).to(inputs.device)]
+    if sampled:
+        found: Tensor = samples.take(torch.as_tensor(np.arange(len(samples)) if whole is None else whole)[:_SAMPLED])[0]
+    else:
+        found = samples.inputs if whole is None else samples.inputs[torch.as_tensor(whole).to(samples.inputs.device)]
     numbers = found[~found.isnan()] if found.is_floating_point() else found
     low, high = (float(bound) for bound in torch.aminmax(numbers)) if numbers.numel() else (0.0, 0.0)
     missing = int(found.isnan().sum()) if found.is_floating_point() else 0

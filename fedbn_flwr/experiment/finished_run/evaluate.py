@@ -126,8 +126,10 @@ def evaluate_run(
         notes.append(f"without the held-out clients ({', '.join(found.held_out_names)})")
     what = "; ".join([saved.what, *notes, f"on {_PARTS[part]}"])
     parts = _parts(found, part)
-    told = config.data_info().notes
-    warnings = [*filter(None, [saved.description.code_changed(), _overlap(config, saved.config)]), *_doubts(parts)]
+    info = config.data_info()
+    told = info.notes
+    of_run = filter(None, [saved.description.code_changed(), _overlap(config, saved.config)])
+    warnings = [*of_run, *info.warnings, *_doubts(parts)]
     for level, texts in ((logging.INFO, told), (logging.WARNING, warnings)):
         for text in texts:
             logger.log(level, "%s", text)

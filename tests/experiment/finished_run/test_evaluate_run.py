@@ -385,8 +385,11 @@ def test_what_reading_left_out_or_changed_is_told(quick_run, tmp_path: Path, cap
     with caplog.at_level("INFO", "flwr"):
         evaluate_run(run, {"dataset": f"csv:{tmp_path / 'new.csv'}"}, out=tmp_path / "out")
     found = json.loads((tmp_path / "out/metrics.json").read_text())
-    assert found["notes"][0] == "column 'sex': X is none of the categories and counts as none"
-    assert found["warnings"] == ["inputs reach 1.1e+06 and are taken as they are: use standardise=federated"]
+    assert found["notes"] == ["column 'sex' is text: 2 features (F, M)"]
+    assert [text.split(";")[0] for text in found["warnings"]] == [
+        "column 'sex': X is none of the categories that feature-columns states (F, M)",
+        "inputs reach 1.1e+06 and are taken as they are: use standardise=federated",
+    ]
     assert all(text in caplog.text for text in (*found["notes"], *found["warnings"]))
 
 
