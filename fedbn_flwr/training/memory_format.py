@@ -69,20 +69,22 @@ def _error_in_channels_last(model: nn.Module, example: Callable[[], Tensor]) -> 
     kind = type(model).__module__, type(model).__qualname__, repr(model)
     if kind in _WORKING:
         return ""
-    error = ""
     with suppress(Exception), seeded(0):  # users' data may raise anything, and the training will raise it again
         inputs = example()
-        error = _error_of(model, torch.channels_last, inputs)
-        if error and _error_of(model, torch.contiguous_format, inputs):
-            error = ""  # the training will say what is wrong
-    if not error:
-        _WORKING.add(kind)
-    return error
+        if not (error := _error_of(model, torch.channels_last, inputs)):
+            _WORKING.add(kind)
+        elif not _error_of(model, torch.contiguous_format, inputs):
+            return error
+    return ""
 
 
 def _error_of(model: nn.Module, memory_format: torch.memory_format, inputs: Tensor) -> str:
     """Return the error that a copy of the model raises in this format, in a step or in a test; "" for none."""
-    own: nn.Module = copy.deepcopy(model).to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
+    try:
+        own: nn.Module = copy.deepcopy(model)
+    except Exception:  # it holds a lock, say, and is not tried
+        return ""
+    own.to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
     try:
         with torch.enable_grad():
             outputs = own.train()(inputs_for(own)(inputs))
@@ -110,7 +112,8 @@ def inputs_for(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the function that brings a batch to the model's device, dtype and memory format."""
     device = device_of(model)
     entries = itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])
-    dtypes = [entry.dtype for entry in entries if entry.is_floating_point() or entry.is_complex()]  # not of a table
+    # Not of a table: of integers, or complex and not trained.
+    dtypes = [e.dtype for e in entries if e.is_floating_point() or (e.is_complex() and e.requires_grad)]
     dtype = next((dtype for dtype in dtypes[:-1] if dtype.is_floating_point), dtypes[0])
     images = [p for p in model.parameters() if p.dim() == 4]
     last = any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in images)

@@ -174,6 +174,16 @@ def test_momentum_follows_the_batches(points: Any) -> None:
         torch.testing.assert_close(found[first : first + 3], expected, rtol=1e-12, atol=1e-12)
 
 
+def test_momentum_sees_each_batch_once(points: Any) -> None:
+    """Also where a layer without running statistics makes a last example alone a question."""
+    seen: list[int] = []
+    model = nn.Sequential(nn.Unflatten(1, (5, 1, 1)), nn.Upsample(2), nn.BatchNorm2d(5, track_running_stats=False))
+    model.extend([nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(20, 3)])
+    model[3].register_forward_hook(lambda layer, args, output: seen.append(len(output)))
+    evaluate_adapted(model.double(), points(9, 2), TestBN("momentum", batch_size=4))
+    assert seen == [4, 4, 1]
+
+
 @pytest.mark.parametrize("by", [TestBN("batch"), TestBN("mix"), TestBN("momentum"), TestBN("full")])
 def test_the_model_is_restored_bit_for_bit_also_after_an_error(trained: Any, by: TestBN) -> None:
     model, data = trained

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from fedbn_flwr.batchnorm.parts import fixed_entries
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.doctor import diagnose_run
 from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
 from fedbn_flwr.experiment.finished_run.export import export, load_exported
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.setup import check, make_model, moved_buffers
 from fedbn_flwr.models import build_model
 
 CODE = """
@@ -197,3 +198,21 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     assert (out / "metrics.jsonl").read_bytes() == metrics
     edit(CODE)
     assert run(longer, out)["rounds"] == 3
+
+
+def test_a_moving_average_of_a_users_own_is_no_constant(quick_config: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Client-level privacy refuses replies that changed a constant."""
+    (tmp_path / "centred.py").write_text(
+        "import torch\n\n\nclass Centred(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.net = torch.nn.Sequential(torch.nn.Flatten(1), torch.nn.Linear(64, 10))\n"
+        "        self.register_buffer('centre', torch.zeros(10))\n"
+        "        self.register_buffer('scale', torch.ones(10))\n\n"
+        "    def forward(self, x):\n        x = self.net(x)\n"
+        "        if self.training:\n            self.centre.mul_(0.9).add_(0.1 * x.detach().amax(0))\n"
+        "        return self.scale * (x - self.centre)\n\n\ndef net():\n    return Centred()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = quick_config(model="centred:net")
+    model = make_model(config)
+    assert fixed_entries(model) - moved_buffers(model, config) == {"scale"}

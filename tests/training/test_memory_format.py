@@ -54,6 +54,11 @@ class Net(nn.Module):
         return self.viewed
 
 
+class Silent(Net):
+    def extra_repr(self) -> str:
+        return ""
+
+
 class Weighed(nn.Conv2d):
     """A layer that views its weights."""
 
@@ -114,6 +119,8 @@ def test_a_model_whose_views_work_is_tried_once_and_without_a_trace() -> None:
     assert torch.equal(torch.rand(3), drawn[1])
     assert not model.norm.num_batches_tracked
     assert is_last(set_memory_format(Net("pooled"), "auto", example)), "an equal model of another client"
+    assert not is_last(set_memory_format(Silent(), "auto", images))
+    assert is_last(set_memory_format(Silent("never"), "channels-last", images)), "not judged by one that looks equal"
     assert is_last(set_memory_format(resnet18(num_classes=2), "auto", example)), "known"
     assert len(asked) == 1
 
@@ -151,6 +158,7 @@ def test_inputs_get_the_dtype_of_the_first_real_entry(table: torch.Tensor) -> No
     assert inputs_for(model)(torch.arange(2)).dtype == torch.int64
     del model.last
     assert inputs_for(model)(torch.rand(2, 4)).dtype == torch.float32
+    assert inputs_for(nn.Linear(4, 2, dtype=torch.complex64))(torch.rand(2, 4)).dtype == torch.complex64
 
 
 @pytest.mark.parametrize("make", [resnet18, mobilenet_v2])

@@ -11,6 +11,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN, evaluate_adapted
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.batchnorm.taken_forward import layers_in_training
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import NORMS, replace_norm
 from fedbn_flwr.privacy.record_level import mixes_examples
@@ -77,3 +78,19 @@ def test_what_does_not_act_on_it_works(scripted: nn.Module, mlp: Any, points: An
 def test_it_mixes_examples_as_the_plain_layer_does(scripted: nn.Module) -> None:
     assert "1 (RecursiveScriptModule) normalises an example" in mixes_examples(scripted.train())[0]
     assert mixes_examples(scripted.eval()) == []
+
+
+def test_a_scripted_backbone_in_eval_mode_is_left_as_it_is(mlp: Any) -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.back, self.head = torch.jit.script(mlp()), nn.Sequential(nn.BatchNorm1d(10), nn.Linear(10, 10))
+
+        def train(self, mode: bool = True) -> Frozen:
+            super().train(mode)
+            self.back.eval()
+            return self
+
+    model = Frozen().eval()
+    assert list(layers_in_training(model)) == ["head.0"]
+    assert not any(module.training for module in model.modules())
