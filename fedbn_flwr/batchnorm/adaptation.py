@@ -59,8 +59,9 @@ from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statis
 from fedbn_flwr.batchnorm.taken_forward import batch_statistics, watch_inputs
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.evaluation import EvalResult, evaluate, without_running_statistics
-from fedbn_flwr.training.loop import Batches, kept_modes
+from fedbn_flwr.training.loop import Batches
 from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import GatheredMoments, Moments, tracking_layers
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import batch_mean_and_variance, per_channel
-from fedbn_flwr.training.loop import kept_modes
+from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.replaced_method import replace_method
 from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.wrappers import not_compiled

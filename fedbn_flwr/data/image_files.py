@@ -496,9 +496,9 @@ def _look(path: Path, whole: bool) -> tuple[str, bool, bool]:
     try:
         with Image.open(path) as image:
             if image.mode not in MODES:
-                return _NOT_BYTES.format(image.mode), False, False
+                raise ValueError(_NOT_BYTES.format(image.mode))
             if (bits := _bits(path, image)) > 8:
-                return f"it has {bits} bits for each channel; save it with 8", False, False
+                raise ValueError(f"it has {bits} bits for each channel; save it with 8")
             pages = getattr(image, "is_animated", False) and image.format != "MPO"  # of a phone: a small copy
             alpha = image.has_transparency_data
             if whole or not _has_end(path, image.format):

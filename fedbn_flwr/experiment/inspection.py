@@ -21,7 +21,7 @@ from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies.fixbn import FreezePlan, Freezing, freeze_round
 from fedbn_flwr.training.freezing import holds_eval
-from fedbn_flwr.training.loop import kept_modes
+from fedbn_flwr.training.modes import kept_modes
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
 

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import DataError, FedBNError
 from fedbn_flwr.training.memory_format import device_of, inputs_for
+from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
@@ -38,7 +39,6 @@ __all__ = [
     "Stream",
     "TrainResult",
     "join_last",
-    "kept_modes",
     "refusing_layers",
     "takes_one_example",
     "train",
@@ -379,17 +379,6 @@ def join_last(batches: Sequence[Tensor]) -> list[Tensor]:
     """Return the batches with the last one joined to the one before it; none if there is one only."""
     *others, last = batches
     return [*others[:-1], torch.cat([others[-1], last])] if others else []
-
-
-@contextmanager
-def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Restore every module's train or eval mode at the end of the block."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def takes_one_example(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> bool:

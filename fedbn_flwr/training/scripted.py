@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.training.modes import kept_modes
 
 __all__ = ["is_scripted_batchnorm", "refuse_scripted"]
 
@@ -28,11 +29,9 @@ def refuse_scripted(model: nn.Module, what: str) -> None:
     scripted = {path: module for path, module in model.named_modules() if is_scripted_batchnorm(module)}
     if not scripted:
         return
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    refused = [path for path, module in scripted.items() if module.training]
-    for module, mode in modes.items():
-        module.training = mode
+    with kept_modes(model):
+        model.train()
+        refused = [path for path, module in scripted.items() if module.training]
     if refused:
         kind = type(scripted[refused[0]]).__name__
         raise NormLayerError(
