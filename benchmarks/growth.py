@@ -90,7 +90,7 @@ COLUMNS = {
         points("clients", 10, 100, 1000, 10_000, 100_000),
         "clients",
         "start",
-        bent="up to 10,000 clients the first round takes most of the time, and it is the same for all",
+        bent="up to 10,000 clients most of this time is the first round, which their number changes little",
     ),
     "a-round": Column("clients a round, of 300", points("a_round", 10, 30, 100, 300, clients=300), "a_round"),
     "layers": Column("layers, each with BatchNorm", points("layers", 2, 8, 32, 128), "layers"),
