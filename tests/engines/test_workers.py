@@ -22,7 +22,8 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
-from fedbn_flwr.engines.workers import WorkerProcesses, _reply
+from fedbn_flwr.engines.worker_process import _reply
+from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedTAN, FixBN, Scaffold

@@ -1,0 +1,121 @@
+"""A worker process: it works on the clients that the command sends, see ``workers``."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import wait
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+from torch import Tensor
+
+from fedbn_flwr.compat.flower import app_error, identify_process
+from fedbn_flwr.engines.client_work import work
+from fedbn_flwr.engines.link import Packed, WorkerPipe
+from fedbn_flwr.training.randomness import interrupted
+
+__all__ = ["ANSWER", "CALL", "DONE", "READY", "WORK", "serve"]
+
+READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
+_MOST_MEMBERS = 4096
+
+
+def serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads: int, run_id: int) -> None:
+    """Work on the messages that come over the pipe, until it ends."""
+    for other in inherited:
+        other.close()  # or this process would not see that the command has ended
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends this process
+    threading.Thread(target=_end_with_the_command, daemon=True).start()
+    torch.set_num_threads(torch_threads)
+    identify_process(run_id)
+    client_app: ClientApp = pickle.loads(app) if isinstance(app, bytes) else app
+    link, members = WorkerPipe(pipe), _Members(torch_threads)
+    link.send((READY, 0))
+    while True:
+        try:
+            (kind, number, barrier_id), values = link.receive()
+        except (EOFError, OSError):
+            return
+        if kind == ANSWER:
+            members.answers[number].put(values[0])
+        elif barrier_id is None:
+            _reply(link, number, client_app, *values, {})
+        else:
+            members.begin(link, number, client_app, *values, barrier_id)
+
+
+def _reply(link: WorkerPipe, number: int, app: ClientApp, message: Message, *rest: Any) -> None:
+    try:
+        done = [Packed.of(value) for value in work(app, message, *rest)]
+    except Exception as error:  # what the app has put into its reply cannot be pickled
+        done = [Packed.of(app_error(message, error)), Packed.of(None)]
+    with suppress(ConnectionError):  # a command that was killed; this process ends, too
+        link.send((DONE, number), *done)  # apart, so that a kept part does not hold the memory of the whole reply
+
+
+class _Members:
+    """The members of a synchronised step in this process, each in its own thread; one of them computes at a time."""
+
+    def __init__(self, torch_threads: int) -> None:
+        self.answers: dict[int, SimpleQueue[tuple[Any, Exception | None]]] = {}
+        set_threads = functools.partial(torch.set_num_threads, torch_threads)
+        self._threads = ThreadPoolExecutor(_MOST_MEMBERS, "member", initializer=set_threads)
+
+    def begin(self, link: WorkerPipe, number: int, *job: Any) -> None:
+        *client, barrier_id = job
+        self.answers[number] = SimpleQueue()
+        reducer = _RemoteReducer(functools.partial(self._call, link, number))
+
+        def reply() -> None:
+            try:
+                _reply(link, number, *client, {barrier_id: reducer})
+            except BaseException:  # as in the main thread: the command hears of it by the end of this process
+                traceback.print_exc()
+                os._exit(1)
+            del self.answers[number]
+
+        self._threads.submit(reply)
+
+    def _call(self, link: WorkerPipe, number: int, method: str, *args: Any) -> Any:
+        link.send((CALL, number), Packed.of((method, args)))
+        with interrupted():
+            result, error = self.answers[number].get()
+        if error is not None:
+            raise error
+        return result
+
+
+class _RemoteReducer:
+    """A member's reducer at a barrier in the command's process."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def begin(self) -> int:
+        return int(self._call("begin"))
+
+    def reduce(self, tag: str, tensor: Tensor) -> Tensor:
+        answer: Tensor = self._call("reduce", tag, tensor.cpu())
+        return answer
+
+    def close(self) -> None:
+        self._call("close")
+
+
+def _end_with_the_command() -> None:
+    """End this process as soon as the command has ended, also in the middle of a client's work."""
+    if (command := multiprocessing.parent_process()) is not None:
+        wait([command.sentinel])
+        os._exit(1)
