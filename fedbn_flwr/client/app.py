@@ -25,6 +25,7 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     NUM_PARTITIONS,
     PARTITION_ID,
+    STATISTICS_QUERY,
     UNUSABLE,
     NodeProperties,
     merged_config,
@@ -84,56 +85,54 @@ def client_app(
             then sends no query, which takes a message and a client for each node.
             Not used with ``mods``, or by methods that synchronise the clients' steps.
     """
+    answers = _Answers(client_fn)
     every = [masked_update, clipped_update, seeded_client, *mods]
     app = ClientApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
+    app.train(mods=list(train_mods))(answers.train)
+    app.evaluate()(answers.evaluate)
+    app.query()(answers.properties)
+    app.query(_action(EXCHANGE_QUERY))(answers.train)
+    app.query(_action(STATISTICS_QUERY))(answers.statistics)
+    app.query(_action(MOMENTS_QUERY))(answers.moments)
+    return app
 
-    @app.query(EXCHANGE_QUERY.partition(".")[2])
-    @app.train(mods=list(train_mods))
+
+class _Answers:
+    """The answers to each kind of message, by the client that ``client_fn`` returns for it."""
+
+    def __init__(self, client_fn: Callable[[Context], Any]) -> None:
+        self._client_fn = client_fn
+
+    def _client(self, context: Context) -> NumPyClient:
+        client = self._client_fn(context)
+        client = getattr(client, "numpy_client", client)  # what NumPyClient.to_client() wraps
+        if not isinstance(client, NumPyClient):
+            raise TypeError(f"client_fn returned {type(client).__name__}; client_app needs a flwr.client.NumPyClient")
+        return client
+
     @NamedConfigErrors()
-    def train_message(message: Message, context: Context) -> Message:
-        client = _client(client_fn, context)
+    def train(self, message: Message, context: Context) -> Message:
+        """Return the trained arrays."""
+        client = self._client(context)
         fit = client.fit
         if only_reads := _only_reads(fit, TorchClient.fit):
             fit = cast(Any, fit).__self__._round  # of the client that owns `fit`; the reply has a copy of the arrays
         return reply_to_fit(message, *checked(fit(*open_message(message, copy=not only_reads)), "fit"))
 
-    @app.query("statistics")
     @NamedConfigErrors()
-    def statistics_message(message: Message, context: Context) -> Message:
-        client = _client(client_fn, context)
-        if not isinstance(client, TorchClient):
-            raise TypeError(f"{type(client).__name__} does not re-estimate BN statistics; fedbn_flwr.TorchClient does")
-        return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
-
-    @app.query(MOMENTS_QUERY.partition(".")[2])
-    @NamedConfigErrors()
-    def moments_message(message: Message, context: Context) -> Message:
-        own = partition_of(context)
-        info = ConfigRecord({} if own is None else {PARTITION_ID: own})
-        content = RecordDict({INFO: info})
-        try:
-            client = _client(client_fn, context)
-            if not isinstance(client, TorchClient):
-                raise DataError(f"its client is a {type(client).__name__}; fedbn_flwr.TorchClient needed")
-            content[MOMENTS] = to_record(to_state(vars(client.input_moments())))
-        except DataError as error:  # an answer, as to the query
-            info[UNUSABLE] = str(error)
-        return Message(content, reply_to=message)
-
-    @app.evaluate()
-    @NamedConfigErrors()
-    def evaluate_message(message: Message, context: Context) -> Message:
-        client = _client(client_fn, context)
+    def evaluate(self, message: Message, context: Context) -> Message:
+        """Return the metrics of the client's tests."""
+        client = self._client(context)
         only_reads = _only_reads(client.evaluate, TorchClient.evaluate)
         found = client.evaluate(*open_message(message, copy=not only_reads))
         return reply_to_evaluate(message, *checked(found, "evaluate"))
 
-    @app.query()
     @NamedConfigErrors()
-    def query_message(message: Message, context: Context) -> Message:
+    def properties(self, message: Message, context: Context) -> Message:
+        """Return the client's properties, or why it cannot take part."""
         said: dict[str, Any] = {}
         try:
-            properties = _client(client_fn, context).get_properties(merged_config(message))
+            properties = self._client(context).get_properties(merged_config(message))
         except (DataError, NormLayerError) as error:  # an answer: the server reports it and goes on with the others
             properties, said = {NUM_EXAMPLES: 0}, {UNUSABLE: str(error)}
         own: dict[str, Any] = {PARTITION_ID: partition_of(context), NUM_PARTITIONS: num_partitions_of(context)}
@@ -145,7 +144,28 @@ def client_app(
             reply.content[INFO] = ConfigRecord(said)
         return reply
 
-    return app
+    @NamedConfigErrors()
+    def statistics(self, message: Message, context: Context) -> Message:
+        """Return the re-estimated BN statistics of a ``TorchClient``."""
+        client = self._client(context)
+        if not isinstance(client, TorchClient):
+            raise TypeError(f"{type(client).__name__} does not re-estimate BN statistics; fedbn_flwr.TorchClient does")
+        return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
+
+    @NamedConfigErrors()
+    def moments(self, message: Message, context: Context) -> Message:
+        """Return the sums of a ``TorchClient``'s training inputs, or why there are none."""
+        own = partition_of(context)
+        info = ConfigRecord({} if own is None else {PARTITION_ID: own})
+        content = RecordDict({INFO: info})
+        try:
+            client = self._client(context)
+            if not isinstance(client, TorchClient):
+                raise DataError(f"its client is a {type(client).__name__}; fedbn_flwr.TorchClient needed")
+            content[MOMENTS] = to_record(to_state(vars(client.input_moments())))
+        except DataError as error:  # an answer, as to the query
+            info[UNUSABLE] = str(error)
+        return Message(content, reply_to=message)
 
 
 @repeatable
@@ -159,9 +179,6 @@ def _only_reads(method: Callable[..., Any], ours: Callable[..., Any]) -> bool:
     return getattr(method, "__func__", None) is ours
 
 
-def _client(client_fn: Callable[[Context], Any], context: Context) -> NumPyClient:
-    client = client_fn(context)
-    client = getattr(client, "numpy_client", client)  # what NumPyClient.to_client() wraps
-    if not isinstance(client, NumPyClient):
-        raise TypeError(f"client_fn returned {type(client).__name__}; client_app needs a flwr.client.NumPyClient")
-    return client
+def _action(message_type: str) -> str:
+    """Return the part of a message type by which Flower registers a query."""
+    return message_type.partition(".")[2]
