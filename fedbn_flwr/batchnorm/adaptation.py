@@ -58,8 +58,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.batchnorm.taken_forward import batch_statistics, watch_inputs
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.evaluation import EvalResult, evaluate, without_running_statistics
-from fedbn_flwr.training.loop import Batches
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.scripted import refuse_scripted

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.training.batches import Batches, join_last, with_positions
 from fedbn_flwr.training.channels import other_axes
-from fedbn_flwr.training.loop import Batches, join_last, takes_one_example, with_positions
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import refuse_scripted
+from fedbn_flwr.training.single_examples import takes_one_example
 
 __all__ = [
     "GatheredMoments",

@@ -24,8 +24,8 @@ from fedbn_flwr.messages.protocol import APPLIED, ARRAY_NAMES, INBOX, OUTBOX, Tr
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
+from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.loaded import LoadedBatches
-from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.training.optimizer_hooks import before_steps
 from fedbn_flwr.training.wrappers import not_compiled, view_with_names
 

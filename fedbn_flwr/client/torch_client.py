@@ -58,11 +58,14 @@ from fedbn_flwr.privacy.record_level import DPSGD, HOOKS_WITH_STATE, NOISE, PROT
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
+from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import as_batches
-from fedbn_flwr.training.loop import Batches, ClientHook, StepRule, TrainResult, train
+from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.settings import LocalTraining
+from fedbn_flwr.training.step_rule import StepRule
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import wrapper_prefix
 from fedbn_flwr.transport import Pending, StepDone

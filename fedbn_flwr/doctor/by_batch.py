@@ -18,8 +18,8 @@ from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.distances import Distance, Statistics, distance
 from fedbn_flwr.training.freezing import holds_eval
-from fedbn_flwr.training.loop import takes_one_example
 from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training.single_examples import takes_one_example
 
 __all__ = [
     "BatchMoments",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
-from fedbn_flwr.training.loop import ClientHook
 
 __all__ = ["AGC", "ClipGradients"]
 

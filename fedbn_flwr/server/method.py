@@ -25,7 +25,7 @@ from fedbn_flwr.server.metrics import average_metrics
 from fedbn_flwr.server.momentum import MomentumScope
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.training.loop import ClientHook
+from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 
 __all__ = [

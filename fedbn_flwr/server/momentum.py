@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.training.loop import ClientHook, Entries, Extras
+from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
 __all__ = ["MOMENTUM", "SCOPE", "MomentumBuffers", "MomentumScope", "average_buffers"]
 

@@ -30,7 +30,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.averaging import State, Variance, average
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.training.loop import ClientHook, Extras
+from fedbn_flwr.training.client_hook import ClientHook, Extras
 
 __all__ = ["SHARED_BN", "LatestBN", "ShareBN"]
 

@@ -33,7 +33,7 @@ from fedbn_flwr.strategies.scaffold import Scaffold
 from fedbn_flwr.strategies.silobn import SiloBN
 from fedbn_flwr.strategies.standalone import Standalone
 from fedbn_flwr.strategies.staticbn import StaticBN
-from fedbn_flwr.training.loop import ClientHook
+from fedbn_flwr.training.client_hook import ClientHook
 
 __all__ = [
     "FBN",

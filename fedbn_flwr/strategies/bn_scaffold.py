@@ -97,7 +97,8 @@ from fedbn_flwr.server.method import setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import LatestBN
 from fedbn_flwr.strategies.scaffold import ControlVariates, Scaffold, ScaffoldParams
-from fedbn_flwr.training.loop import Batches, Entries, Extras
+from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.client_hook import Entries, Extras
 
 __all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldParams", "SurveyedBNVariates"]
 

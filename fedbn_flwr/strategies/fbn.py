@@ -92,8 +92,9 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Method, RunSettings, setting
 from fedbn_flwr.server.replies import Reply, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.freezing import hold_eval
-from fedbn_flwr.training.loop import Batches, ClientHook, Entries, Extras
 from fedbn_flwr.training.settings import share_of
 
 __all__ = ["BN_MOMENTS", "FBN", "FBNParams", "GlobalStatistics", "PooledParams", "PooledStatistics", "trimmed"]

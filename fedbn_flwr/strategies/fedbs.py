@@ -60,7 +60,7 @@ from fedbn_flwr.messages.protocol import TRAIN_LOSS, VALIDATION_LOSS
 from fedbn_flwr.server.method import RunSettings, setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
-from fedbn_flwr.training.loop import ClientHook
+from fedbn_flwr.training.client_hook import ClientHook
 
 __all__ = ["FedBS", "FedBSParams", "ReportValidationLoss"]
 

@@ -45,7 +45,7 @@ from typing_extensions import TypeVar
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Role, setting
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
-from fedbn_flwr.training.loop import ClientHook
+from fedbn_flwr.training.client_hook import ClientHook
 
 __all__ = ["FedProx", "FedProxParams", "ProximalTerm"]
 

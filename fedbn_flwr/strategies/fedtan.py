@@ -82,7 +82,7 @@ from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
 from fedbn_flwr.server.method import HookContext, Method, Role, RunSettings, setting
 from fedbn_flwr.server.synchronised_training import SynchronisedTraining
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
-from fedbn_flwr.training.loop import ClientHook, Compute, LossAndOutputs
+from fedbn_flwr.training.client_hook import ClientHook, Compute, LossAndOutputs
 from fedbn_flwr.training.randomness import Generators
 from fedbn_flwr.training.wrappers import load_state
 from fedbn_flwr.transport import Reducer, RetryStep

@@ -75,8 +75,8 @@ from fedbn_flwr.messages.protocol import FROZEN, Key
 from fedbn_flwr.server.method import Method, Need, RunSettings, setting
 from fedbn_flwr.server.replies import Reply, no_batchnorm_hint, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import hold_eval
-from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.settings import share_of
 

@@ -89,7 +89,7 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import setting
 from fedbn_flwr.server.replies import Reply, refuse_misshapen
 from fedbn_flwr.strategies.fbn import WARM_UP, PooledParams, PooledStatistics, SurveyedStatistics
-from fedbn_flwr.training.loop import Entries, Extras
+from fedbn_flwr.training.client_hook import Entries, Extras
 
 __all__ = ["HBN", "HBNParams", "HybridStatistics"]
 

@@ -72,7 +72,7 @@ from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import HookFactory, Method, Role, RunSettings, setting
 from fedbn_flwr.server.replies import Reply, refuse_misshapen
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
-from fedbn_flwr.training.loop import ClientHook, Entries, Extras
+from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldParams"]
 

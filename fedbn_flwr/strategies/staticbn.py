@@ -56,7 +56,7 @@ from fedbn_flwr.batchnorm.taken_forward import layers_in_training
 from fedbn_flwr.server.method import Method, RunSettings
 from fedbn_flwr.server.replies import Reply, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
-from fedbn_flwr.training.loop import ClientHook
+from fedbn_flwr.training.client_hook import ClientHook
 
 __all__ = ["StaticBN", "Untracked"]
 

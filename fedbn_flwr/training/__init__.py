@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fedbn_flwr.training.loop import Batches, ClientHook, TrainResult, train
+from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.optimizers import make_optimizer
 from fedbn_flwr.training.settings import LearningRate, LocalTraining
 from fedbn_flwr.training.sgd import sgd

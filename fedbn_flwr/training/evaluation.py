@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.loop import Batches, join_last, refusing_layers, with_positions
+from fedbn_flwr.training.batches import Batches, join_last, with_positions
 from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.scripted import refuse_scripted
+from fedbn_flwr.training.single_examples import refusing_layers
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task, confusion, mean_iou
 
 __all__ = ["EvalResult", "evaluate", "without_running_statistics"]

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.training.loop import Batches
+from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.randomness import drawing_from
 
 __all__ = ["LoadedBatches", "as_batches", "first_batch", "num_examples"]
@@ -74,7 +74,7 @@ class LoadedBatches:
         return len(self._data)
 
     def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """See ``training.loop.Batches``; with a generator random transforms draw from it.
+        """See ``training.batches.Batches``; with a generator random transforms draw from it.
 
         Raises:
             DataError: the examples are something else than pairs.

@@ -6,188 +6,28 @@ their running statistics once per step.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import DataError, FedBNError
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.training.batches import Batches, with_positions
+from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.memory_format import device_of, inputs_for
-from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.scripted import is_scripted_batchnorm
 from fedbn_flwr.training.settings import LocalTraining
+from fedbn_flwr.training.single_examples import takes_one_example
+from fedbn_flwr.training.step_rule import StepRule, Stream
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import unwrap
 
-__all__ = [
-    "Batches",
-    "ClientHook",
-    "Entries",
-    "Extras",
-    "LossAndOutputs",
-    "StepRule",
-    "Stream",
-    "TrainResult",
-    "join_last",
-    "refusing_layers",
-    "takes_one_example",
-    "train",
-    "with_positions",
-]
-
-LossAndOutputs = tuple[Tensor, Tensor]  # the batch's mean loss without penalties, and the outputs, both detached
-Compute = Callable[[], LossAndOutputs]
-Entries = Mapping[str, Tensor]
-Extras = Mapping[str, Entries]
-Stream = Callable[[str], torch.Generator]
-
-
-class Batches(Protocol):
-    """The data interface of training and evaluation: a length, and batches by position.
-
-    Any object with these two methods is such a data set; ``fedbn_flwr.data.Subset`` is one. ::
-
-        class Memory:
-            def __init__(self, inputs, targets):
-                self.inputs, self.targets = inputs, targets
-
-            def __len__(self):
-                return len(self.inputs)
-
-            def batch(self, positions, generator=None):
-                return self.inputs[positions], self.targets[positions]
-    """
-
-    def __len__(self) -> int:
-        """Return the number of examples."""
-
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets) at the positions (int64, any order), augmented if a generator is given."""
-
-
-class ClientHook:
-    """The client part of a method in local training. Here every hook does nothing; a method overrides what it needs.
-
-    Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step ``penalty`` and ``gradients``; then
-    ``end``, ``reply``, ``keep``. Around a step ``TorchClient`` calls ``run_step``, and a user's loop calls ``around``:
-    a hook that acts there overrides both. What ``keep`` returns is stored under the name of the hook's class.
-    """
-
-    def receive(self, sent: Extras, kept: Entries) -> None:
-        """Take the server's extra records, and the entries that this hook kept in the last round."""
-
-    def begin(self, model: nn.Module) -> None:
-        """Prepare the model before the first step; it has the state from the server and is in train mode."""
-
-    def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
-        """Pass the client's data through the model, which has the weights from the server; after ``begin``.
-
-        Args:
-            model: as ``begin`` left it.
-            data: the client's training data, taken without a generator, so without augmentation.
-            batch_size: examples per batch; 0 = all in one.
-            seed: for dropout and other random layers.
-        """
-
-    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare the optimizer, which has the learning rate of the round."""
-
-    def penalty(self, model: nn.Module) -> Tensor | None:
-        """Return a term to add to the loss of a step, or None; the reported loss does not include it."""
-        return None
-
-    def gradients(self, model: nn.Module) -> None:
-        """Change the gradients of a step, after their norm was clipped, before weight decay and momentum."""
-
-    def synchronises(self, step: int) -> bool:
-        """Return whether BN in step ``step`` (from 0) uses all clients' batches, so that a batch of one is enough."""
-        return False
-
-    def takes_one_value(self, layer: nn.Module) -> bool:
-        """Return whether this BatchNorm layer, in train mode, can use a batch with one value per channel."""
-        return False
-
-    def run_step(self, step: int, model: nn.Module, batch_size: int, compute: Compute) -> LossAndOutputs:
-        """Return ``compute()``, the forward and backward pass of a step; a hook may call it again to repeat the step.
-
-        Every call of ``compute`` uses the same batch, but the hook must restore the model's state and the default
-        generators first. An exception here ends the round's training.
-        """
-        return compute()
-
-    def around(self, step: int, model: nn.Module, batch_size: int) -> AbstractContextManager[object]:
-        """Return a context for the forward and backward pass of a step, for training loops of other projects."""
-        return nullcontext()
-
-    def end(self, model: nn.Module) -> dict[str, float]:
-        """Undo the changes of ``begin`` to the model's settings; return metrics for the reply."""
-        return {}
-
-    def reply(self) -> Extras:
-        """Return the extra records for the server, besides the model."""
-        return {}
-
-    def keep(self) -> Entries:
-        """Return the entries that the client keeps until its next round."""
-        return {}
-
-
-class StepRule:
-    """How a step draws its batch and computes its gradients: here as the settings say, in one backward pass.
-
-    Attributes:
-        may_drop: whether a batch of one example is left out if a BatchNorm would see one value per channel.
-    """
-
-    may_drop = True
-
-    def stream(self, stream: Stream) -> Stream:
-        """Return what makes the generators of a round, given that of ``train``."""
-        return stream
-
-    def batches(
-        self, model: nn.Module, settings: LocalTraining, num_examples: int, generator: torch.Generator
-    ) -> Iterator[Tensor]:
-        """Yield the positions of each step's batch, int64 (B,); an empty batch is a step, too.
-
-        The model is ready to train; it is not changed here.
-        """
-        return settings.batches(num_examples, generator)
-
-    def compute(
-        self,
-        model: nn.Module,
-        inputs: Tensor,
-        targets: Tensor,
-        optimizer: torch.optim.Optimizer,
-        hooks: Sequence[ClientHook],
-        task: Task,
-        amp: bool,
-    ) -> LossAndOutputs:
-        """Do the forward and backward pass of a step: set the gradients of the optimizer's parameters."""
-        with torch.autocast(inputs.device.type, torch.bfloat16) if amp else nullcontext():
-            outputs = model(inputs)
-            task.check(outputs, targets)
-            loss = task.loss(outputs, targets)
-        total = loss
-        for hook in hooks:
-            if (penalty := hook.penalty(unwrap(model))) is not None:
-                total = total + penalty
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        total.backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), outputs.detach()
+__all__ = ["TrainResult", "train"]
 
 
 @dataclass(frozen=True)
@@ -258,19 +98,13 @@ def train(
         for hook in hooks:
             hook.start(bare, optimizer)
         augment = stream("augment")
-        totals = _Totals(task)
-        dropped = 0
-        singletons_fit: bool | None = None
+        totals, singles = _Totals(task), _SingleExamples(model, hooks)
         with seeded(stream("dropout").initial_seed()):
             order = rule.batches(model, settings, len(data), stream("batches"))
             for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
                 inputs, targets = prepared(inputs), task.on_device(targets, device)
-                if rule.may_drop and len(positions) == 1 and not any(hook.synchronises(step) for hook in hooks):
-                    if singletons_fit is None:
-                        singletons_fit = takes_one_example(model, inputs, hooks)
-                    if not singletons_fit:
-                        dropped += 1
-                        continue
+                if rule.may_drop and len(positions) == 1 and singles.drop(step, inputs):
+                    continue
                 compute = functools.partial(rule.compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
                 for hook in hooks:
                     compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
@@ -283,18 +117,8 @@ def train(
                 totals.add(loss, outputs, targets)
     metrics = {key: value for hook in hooks for key, value in hook.end(bare).items()}
     if not totals.steps:
-        raise _nothing_trained(dropped, len(data), settings.batch_size)
-    return totals.result(dropped, metrics)
-
-
-def _nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
-    remedy = f"use a batch-size above 1 (it is {batch_size})"
-    if num_examples == 1:
-        remedy = "give this client, which has one training example, more of them, leave it out"
-    return DataError(
-        f"all {dropped} batches have one example, from which BatchNorm cannot compute a variance: {remedy}, or use "
-        "another norm"
-    )
+        raise _nothing_trained(singles.dropped, len(data), settings.batch_size)
+    return totals.result(singles.dropped, metrics)
 
 
 @contextmanager
@@ -311,6 +135,25 @@ def _begun(hooks: Sequence[ClientHook], model: nn.Module) -> Iterator[None]:
             with suppress(Exception):  # the first error is the one to see
                 hook.end(model)
         raise
+
+
+@dataclass
+class _SingleExamples:
+    """The batches of one example in a round: they are dropped if a BatchNorm would see one value per channel."""
+
+    model: nn.Module
+    hooks: Sequence[ClientHook]
+    dropped: int = 0
+    fit: bool | None = None
+
+    def drop(self, step: int, inputs: Tensor) -> bool:
+        """Return whether step ``step`` (from 0) leaves its batch out, and count it."""
+        if any(hook.synchronises(step) for hook in self.hooks):
+            return False
+        if self.fit is None:
+            self.fit = takes_one_example(self.model, inputs, self.hooks)
+        self.dropped += not self.fit
+        return not self.fit
 
 
 @dataclass
@@ -356,83 +199,11 @@ class _Totals:
         return TrainResult(total / processed, accuracy, processed, self.steps, dropped, metrics)
 
 
-def with_positions(
-    data: Batches, order: Iterable[Tensor], generator: torch.Generator | None = None
-) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Yield the positions of each batch and the batch; data with a method ``batches`` may read some batches ahead."""
-    if not hasattr(data, "batches"):
-        for positions in order:
-            yield positions, data.batch(positions, generator)
-        return
-    asked: deque[Tensor] = deque()
-
-    def noted() -> Iterator[Tensor]:
-        for positions in order:
-            asked.append(positions)
-            yield positions
-
-    for batch in data.batches(noted(), generator):
-        yield asked.popleft(), batch
-
-
-def join_last(batches: Sequence[Tensor]) -> list[Tensor]:
-    """Return the batches with the last one joined to the one before it; none if there is one only."""
-    *others, last = batches
-    return [*others[:-1], torch.cat([others[-1], last])] if others else []
-
-
-def takes_one_example(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> bool:
-    """Return whether a batch of one example can be trained on.
-
-    Each training BatchNorm sees more than one value per channel in it, or a hook says that one is enough.
-    """
-    return not refusing_layers(model, inputs, hooks)
-
-
-def refusing_layers(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> list[str]:
-    """Return the BatchNorm layers that cannot use a batch of one example, by path; "" for one that is not known.
-
-    A forward pass in eval mode, which changes nothing, counts the values: late BN2d layers may see 1x1 maps. A layer
-    that it does not call or that TorchScript holds is asked by a forward pass of a copy in train mode.
-    """
-    layers = {
-        path or "(the model itself)": module
-        for path, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        and (module.training or module.running_mean is None)
-        and not any(hook.takes_one_value(module) for hook in hooks)
-    }
-    counts: dict[str, int] = {}
-
-    def count(path: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        value = args[0] if args else kwargs["input"]
-        counts[path] = min(counts.get(path, 2), value.numel() // value.shape[1])
-
-    handles = [
-        layer.register_forward_pre_hook(functools.partial(count, path), with_kwargs=True)
-        for path, layer in layers.items()
-    ]
-    try:
-        with kept_modes(model), torch.no_grad():
-            model.eval()(inputs)
-        fails = False
-    except FedBNError:  # a test with statistics of its inputs has its own error
-        raise
-    except ValueError:  # torch raises it for a BatchNorm without running statistics
-        fails = True
-    finally:
-        for handle in handles:
-            handle.remove()
-    unseen = any(layer.training and path not in counts for path, layer in layers.items())
-    if not fails and (unseen or any(is_scripted_batchnorm(m) and m.training for m in model.modules())):
-        fails = _fails_in_train_mode(model, inputs)
-    return [path for path, n in counts.items() if n < 2] or [""] * fails
-
-
-def _fails_in_train_mode(model: nn.Module, inputs: Tensor) -> bool:
-    with suppress(Exception), seeded(0), torch.no_grad():  # if another error comes, the training says what is wrong
-        try:
-            copy.deepcopy(model)(inputs)
-        except (ValueError, torch.jit.Error):
-            return True
-    return False
+def _nothing_trained(dropped: int, num_examples: int, batch_size: int) -> DataError:
+    remedy = f"use a batch-size above 1 (it is {batch_size})"
+    if num_examples == 1:
+        remedy = "give this client, which has one training example, more of them, leave it out"
+    return DataError(
+        f"all {dropped} batches have one example, from which BatchNorm cannot compute a variance: {remedy}, or use "
+        "another norm"
+    )

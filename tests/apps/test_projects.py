@@ -25,7 +25,7 @@ from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.messages.protocol import MessageConfig
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FedTAN, FixBN
-from fedbn_flwr.training.loop import LocalTraining
+from fedbn_flwr.training.settings import LocalTraining
 from tests.support.bundles import unpacked
 from tests.support.diffs import changed_lines
 

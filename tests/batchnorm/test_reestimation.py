@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm import reestimation
 from fedbn_flwr.batchnorm.reestimation import merge, moments_of, reestimate_statistics
-from fedbn_flwr.training.loop import Batches
+from fedbn_flwr.training.batches import Batches
 from tests.support.many_layers import Many
 
 

@@ -34,9 +34,9 @@ from fedbn_flwr.privacy import RecordLevel
 from fedbn_flwr.privacy.record_level import _STATE
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import LearningRate, LocalTraining, loaded, train
+from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import LoadedBatches, as_batches, first_batch, num_examples
-from fedbn_flwr.training.loop import ClientHook
 from fedbn_flwr.training.randomness import seed_generators
 
 SETTINGS = LocalTraining(learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9)

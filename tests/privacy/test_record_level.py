@@ -48,7 +48,8 @@ from fedbn_flwr.strategies import MTFL, STRATEGIES, FedAvg, FixBN, Scaffold, com
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
-from fedbn_flwr.training.loop import ClientHook, LossAndOutputs, StepRule
+from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs
+from fedbn_flwr.training.step_rule import StepRule
 from tests.support.points import Points
 
 IMAGES = (3, 32, 32)

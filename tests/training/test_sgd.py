@@ -15,7 +15,7 @@ from fedbn_flwr.server.gradient_clipping import ClipGradients
 from fedbn_flwr.server.momentum import MomentumBuffers
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import LearningRate, LocalTraining, train
-from fedbn_flwr.training.loop import ClientHook
+from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.sgd import sgd, sgd_step
 
 

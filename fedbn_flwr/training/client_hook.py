@@ -1,0 +1,90 @@
+"""``ClientHook``: the client part of a method, by the calls that a round of local training makes. Torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.training.batches import Batches
+
+__all__ = ["ClientHook", "Compute", "Entries", "Extras", "LossAndOutputs", "overrides"]
+
+LossAndOutputs = tuple[Tensor, Tensor]  # the batch's mean loss without penalties, and the outputs, both detached
+Compute = Callable[[], LossAndOutputs]
+Entries = Mapping[str, Tensor]
+Extras = Mapping[str, Entries]
+
+
+class ClientHook:
+    """The client part of a method in local training. Here every hook does nothing; a method overrides what it needs.
+
+    Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step ``penalty`` and ``gradients``; then
+    ``end``, ``reply``, ``keep``. Around a step ``TorchClient`` calls ``run_step``, and a user's loop calls ``around``:
+    a hook that acts there overrides both. What ``keep`` returns is stored under the name of the hook's class.
+    """
+
+    def receive(self, sent: Extras, kept: Entries) -> None:
+        """Take the server's extra records, and the entries that this hook kept in the last round."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Prepare the model before the first step; it has the state from the server and is in train mode."""
+
+    def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
+        """Pass the client's data through the model, which has the weights from the server; after ``begin``.
+
+        Args:
+            model: as ``begin`` left it.
+            data: the client's training data, taken without a generator, so without augmentation.
+            batch_size: examples per batch; 0 = all in one.
+            seed: for dropout and other random layers.
+        """
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare the optimizer, which has the learning rate of the round."""
+
+    def penalty(self, model: nn.Module) -> Tensor | None:
+        """Return a term to add to the loss of a step, or None; the reported loss does not include it."""
+        return None
+
+    def gradients(self, model: nn.Module) -> None:
+        """Change the gradients of a step, after their norm was clipped, before weight decay and momentum."""
+
+    def synchronises(self, step: int) -> bool:
+        """Return whether BN in step ``step`` (from 0) uses all clients' batches, so that a batch of one is enough."""
+        return False
+
+    def takes_one_value(self, layer: nn.Module) -> bool:
+        """Return whether this BatchNorm layer, in train mode, can use a batch with one value per channel."""
+        return False
+
+    def run_step(self, step: int, model: nn.Module, batch_size: int, compute: Compute) -> LossAndOutputs:
+        """Return ``compute()``, the forward and backward pass of a step; a hook may call it again to repeat the step.
+
+        Every call of ``compute`` uses the same batch, but the hook must restore the model's state and the default
+        generators first. An exception here ends the round's training.
+        """
+        return compute()
+
+    def around(self, step: int, model: nn.Module, batch_size: int) -> AbstractContextManager[object]:
+        """Return a context for the forward and backward pass of a step, for training loops of other projects."""
+        return nullcontext()
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Undo the changes of ``begin`` to the model's settings; return metrics for the reply."""
+        return {}
+
+    def reply(self) -> Extras:
+        """Return the extra records for the server, besides the model."""
+        return {}
+
+    def keep(self) -> Entries:
+        """Return the entries that the client keeps until its next round."""
+        return {}
+
+
+def overrides(hook: ClientHook, *names: str) -> bool:
+    """Return whether the hook's class has its own form of one of these methods."""
+    return any(getattr(type(hook), name) is not getattr(ClientHook, name) for name in names)

@@ -1,0 +1,77 @@
+"""Batches of one example, from which a BatchNorm may have no variance to compute. Torch only."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.modes import kept_modes
+from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.scripted import is_scripted_batchnorm
+
+__all__ = ["refusing_layers", "takes_one_example"]
+
+
+def takes_one_example(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> bool:
+    """Return whether a batch of one example can be trained on.
+
+    Each training BatchNorm sees more than one value per channel in it, or a hook says that one is enough.
+    """
+    return not refusing_layers(model, inputs, hooks)
+
+
+def refusing_layers(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> list[str]:
+    """Return the BatchNorm layers that cannot use a batch of one example, by path; "" for one that is not known.
+
+    A forward pass in eval mode, which changes nothing, counts the values: late BN2d layers may see 1x1 maps. A layer
+    that it does not call or that TorchScript holds is asked by a forward pass of a copy in train mode.
+    """
+    layers = {
+        path or "(the model itself)": module
+        for path, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        and (module.training or module.running_mean is None)
+        and not any(hook.takes_one_value(module) for hook in hooks)
+    }
+    counts: dict[str, int] = {}
+
+    def count(path: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        value = args[0] if args else kwargs["input"]
+        counts[path] = min(counts.get(path, 2), value.numel() // value.shape[1])
+
+    handles = [
+        layer.register_forward_pre_hook(functools.partial(count, path), with_kwargs=True)
+        for path, layer in layers.items()
+    ]
+    try:
+        with kept_modes(model), torch.no_grad():
+            model.eval()(inputs)
+        fails = False
+    except FedBNError:  # a test with statistics of its inputs has its own error
+        raise
+    except ValueError:  # torch raises it for a BatchNorm without running statistics
+        fails = True
+    finally:
+        for handle in handles:
+            handle.remove()
+    unseen = any(layer.training and path not in counts for path, layer in layers.items())
+    if not fails and (unseen or any(is_scripted_batchnorm(m) and m.training for m in model.modules())):
+        fails = _fails_in_train_mode(model, inputs)
+    return [path for path, n in counts.items() if n < 2] or [""] * fails
+
+
+def _fails_in_train_mode(model: nn.Module, inputs: Tensor) -> bool:
+    with suppress(Exception), seeded(0), torch.no_grad():  # if another error comes, the training says what is wrong
+        try:
+            copy.deepcopy(model)(inputs)
+        except (ValueError, torch.jit.Error):
+            return True
+    return False
