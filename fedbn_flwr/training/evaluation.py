@@ -80,10 +80,7 @@ def evaluate(
     if len(data) == 0:
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # summed loss, correct, counted
-    matrix: Tensor | None = None
-    gathered: list[tuple[Tensor, Tensor]] = []
-    unusable: list[Tensor] = []
+    sums = _Sums(task, device)
     with kept_modes(model), torch.no_grad():  # in inference_mode a tensor that the model keeps could not be trained on
         model.eval()
         order: Sequence[Tensor] = torch.split(torch.arange(len(data)), batch_size or task.test_batch)
@@ -92,27 +89,51 @@ def evaluate(
             outputs = model(prepared(inputs))
             targets = task.on_device(targets, device)
             task.check(outputs, targets)
-            counted = task.counted(targets)
-            loss = task.loss(outputs, targets).double() * counted
-            loss = torch.where(counted > 0, loss, 0.0)  # torch's mean over no target is NaN
-            totals += torch.stack([loss, task.correct(outputs, targets), counted])
-            if "miou" in task.metrics:
-                counts = confusion(outputs, targets, task.ignore)
-                matrix = counts if matrix is None else matrix + counts
-            if task.metrics_of_all_outputs:
-                gathered.append((outputs, targets))
-            if (wrong := task.unusable(targets)) is not None:
-                unusable.append(wrong)
-        if unusable:
-            task.refuse(int(torch.stack(unusable).sum()))
-        loss, correct, _ = (totals / totals[2]).tolist()
+            sums.add(outputs, targets)
+        return sums.result(len(data))
+
+
+class _Sums:
+    """Sums over the batches of a test, which are read from the device at the end only."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task = task
+        self._totals = torch.zeros(3, dtype=torch.float64, device=device)  # summed loss, correct, counted
+        self._confusion: Tensor | None = None
+        self._gathered: list[tuple[Tensor, Tensor]] = []
+        self._unusable: list[Tensor] = []
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add a batch's outputs (B, classes, ...) and its targets (B, ...)."""
+        task = self._task
+        counted = task.counted(targets)
+        loss = task.loss(outputs, targets).double() * counted
+        loss = torch.where(counted > 0, loss, 0.0)  # torch's mean over no target is NaN
+        self._totals += torch.stack([loss, task.correct(outputs, targets), counted])
+        if "miou" in task.metrics:
+            counts = confusion(outputs, targets, task.ignore)
+            self._confusion = counts if self._confusion is None else self._confusion + counts
+        if task.metrics_of_all_outputs:
+            self._gathered.append((outputs, targets))
+        if (wrong := task.unusable(targets)) is not None:
+            self._unusable.append(wrong)
+
+    def result(self, num_examples: int) -> EvalResult:
+        """Return the result of the test.
+
+        Raises:
+            DataError: targets have values that the task does not have.
+        """
+        if self._unusable:
+            self._task.refuse(int(torch.stack(self._unusable).sum()))
+        loss, correct, _ = (self._totals / self._totals[2]).tolist()
         found = {"accuracy": correct}
-        if matrix is not None:
-            found["miou"] = mean_iou(matrix)
-        if gathered:
-            found |= task.measure(*(torch.cat(parts).cpu() for parts in zip(*gathered, strict=True)))
-    tested = len(data) if not unusable or totals[2] else 0
-    return EvalResult(loss, tested, {name: found[name] for name in task.metrics})
+        if self._confusion is not None:
+            found["miou"] = mean_iou(self._confusion)
+        if self._gathered:
+            found |= self._task.measure(*(torch.cat(parts).cpu() for parts in zip(*self._gathered, strict=True)))
+        tested = num_examples if not self._unusable or self._totals[2] else 0
+        return EvalResult(loss, tested, {name: found[name] for name in self._task.metrics})
 
 
 def _joined(
