@@ -7,204 +7,33 @@ their metrics and their names to the reply.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import Context, Message
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.local_state import LocalState
+from fedbn_flwr.client.mailbox import fill_outbox, records_in
 from fedbn_flwr.client.replay_log import replay
+from fedbn_flwr.client.stored_model import StoredModel
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import APPLIED, ARRAY_NAMES, INBOX, OUTBOX, TrainConfig, merged_config
-from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
+from fedbn_flwr.messages.records import from_record, tensors, to_state
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
-from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.client_hook import ClientHook, overrides
 from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.optimizer_hooks import before_steps
 from fedbn_flwr.training.wrappers import not_compiled, view_with_names
 
-__all__ = ["Hooks", "bn_rules", "take_box"]
+__all__ = ["Hooks", "bn_rules"]
 
 _PER_ROUND = ("start", "penalty", "gradients", "survey", "reply", "keep")  # what acts once or adds up in a round
-
-
-class Hooks:
-    """The client hooks of a round in a user's training loop: the value of ``with bn_rules(...) as rules``.
-
-    Call ``survey``, ``wrap`` and ``step`` where the method needs them; where it does not they do nothing.
-
-    Attributes:
-        metrics: the hooks' metrics and ``fedbn-flwr.hooks-applied``, set at the end of the block. The mod adds them to
-            the reply; a ``NumPyClient`` returns them with its own metrics.
-    """
-
-    def __init__(self, model: nn.Module, hooks: Mapping[str, ClientHook]) -> None:
-        self.metrics: dict[str, Any] = {}
-        self._model = model
-        self._device = _device(model)
-        self._hooks = hooks
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._steps = 0
-        self._passes = 0
-        self._surveyed = False
-        self._trained = False
-        self._versions = {name: (p, p._version) for name, p in model.named_parameters() if not p.is_inference()}
-        self._exit = ExitStack()
-        self._watching = ExitStack()
-        if any(_overrides(hook, "survey") for hook in hooks.values()):
-            self._exit.callback(self._watching.close)
-            note = not_compiled(self._note)
-            for layer in (module for module in model.modules() if isinstance(module, _BatchNorm)):
-                self._watching.callback(layer.register_forward_pre_hook(note).remove)
-
-    def survey(self, batches: Any) -> None:
-        """Pass the training data through the model before the first step, for methods that measure statistics there.
-
-        No gradient is computed, and running statistics do not change. Other methods do nothing.
-
-        Args:
-            batches: a ``DataLoader`` whose batches are (inputs, targets); one pass, in the order of its data set and
-                without its last batch left out. The statistics are those of the examples as it gives them: take one
-                without random transforms.
-
-        Raises:
-            ConfigError: a step was taken before, or the model had a forward pass in train mode with gradients.
-            DataError: the data set has no length, or a batch is no pair.
-        """
-        if self._steps or self._passes or self._trained:
-            raise ConfigError(
-                "rules.survey(loader) came after a step, or after a forward pass in train mode: call it first; try a "
-                "model with torch.no_grad()"
-            )
-        self._watching.close()
-        self._surveyed, data = True, LoadedBatches(batches)
-        for hook in self._hooks.values():
-            if _overrides(hook, "survey"):
-                hook.survey(self._model, data, data.batch_size, 0)
-
-    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let the client hooks act before every step of ``optimizer`` (by a torch hook), and return ``optimizer``.
-
-        Raises:
-            ConfigError: the optimizer is of another model, a client hook needs plain SGD or refuses its settings, an
-                optimizer was already wrapped, or the model has changed or moved to another device inside the block.
-        """
-        if self._optimizer is not None:
-            raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
-        if acting := [hook for hook in self._hooks.values() if _overrides(hook, "start", "penalty", "gradients")]:
-            if any(_overrides(hook, "begin") for hook in acting):
-                self._check_device()
-                self._check_unchanged()
-            self._device = _device(self._model)  # the others store nothing before this call
-            self._refuse_other_model(optimizer)
-            for hook in acting:
-                hook.start(self._model, optimizer)  # it refuses an optimizer that it cannot use
-            self._exit.callback(before_steps(optimizer, self._act).remove)
-        self._optimizer = optimizer
-        return optimizer
-
-    def _refuse_other_model(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ConfigError if the optimizer has no parameter of the model: the hooks would change nothing."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not held & {id(parameter) for parameter in self._model.parameters()}:
-            raise ConfigError(
-                "the optimizer has no parameter of the model that `bn_rules` was given: give both the same model, and "
-                "no copy of it"
-            )
-
-    @contextmanager
-    def step(self, batch_size: int) -> Iterator[None]:
-        """Wrap forward and backward pass of a step with ``batch_size`` examples: FedTAN synchronises the first one."""
-        with ExitStack() as stack:
-            for hook in self._hooks.values():
-                stack.enter_context(hook.around(self._passes, self._model, batch_size))
-            yield
-        self._passes += 1
-
-    def _note(self, *_: Any) -> None:
-        """Note a training pass that no other call sees: the optimizer need not be wrapped."""
-        self._trained = self._trained or (self._model.training and torch.is_grad_enabled())
-
-    def _act(self) -> float | Tensor:
-        """Apply the hooks to the gradients; return the sum of the penalties."""
-        if any(_overrides(hook, "begin", "start") for hook in self._hooks.values()):
-            self._check_device()
-        total: float | Tensor = 0.0
-        for hook in self._hooks.values():
-            with torch.enable_grad():
-                penalty = hook.penalty(self._model)
-            if penalty is not None:
-                total = total + penalty.detach()  # not a number: that would wait for the device in each step
-                trainable = [p for p in self._model.parameters() if p.requires_grad]
-                for p, grad in zip(trainable, torch.autograd.grad(penalty, trainable, allow_unused=True), strict=True):
-                    if grad is not None:
-                        p.grad = grad if p.grad is None else p.grad.add_(grad)
-        for hook in self._hooks.values():
-            hook.gradients(self._model)
-        self._steps += 1
-        return total
-
-    def _check_device(self) -> None:
-        """Check that the model is where it was when the hooks stored their tensors.
-
-        Raises:
-            ConfigError: it is not.
-        """
-        if (now := _device(self._model)) != self._device:
-            raise ConfigError(
-                f"the model was on {self._device} when the method stored what it compares with, and is on {now} now: "
-                "call model.to(device) before `with bn_rules(...)`, and do not move the model inside it"
-            )
-
-    def _check_unchanged(self) -> None:
-        """Check that the parameters are those that the hooks have stored as received.
-
-        Raises:
-            ConfigError: they are not.
-        """
-        now = dict(self._model.named_parameters())
-        changed = [n for n, (p, version) in self._versions.items() if now.get(n) is not p or p._version != version]
-        if changed:
-            raise ConfigError(
-                f"{len(changed)} parameters ('{changed[0]}', ...) have changed between `with bn_rules(...)` and "
-                "rules.wrap(optimizer), and the method compares with the model as it was at the start of the block: "
-                "load the received state before the block"
-            )
-
-    def _check(self) -> None:
-        """Check that every client hook took part.
-
-        Raises:
-            ConfigError: a call is missing; the error names it.
-        """
-        for name, hook in self._hooks.items():
-            if _overrides(hook, "start", "penalty", "gradients") and not self._steps:
-                missing = "took no step" if self._optimizer else "was not wrapped"
-                raise ConfigError(
-                    f"client hook '{name}' acts in every step, and the optimizer {missing} inside `with bn_rules(...) "
-                    "as rules`. Write: optimizer = rules.wrap(optimizer)."
-                )
-            if _overrides(hook, "survey") and not self._surveyed:
-                raise ConfigError(
-                    f"client hook '{name}' measures statistics of the training data under the received weights. Write "
-                    "before the first step: rules.survey(loader)."
-                )
-            if _overrides(hook, "around") and not self._passes:
-                raise ConfigError(
-                    f"client hook '{name}' acts around the first step. Write: with rules.step(len(inputs)): loss = "
-                    "...; loss.backward()"
-                )
-
-    def _finish(self) -> None:
-        """End the hooks and collect their metrics."""
-        self.metrics = {key: value for hook in self._hooks.values() for key, value in hook.end(self._model).items()}
-        self.metrics[APPLIED] = ",".join(self._hooks)
 
 
 @contextmanager
@@ -244,50 +73,36 @@ def bn_rules(
     config: dict[str, Any] = merged_config(message) if message else dict(message_or_config)  # type: ignore[arg-type]
     read = TrainConfig.read(config)
     hooks = make_hooks(read.hooks, HookContext(config, frozenset(read.local_entries), replay(context, config)))
-    if context is not None and OUTBOX in context.state and any(_overrides(h, *_PER_ROUND) for h in hooks.values()):
+    _refuse_second_block(context, hooks.values())
+    store: LocalState | None = None
+    if need_context := [name for name, hook in hooks.items() if overrides(hook, "receive", "reply", "keep", "around")]:
+        whole = _whole(message, config, model) if context is not None else None
+        if whole is None:
+            raise ConfigError(
+                f"client hook '{need_context[0]}' sends or keeps arrays: write `with bn_rules(model, msg, context)`; "
+                "in a NumPyClient (ClientApp with mods=[local_bn]) `with bn_rules(model, config, context)`"
+            )
+        model = view_with_names(model, whole)
+        store = LocalState(context, split_state(whole), whole, read.start_id)
+        sent = {name: tensors(from_record(record)) for name, record in records_in(context, INBOX).items()}
+        for name in need_context:
+            hooks[name].receive(sent, tensors(store.hook_state(type(hooks[name]).__name__)))
+    rules = Hooks(model, hooks)
+    with rules._block():
+        yield rules
+    if context is not None:
+        fill_outbox(context, rules.metrics, hooks.values())
+    if store is not None:
+        kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
+        store.save_hook_state(kept, read.server_round)
+
+
+def _refuse_second_block(context: Context | None, hooks: Iterable[ClientHook]) -> None:
+    if context is not None and OUTBOX in context.state and any(overrides(hook, *_PER_ROUND) for hook in hooks):
         raise ConfigError(
             "a second `with bn_rules(...)` in the training of one message: the hooks of the strategy would begin anew, "
             "and what they found in the first block would be lost. Write one block around all epochs."
         )
-    need_context = [name for name, hook in hooks.items() if _overrides(hook, "receive", "reply", "keep", "around")]
-    store: LocalState | None = None
-    whole = _whole(message, config, model) if need_context and context is not None else None
-    if whole is not None:
-        model = view_with_names(model, whole)
-        store = LocalState(context, split_state(whole), whole, read.start_id)
-    elif need_context:
-        raise ConfigError(
-            f"client hook '{need_context[0]}' sends or keeps arrays: write `with bn_rules(model, msg, context)`; in a "
-            "NumPyClient (ClientApp with mods=[local_bn]) `with bn_rules(model, config, context)`"
-        )
-    sent = {name: tensors(from_record(record)) for name, record in _box(context, INBOX).items()}
-    for name in need_context:
-        hooks[name].receive(sent, tensors(store.hook_state(type(hooks[name]).__name__)) if store else {})
-    rules = Hooks(model, hooks)
-    with rules._exit:
-        with ExitStack() as undo:
-            for hook in hooks.values():
-                hook.begin(model)
-                undo.callback(hook.end, model)
-            yield rules
-            rules._check()
-            undo.pop_all()
-        rules._finish()
-    if context is not None:
-        _leave_for_mod(context, rules.metrics, list(hooks.values()))
-    if store is not None:
-        store.save_hook_state(
-            {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}, read.server_round
-        )
-
-
-def _device(model: nn.Module) -> torch.device | None:
-    """Return the device of the model's first parameter; None without parameters."""
-    return next((p.device for p in model.parameters()), None)
-
-
-def _overrides(hook: ClientHook, *names: str) -> bool:
-    return any(getattr(type(hook), name) is not getattr(ClientHook, name) for name in names)
 
 
 def _whole(message: Message | None, config: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any] | None:
@@ -305,22 +120,146 @@ def _whole(message: Message | None, config: Mapping[str, Any], model: nn.Module)
     return {name: state[name] for name in names}
 
 
-def _box(context: Context | None, box: str) -> dict[str, ArrayRecord]:
-    """Return the records of ``box`` (INBOX or OUTBOX) by name."""
-    records: Mapping[str, ArrayRecord] = context.state.array_records if context else {}
-    return {name.removeprefix(f"{box}/"): records[name] for name in records if name.startswith(f"{box}/")}
+class Hooks:
+    """The client hooks of a round in a user's training loop: the value of ``with bn_rules(...) as rules``.
 
+    Call ``survey``, ``wrap`` and ``step`` where the method needs them; where it does not they do nothing.
 
-def take_box(context: Context, box: str) -> dict[str, ArrayRecord]:
-    """Return the records of ``box`` (INBOX or OUTBOX) by name, and remove them from the context."""
-    found = _box(context, box)
-    for name in found:
-        del context.state[f"{box}/{name}"]
-    return found
+    Attributes:
+        metrics: the hooks' metrics and ``fedbn-flwr.hooks-applied``, set at the end of the block. The mod adds them to
+            the reply; a ``NumPyClient`` returns them with its own metrics.
+    """
 
+    def __init__(self, model: nn.Module, hooks: Mapping[str, ClientHook]) -> None:
+        self.metrics: dict[str, Any] = {}
+        self._model = model
+        self._stored = StoredModel(model)
+        self._hooks = hooks
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._steps = 0
+        self._passes = 0
+        self._surveyed = False
+        self._trained = False
+        self._exit = ExitStack()
+        self._watching = ExitStack()
+        if any(overrides(hook, "survey") for hook in hooks.values()):
+            self._exit.callback(self._watching.close)
+            note = not_compiled(self._note)
+            for layer in (module for module in model.modules() if isinstance(module, _BatchNorm)):
+                self._watching.callback(layer.register_forward_pre_hook(note).remove)
 
-def _leave_for_mod(context: Context, metrics: Mapping[str, Any], hooks: Sequence[ClientHook]) -> None:
-    """Store in the context the metrics and records that the mod adds to the reply."""
-    context.state[OUTBOX] = ConfigRecord(dict(metrics))
-    for record, entries in ((r, e) for hook in hooks for r, e in hook.reply().items()):
-        context.state[f"{OUTBOX}/{record}"] = to_record(to_state(entries))
+    def survey(self, batches: Any) -> None:
+        """Pass the training data through the model before the first step, for methods that measure statistics there.
+
+        No gradient is computed, and running statistics do not change. Other methods do nothing.
+
+        Args:
+            batches: a ``DataLoader`` whose batches are (inputs, targets); one pass, in the order of its data set and
+                without its last batch left out. The statistics are those of the examples as it gives them: take one
+                without random transforms.
+
+        Raises:
+            ConfigError: a step was taken before, or the model had a forward pass in train mode with gradients.
+            DataError: the data set has no length, or a batch is no pair.
+        """
+        if self._steps or self._passes or self._trained:
+            raise ConfigError(
+                "rules.survey(loader) came after a step, or after a forward pass in train mode: call it first; try a "
+                "model with torch.no_grad()"
+            )
+        self._watching.close()
+        self._surveyed, data = True, LoadedBatches(batches)
+        for hook in self._hooks.values():
+            if overrides(hook, "survey"):
+                hook.survey(self._model, data, data.batch_size, 0)
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let the client hooks act before every step of ``optimizer`` (by a torch hook), and return ``optimizer``.
+
+        Raises:
+            ConfigError: the optimizer is of another model, a client hook needs plain SGD or refuses its settings, an
+                optimizer was already wrapped, or the model has changed or moved to another device inside the block.
+        """
+        if self._optimizer is not None:
+            raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
+        if acting := [hook for hook in self._hooks.values() if overrides(hook, "start", "penalty", "gradients")]:
+            if any(overrides(hook, "begin") for hook in acting):
+                self._stored.check_device()
+                self._stored.check_parameters()
+            self._stored.note_device()  # the others store nothing before this call
+            self._stored.refuse_other_model(optimizer)
+            for hook in acting:
+                hook.start(self._model, optimizer)  # it refuses an optimizer that it cannot use
+            self._exit.callback(before_steps(optimizer, self._act).remove)
+        self._optimizer = optimizer
+        return optimizer
+
+    @contextmanager
+    def step(self, batch_size: int) -> Iterator[None]:
+        """Wrap forward and backward pass of a step with ``batch_size`` examples: FedTAN synchronises the first one."""
+        with ExitStack() as stack:
+            for hook in self._hooks.values():
+                stack.enter_context(hook.around(self._passes, self._model, batch_size))
+            yield
+        self._passes += 1
+
+    def _note(self, *_: Any) -> None:
+        """Note a training pass that no other call sees: the optimizer need not be wrapped."""
+        self._trained = self._trained or (self._model.training and torch.is_grad_enabled())
+
+    def _act(self) -> float | Tensor:
+        """Apply the hooks to the gradients; return the sum of the penalties."""
+        if any(overrides(hook, "begin", "start") for hook in self._hooks.values()):
+            self._stored.check_device()
+        total: float | Tensor = 0.0
+        for hook in self._hooks.values():
+            with torch.enable_grad():
+                penalty = hook.penalty(self._model)
+            if penalty is not None:
+                total = total + penalty.detach()  # not a number: that would wait for the device in each step
+                trainable = [p for p in self._model.parameters() if p.requires_grad]
+                for p, grad in zip(trainable, torch.autograd.grad(penalty, trainable, allow_unused=True), strict=True):
+                    if grad is not None:
+                        p.grad = grad if p.grad is None else p.grad.add_(grad)
+        for hook in self._hooks.values():
+            hook.gradients(self._model)
+        self._steps += 1
+        return total
+
+    def _check(self) -> None:
+        """Check that every client hook took part.
+
+        Raises:
+            ConfigError: a call is missing; the error names it.
+        """
+        for name, hook in self._hooks.items():
+            if overrides(hook, "start", "penalty", "gradients") and not self._steps:
+                missing = "took no step" if self._optimizer else "was not wrapped"
+                raise ConfigError(
+                    f"client hook '{name}' acts in every step, and the optimizer {missing} inside `with bn_rules(...) "
+                    "as rules`. Write: optimizer = rules.wrap(optimizer)."
+                )
+            if overrides(hook, "survey") and not self._surveyed:
+                raise ConfigError(
+                    f"client hook '{name}' measures statistics of the training data under the received weights. Write "
+                    "before the first step: rules.survey(loader)."
+                )
+            if overrides(hook, "around") and not self._passes:
+                raise ConfigError(
+                    f"client hook '{name}' acts around the first step. Write: with rules.step(len(inputs)): loss = "
+                    "...; loss.backward()"
+                )
+
+    @contextmanager
+    def _block(self) -> Iterator[None]:
+        """Begin the hooks; at the end of the block check that each took part, end them and collect their metrics."""
+        with self._exit:
+            with ExitStack() as undo:
+                for hook in self._hooks.values():
+                    hook.begin(self._model)
+                    undo.callback(hook.end, self._model)
+                yield
+                self._check()
+                undo.pop_all()
+            self.metrics = {key: value for hook in self._hooks.values() for key, value in hook.end(self._model).items()}
+            self.metrics[APPLIED] = ",".join(self._hooks)

@@ -1,4 +1,4 @@
-"""The client part of the strategies for apps on Flower's Message API: the mod ``local_bn``, and answers to queries.
+"""``local_bn``: the client part of the strategies for apps on Flower's Message API, a mod.
 
 ::
 
@@ -17,18 +17,16 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.client.hooks import take_box
 from fedbn_flwr.client.local_state import LocalState
+from fedbn_flwr.client.mailbox import take_records
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import NamedConfigErrors, StateError
 from fedbn_flwr.messages.legacy import with_names
-from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.numpy_client import open_message, to_records
 from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,
@@ -45,15 +43,12 @@ from fedbn_flwr.messages.protocol import (
     NodeProperties,
     TrainConfig,
     merged_config,
-    num_partitions_of,
     partition_of,
 )
-from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
-from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
-from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
+from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.transport import Pending, RetryStep, Signal, StepDone
 
-__all__ = ["answer_query", "answer_statistics", "local_bn"]
+__all__ = ["local_bn"]
 
 _LOST = "entries were neither sent nor kept by this client; the server will send the whole state again"
 
@@ -102,36 +97,11 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     context.state.update({name: kept[name] for name in kept.keys() - context.state.keys()})  # the app may replace it
     if trained:
         clear_log(context)
-        take_box(context, INBOX)
-        _take_out(reply, key, config, store, context)
+        take_records(context, INBOX)
+        if reply.has_content():
+            _keep_own(reply, key, config, store)
+            _add_outbox(reply, context)
     return _sign(reply, context)
-
-
-def answer_query(message: Message, context: Context, loader: Any) -> Message:
-    """Return the answer to the strategies' ``query``: partition id, training examples, size of the first batch.
-
-    ::
-
-        @app.query()
-        def query(msg: Message, context: Context) -> Message:
-            return answer_query(msg, context, trainloader(context))
-
-    FedTAN needs the answer before its first round. The other strategies use it to sample repeatably and to leave out
-    clients without data.
-
-    Args:
-        message: the query.
-        context: Flower's context.
-        loader: the training data, a ``DataLoader`` or anything with ``dataset`` and ``batch_size``.
-
-    Raises:
-        ConfigError: the node's ``partition-id`` is no number.
-        DataError: the data set has no length, or the sampler's choice is not known (``LoadedBatches``).
-    """
-    size = num_examples(loader)
-    own, parts = partition_of(context), num_partitions_of(context)
-    properties = NodeProperties(own, size, min(first_batch(loader) or size, size), num_partitions=parts)
-    return Message(RecordDict(dict(properties.write())), reply_to=message)
 
 
 def _exchange(message: Message, key: str, entries: Mapping[str, Tensor]) -> Message:
@@ -181,10 +151,8 @@ def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> 
     return ArrayRecord({name: entries[name] for name in spec.shapes}), store
 
 
-def _take_out(reply: Message, key: str, config: TrainConfig, store: LocalState, context: Context) -> None:
-    """Keep the client's own entries and remove them from the reply; add metrics and records of the client hooks."""
-    if not reply.has_content():
-        return
+def _keep_own(reply: Message, key: str, config: TrainConfig, store: LocalState) -> None:
+    """Keep the client's own entries, and remove them from the reply."""
     if local := config.local_entries:
         state = reply.content.array_records.get(key, ArrayRecord())
         if missing := [name for name in local if name not in state]:
@@ -196,12 +164,16 @@ def _take_out(reply: Message, key: str, config: TrainConfig, store: LocalState, 
         reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
     store.save(config.server_round, config.used_sha256 is not None)
     _add_info(reply, store.reply_metadata(config.server_round))
+
+
+def _add_outbox(reply: Message, context: Context) -> None:
+    """Add the metrics and records of the client hooks to the reply."""
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
     numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
     for metrics in reply.content.metric_records.values():
         metrics.update(numbers)
     _add_info(reply, {name: value for name, value in report.items() if isinstance(value, str)})
-    for name, record in take_box(context, OUTBOX).items():
+    for name, record in take_records(context, OUTBOX).items():
         reply.content[name] = record
 
 
@@ -212,7 +184,7 @@ def _set_aside_extras(message: Message, context: Context, names: Sequence[str]) 
     """
     records = message.content.array_records
     key, received = next(iter(records.items()))
-    take_box(context, INBOX)
+    take_records(context, INBOX)
     for name in names:
         if name in records:  # a NumPyClient's message has no empty record
             context.state[f"{INBOX}/{name}"] = records.pop(name)
@@ -249,36 +221,3 @@ def _reopen(message: Message, context: Context) -> None:
     for key, record in to_records(first, dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))).items():
         message.content[key] = record
     message.content.pop(EXCHANGE, None)  # the log has it
-
-
-def answer_statistics(message: Message, context: Context, model: nn.Module, loader: Any) -> Message:
-    """Return the answer to ``query.statistics``: BN statistics of the training data under the received weights.
-
-    ::
-
-        @app.query("statistics")
-        def statistics(msg: Message, context: Context) -> Message:
-            return answer_statistics(msg, context, Net(), trainloader(context))
-
-    ``StaticBN``, ``recalibrate=True`` and ``eval_on="recalibrated"`` send this query.
-
-    Args:
-        message: the query, with the model's state.
-        context: Flower's context.
-        model: the model on its device; the received state is loaded into it.
-        loader: a ``DataLoader`` whose batches are (inputs, targets), without random transforms; one pass, in the order
-            of its data set.
-
-    Raises:
-        StateError: the received entries do not fit the model.
-        DataError: the data set has no length, or a batch is no pair.
-    """
-    received = next(iter(message.content.array_records.values()))
-    load_state(view_with_names(model, received), tensors(from_record(received)))
-    data = LoadedBatches(loader)
-    found = reestimate_statistics(unwrap(model), data, batch_size=data.batch_size)
-    prefix = wrapper_prefix(received, unwrap(model).state_dict())
-    entries = {prefix + name: entry for name, entry in encode_moments(found, unwrap(model).state_dict()).items()}
-    key = next(iter(message.content.array_records))
-    metrics = MetricRecord({NUM_EXAMPLES: len(data)})
-    return Message(RecordDict({key: to_record(to_state(entries)), METRICS: metrics}), reply_to=message)

@@ -1,0 +1,77 @@
+"""The answers of apps on Flower's Message API to the queries of the strategies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from torch import nn
+
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.messages.moments import encode_moments
+from fedbn_flwr.messages.protocol import METRICS, NUM_EXAMPLES, NodeProperties, num_partitions_of, partition_of
+from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
+from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
+from fedbn_flwr.training.wrappers import load_state, unwrap, view_with_names, wrapper_prefix
+
+__all__ = ["answer_query", "answer_statistics"]
+
+
+def answer_query(message: Message, context: Context, loader: Any) -> Message:
+    """Return the answer to the strategies' ``query``: partition id, training examples, size of the first batch.
+
+    ::
+
+        @app.query()
+        def query(msg: Message, context: Context) -> Message:
+            return answer_query(msg, context, trainloader(context))
+
+    FedTAN needs the answer before its first round. The other strategies use it to sample repeatably and to leave out
+    clients without data.
+
+    Args:
+        message: the query.
+        context: Flower's context.
+        loader: the training data, a ``DataLoader`` or anything with ``dataset`` and ``batch_size``.
+
+    Raises:
+        ConfigError: the node's ``partition-id`` is no number.
+        DataError: the data set has no length, or the sampler's choice is not known (``LoadedBatches``).
+    """
+    size = num_examples(loader)
+    own, parts = partition_of(context), num_partitions_of(context)
+    properties = NodeProperties(own, size, min(first_batch(loader) or size, size), num_partitions=parts)
+    return Message(RecordDict(dict(properties.write())), reply_to=message)
+
+
+def answer_statistics(message: Message, context: Context, model: nn.Module, loader: Any) -> Message:
+    """Return the answer to ``query.statistics``: BN statistics of the training data under the received weights.
+
+    ::
+
+        @app.query("statistics")
+        def statistics(msg: Message, context: Context) -> Message:
+            return answer_statistics(msg, context, Net(), trainloader(context))
+
+    ``StaticBN``, ``recalibrate=True`` and ``eval_on="recalibrated"`` send this query.
+
+    Args:
+        message: the query, with the model's state.
+        context: Flower's context.
+        model: the model on its device; the received state is loaded into it.
+        loader: a ``DataLoader`` whose batches are (inputs, targets), without random transforms; one pass, in the order
+            of its data set.
+
+    Raises:
+        StateError: the received entries do not fit the model.
+        DataError: the data set has no length, or a batch is no pair.
+    """
+    received = next(iter(message.content.array_records.values()))
+    load_state(view_with_names(model, received), tensors(from_record(received)))
+    data = LoadedBatches(loader)
+    found = reestimate_statistics(unwrap(model), data, batch_size=data.batch_size)
+    prefix = wrapper_prefix(received, unwrap(model).state_dict())
+    entries = {prefix + name: entry for name, entry in encode_moments(found, unwrap(model).state_dict()).items()}
+    key = next(iter(message.content.array_records))
+    metrics = MetricRecord({NUM_EXAMPLES: len(data)})
+    return Message(RecordDict({key: to_record(to_state(entries)), METRICS: metrics}), reply_to=message)

@@ -1,0 +1,39 @@
+"""What the mod ``local_bn`` and ``bn_rules`` hand each other during a message, in ``Context.state``.
+
+The mod fills the inbox with the method's further records of the message, ``bn_rules`` the outbox with additions to the
+reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context
+
+from fedbn_flwr.messages.protocol import OUTBOX
+from fedbn_flwr.messages.records import to_record, to_state
+from fedbn_flwr.training.client_hook import ClientHook
+
+__all__ = ["fill_outbox", "records_in", "take_records"]
+
+
+def records_in(context: Context | None, box: str) -> dict[str, ArrayRecord]:
+    """Return the records of ``box`` (INBOX or OUTBOX) by name."""
+    records: Mapping[str, ArrayRecord] = context.state.array_records if context else {}
+    return {name.removeprefix(f"{box}/"): records[name] for name in records if name.startswith(f"{box}/")}
+
+
+def take_records(context: Context, box: str) -> dict[str, ArrayRecord]:
+    """Return the records of ``box`` (INBOX or OUTBOX) by name, and remove them from the context."""
+    found = records_in(context, box)
+    for name in found:
+        del context.state[f"{box}/{name}"]
+    return found
+
+
+def fill_outbox(context: Context, metrics: Mapping[str, Any], hooks: Iterable[ClientHook]) -> None:
+    """Store the metrics and records of the client hooks for the reply."""
+    context.state[OUTBOX] = ConfigRecord(dict(metrics))
+    for record, entries in ((r, e) for hook in hooks for r, e in hook.reply().items()):
+        context.state[f"{OUTBOX}/{record}"] = to_record(to_state(entries))

@@ -1,0 +1,63 @@
+"""The model as client hooks stored it, in a training loop that may move, change or copy it afterwards."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fedbn_flwr.errors import ConfigError
+
+__all__ = ["StoredModel"]
+
+
+class StoredModel:
+    """A model, with its device and its parameters at the start of the block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._versions = {name: (p, p._version) for name, p in model.named_parameters() if not p.is_inference()}
+        self.note_device()
+
+    def note_device(self) -> None:
+        """Take the model's present device for the one of the hooks' tensors."""
+        self._device = self._now()
+
+    def _now(self) -> torch.device | None:
+        """Return the device of the model's first parameter; None without parameters."""
+        return next((p.device for p in self._model.parameters()), None)
+
+    def check_device(self) -> None:
+        """Check that the model is where it was when the hooks stored their tensors.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if (now := self._now()) != self._device:
+            raise ConfigError(
+                f"the model was on {self._device} when the method stored what it compares with, and is on {now} now: "
+                "call model.to(device) before `with bn_rules(...)`, and do not move the model inside it"
+            )
+
+    def check_parameters(self) -> None:
+        """Check that the parameters are those that the hooks have stored as received.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        now = dict(self._model.named_parameters())
+        changed = [n for n, (p, version) in self._versions.items() if now.get(n) is not p or p._version != version]
+        if changed:
+            raise ConfigError(
+                f"{len(changed)} parameters ('{changed[0]}', ...) have changed between `with bn_rules(...)` and "
+                "rules.wrap(optimizer), and the method compares with the model as it was at the start of the block: "
+                "load the received state before the block"
+            )
+
+    def refuse_other_model(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ConfigError if the optimizer has no parameter of the model: the hooks would change nothing."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not held & {id(parameter) for parameter in self._model.parameters()}:
+            raise ConfigError(
+                "the optimizer has no parameter of the model that `bn_rules` was given: give both the same model, and "
+                "no copy of it"
+            )
