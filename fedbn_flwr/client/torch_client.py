@@ -5,27 +5,28 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context
 from flwr.client import NumPyClient
 from torch import nn
 from torch.utils.data import Dataset
 
-from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
+from fedbn_flwr.client.inputs import input_moments, scaled, two_inputs
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
 from fedbn_flwr.client.local_state import LocalState
+from fedbn_flwr.client.received import Received, entries_that_stay, load_received
+from fedbn_flwr.client.record_privacy import RecordPrivacy, unchanged_buffers
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.client.state_folder import OpenFolder, state_dir
-from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
+from fedbn_flwr.data import FeatureMoments
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, StateError
 from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.numpy_client import Config
@@ -35,7 +36,6 @@ from fedbn_flwr.messages.protocol import (
     BATCH_SIZE,
     DATA_REPORT,
     DROPPED_BATCHES,
-    EXAMPLES_NOT_FINITE,
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
@@ -54,7 +54,7 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
 )
 from fedbn_flwr.messages.records import tensors, to_state
-from fedbn_flwr.privacy.record_level import DPSGD, HOOKS_WITH_STATE, NOISE, PROTECTED_HOOKS, RecordLevel
+from fedbn_flwr.privacy.record_level import NOISE, RecordLevel
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
@@ -65,9 +65,7 @@ from fedbn_flwr.training.loaded import as_batches
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.step_rule import StepRule
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.training.wrappers import wrapper_prefix
 from fedbn_flwr.transport import Pending, StepDone
 
 __all__ = ["TorchClient"]
@@ -138,18 +136,17 @@ class TorchClient(NumPyClient):
         self.test_data = {name: as_batches(data) for name, data in named.items()}
         self.settings = settings
         self._lend = lender(
-            model, settings.memory_format, functools.partial(_two_inputs, [self.train_data, *self.test_data.values()])
+            model, settings.memory_format, functools.partial(two_inputs, [self.train_data, *self.test_data.values()])
         )
         self.context = context
         if partition_id is None and context is not None:
             partition_id = partition_of(context)
         self.partition_id = partition_id
-        self._fresh = 0
         self.seed = seed
         self.task = task
         self.state_dir = state_dir
         self.data_report = None if record_level else data_report
-        self.record_level = record_level
+        self._privacy = RecordPrivacy(record_level)
 
     @property
     def parts(self) -> Parts:
@@ -224,102 +221,46 @@ class TorchClient(NumPyClient):
                 return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
 
     def _train(self, lent: LentModel, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
-        read, local = TrainConfig.read(config), self._local_entries(lent, config)
-        self._fresh = int(config.get(FRESH_BATCHES, 0))
+        read = TrainConfig.read(config)
+        local = entries_that_stay(lent, read.local_entries)
         self._standardise(read)
         store = self._store(lent, config, read)
         if read.by_messages:
             parameters, config = log_answer(self.context, parameters, config)
         replayed = replay(self.context, config)
         hooks = make_hooks(read.hooks, HookContext(config, frozenset(local), replayed, self._validation_loss))
-        rule = self._step_rule(read, hooks, local, config.get(NOISE))
-        extras, prefix = self._load(lent, parameters, config, store)
+        rule = self._privacy.step_rule(
+            read, local, config.get(NOISE), num_examples=len(self.train_data), batch_size=self.settings.batch_size
+        )
+        extras, prefix = load_received(lent, parameters, config, store.load(local))
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
-        buffers = dict(lent.plain.named_buffers()) if isinstance(rule, DPSGD) else {}
-        before = {name: value.clone() for name, value in buffers.items()}
-        result = train(
-            lent.model,
-            self.train_data,
-            self.settings,
-            learning_rate=self.settings.learning_rate.at(read.server_round, read.frozen),
-            stream=functools.partial(self._stream, read),
-            hooks=list(hooks.values()),
-            task=self.task,
-            rule=rule,
-        )
+        with unchanged_buffers(lent.plain, rule):
+            result = train(
+                lent.model,
+                self.train_data,
+                self.settings,
+                learning_rate=self.settings.learning_rate.at(read.server_round, read.frozen),
+                stream=functools.partial(self._stream, read, fresh=int(config.get(FRESH_BATCHES, 0))),
+                hooks=list(hooks.values()),
+                task=self.task,
+                rule=rule,
+            )
         clear_log(self.context)
-        _refuse_changed_buffers(before, lent.plain)
         state = to_state(lent.state)
         if local:
             store.keep({name: state[name] for name in local}, read.server_round)
-        metrics = self._metrics(result, rule)
+        metrics = self._privacy.published(_metrics(result), rule, result.num_steps)
         kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
         store.save_hook_state(kept, read.server_round)
         store.save(read.server_round, read.used_sha256 is not None)
         if hooks:
             metrics[APPLIED] = ",".join(hooks)
         metrics |= store.reply_metadata(read.server_round)
-        returned = {prefix + name: array for name, array in state.items() if name not in set(local)}
-        for hook in hooks.values():
-            for record, entries in hook.reply().items():
-                returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}
+        returned = _returned(state, local, hooks.values(), prefix)
         if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return list(returned.values()), len(self.train_data), metrics
-
-    def _metrics(self, result: TrainResult, rule: StepRule) -> Config:
-        """Return what the reply says of the training; under record-level privacy only what may be published."""
-        metrics: Config = {
-            TRAIN_LOSS: result.loss,
-            **({} if result.accuracy is None else {TRAIN_ACCURACY: result.accuracy}),
-            EXAMPLES_PROCESSED: result.num_processed,
-            STEPS: result.num_steps,
-            DROPPED_BATCHES: result.num_dropped,
-            **result.metrics,
-        }
-        if isinstance(rule, DPSGD) and rule.not_finite:
-            metrics[EXAMPLES_NOT_FINITE] = rule.not_finite
-        if self.record_level and not self.record_level.publishes_metrics:
-            metrics = {STEPS: result.num_steps}
-        if isinstance(rule, DPSGD):
-            metrics |= rule.reply(result.num_steps)
-        return metrics
-
-    def _step_rule(
-        self, read: TrainConfig, hooks: Mapping[str, ClientHook], local: Sequence[str], noise_multiplier: float | None
-    ) -> StepRule:
-        """Return how the steps are computed; the noise multiplier is the server's, if the client has none.
-
-        Raises:
-            ConfigError: a client hook sends more than the model that DP-SGD protects, or DP-SGD would begin with what
-                is kept from rounds without it.
-        """
-        if self.record_level is None or (self.record_level.frozen_only and not read.frozen):
-            return StepRule()
-        if unprotected := [name for name in hooks if name not in PROTECTED_HOOKS]:
-            raise ConfigError(
-                f"record-level privacy: client hook '{unprotected[0]}' uses or sends more of the client's data than "
-                f"DP-SGD protects; allowed are {', '.join(PROTECTED_HOOKS)}"
-            )
-        if self.record_level.frozen_only and (kept := [*local, *set(hooks).intersection(HOOKS_WITH_STATE)]):
-            raise ConfigError(
-                f"record-level privacy: DP-SGD would begin with '{kept[0]}', which is kept from rounds without noise"
-            )
-        chosen = self.record_level
-        if chosen.noise_multiplier is None:
-            if noise_multiplier is None:
-                raise ConfigError(
-                    "record-level privacy: its noise multiplier is the server's, which has not sent one. Set it in the "
-                    "client, RecordLevel(noise_multiplier=...), or in the server, RecordLevelDP(target_epsilon=...)."
-                )
-            chosen = replace(chosen, noise_multiplier=noise_multiplier)
-        return DPSGD(chosen, len(self.train_data), self.settings.batch_size)
-
-    def _refuse_for_records(self, what: str, way: str = "") -> None:
-        if self.record_level:
-            text = f"record-level privacy: this client does not send {what}, which no noise protects"
-            raise ConfigError(f"{text}; {way}" if way else text)
 
     def _validation_loss(self, model: nn.Module) -> float:
         """Return the model's loss on the validation data.
@@ -346,8 +287,7 @@ class TorchClient(NumPyClient):
         Raises:
             ConfigError: ``record_level`` is set and does not publish metrics, or a test set is not known here.
         """
-        if self.record_level and not self.record_level.publishes_metrics:
-            self._refuse_for_records("results of tests on its data", "RecordLevel(publishes_metrics=True) sends them")
+        self._privacy.refuse_tests()
         read = EvaluateConfig.read(config)
         if unknown := [name for name in read.test_sets if name not in self.test_data]:
             known = ", ".join(name or "one without a name" for name in self.test_data) or "none"
@@ -359,7 +299,7 @@ class TorchClient(NumPyClient):
         metrics: Config = {}
         first: tuple[float, int] | None = None
         with self._lend() as lent:
-            self._load(lent, parameters, config, self._store(lent, config, read))
+            self._load(lent, parameters, config, read)
             for name in read.test_sets or self.test_data:
                 prefix, count = (f"{name}-", f"{name}-{NUM_EXAMPLES}") if name else ("", EXAMPLES_TESTED)
                 if len(self.test_data[name]) == 0:
@@ -378,11 +318,11 @@ class TorchClient(NumPyClient):
             ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of the training set, and their
             names in ``fedbn-flwr.array-names``. See ``batchnorm.reestimation``; nothing is kept.
         """
-        self._refuse_for_records("statistics of its training data")
+        self._privacy.refuse("statistics of its training data")
         read = MessageConfig.read(config)
         self._standardise(read)
         with self._lend() as lent:
-            _, prefix = self._load(lent, parameters, config, self._store(lent, config, read))
+            prefix = self._load(lent, parameters, config, read).prefix
             seed = self._stream(read, "statistics").initial_seed()
             batch_size = self.settings.batch_size
             found = reestimate_statistics(lent.plain, self.train_data, batch_size=batch_size, seed=seed)
@@ -396,35 +336,22 @@ class TorchClient(NumPyClient):
         Raises:
             DataError: the inputs are not in memory.
         """
-        self._refuse_for_records("sums of its training inputs")
-        if not isinstance(self.train_data, Subset):
-            raise DataError(f"the training data are a {type(self.train_data).__name__}; fedbn_flwr.data.Subset needed")
-        return moments_of_inputs(self.train_data.samples, self.train_data.indices)
+        self._privacy.refuse("sums of its training inputs")
+        return input_moments(self.train_data)
 
     def _standardise(self, read: MessageConfig) -> None:
-        """Use the mean and std of inputs that the server sends.
+        """Use the mean and std of inputs that the server sends, see ``scaled``."""
+        if read.input_mean:
+            sets = scaled({"training": self.train_data, **self.test_data}, read.input_mean, read.input_std)
+            self.train_data, self.test_data = sets.pop("training"), sets
 
-        Raises:
-            DataError: data are not in memory, so that they cannot be scaled.
-        """
-        if mean := read.input_mean:
-            scaled: dict[str, Batches] = {}
-            for name, data in {"training": self.train_data, **self.test_data}.items():
-                if not isinstance(data, Subset):
-                    raise DataError(
-                        f"the server sends one mean and std for the inputs of all clients, and the {name} data are a "
-                        f"{type(data).__name__}; fedbn_flwr.data.Subset needed"
-                    )
-                scaled[name] = data.scaled(mean, read.input_std)
-            self.train_data, self.test_data = scaled.pop("training"), scaled
-
-    def _stream(self, read: MessageConfig, purpose: str) -> torch.Generator:
+    def _stream(self, read: MessageConfig, purpose: str, fresh: int = 0) -> torch.Generator:
         key: int | str = -1 if self.partition_id is None else self.partition_id
         if self.partition_id is None and self.context is not None:
             key = f"node {self.context.node_id}"  # clients on one stream would draw the same
-        fresh = [self._fresh] if self._fresh else []
+        attempt = [fresh] if fresh else []
         seed = read.seed if self.seed is None else self.seed
-        return torch_generator(seed, purpose, read.server_round, key, *fresh)
+        return torch_generator(seed, purpose, read.server_round, key, *attempt)
 
     def _store(self, lent: LentModel, config: Config, read: MessageConfig) -> LocalState:
         """Return the client's kept state, restored to the one that the server expects."""
@@ -443,89 +370,28 @@ class TorchClient(NumPyClient):
         store.restore(read.local_sha256, read.used_sha256)
         return store
 
-    def _local_entries(self, lent: LentModel, config: Config) -> tuple[str, ...]:
-        """Return the entries that stay here under this model's own names; the server's may have a wrapper's prefix.
-
-        Raises:
-            ConfigError: gamma and beta of some BatchNorm layers stay, and those of others do not; or an entry that
-                stays is the same tensor as a shared one.
-        """
-        sent = MessageConfig.read(config).local_entries
-        prefix = wrapper_prefix(sent, lent.parts.names)
-        names = tuple(name.removeprefix(prefix) for name in sent)
-        shared = [name for name in lent.parts.affine if name not in names]
-        if shared and len(shared) < len(lent.parts.affine):
-            raise ConfigError(
-                f"the strategy leaves gamma and beta of BatchNorm layers with the clients, but not '{shared[0]}': it "
-                "found the layers by running statistics, and this one has none. Pass parts=split_state(model) to it."
-            )
-        for pair in lent.tied.items() if names else ():
-            if len(stays := [name for name in pair if name in names]) == 1:
-                (other,) = {*pair} - {*stays}
-                raise ConfigError(
-                    f"'{stays[0]}' stays with the client, and another name of the same tensor, '{other}', is shared: "
-                    "one would overwrite the other. Untie them in the model, or use a strategy that shares both."
-                )
-        return names
-
-    def _load(
-        self, lent: LentModel, parameters: list[Array], config: Config, store: LocalState
-    ) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
-        """Load the received entries into the model, kept entries in place of received ones; check that none is missing.
-
-        Returns:
-            The entries of further records (received as ``record/entry``), by record, and the wrapper's prefix in the
-            received names.
-        """
-        own = lent.state
-        names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(own)
-        if len(names) != len(parameters):
-            raise StateError(
-                f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(own)}. Build the "
-                "client's model as the server's initial arrays were built."
-            )
-        received = dict(zip(names, parameters, strict=True))
-        extras: dict[str, dict[str, torch.Tensor]] = {}
-        for name in [name for name in received if name not in own and "/" in name]:
-            record, _, entry = name.partition("/")
-            extras.setdefault(record, {})[entry] = tensors({entry: received.pop(name)})[entry]
-        prefix = wrapper_prefix(received, own)
-        received = {name.removeprefix(prefix): array for name, array in received.items()}
-        state = {**received, **store.load(self._local_entries(lent, config))}
-        if extra := [name for name in state if name not in own]:
-            raise StateError(
-                f"received {len(extra)} entries the model does not have ('{extra[0]}', ...). Build the client's model "
-                "as the server's initial arrays were built."
-            )
-        if missing := [name for name in own if name not in state]:
-            raise StateError(
-                f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
-                "client; the server will send the whole state again"
-            )
-        lent.load(tensors({name: _fit(name, state[name], own[name]) for name in own}))
-        plain = {r: {n.removeprefix(prefix): t for n, t in entries.items()} for r, entries in extras.items()}
-        return plain, prefix
+    def _load(self, lent: LentModel, parameters: list[Array], config: Config, read: MessageConfig) -> Received:
+        """Load the received and the kept entries for a pass without training."""
+        store = self._store(lent, config, read)
+        return load_received(lent, parameters, config, store.load(entries_that_stay(lent, read.local_entries)))
 
 
-def _refuse_changed_buffers(before: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    after = dict(model.named_buffers())
-    for name, value in before.items():
-        if not torch.equal(value, after[name]):
-            raise ConfigError(
-                f"record-level privacy: buffer '{name}' has changed in training, and no noise protects buffers"
-            )
+def _metrics(result: TrainResult) -> Config:
+    """Return what a reply says of the training."""
+    return {
+        TRAIN_LOSS: result.loss,
+        **({} if result.accuracy is None else {TRAIN_ACCURACY: result.accuracy}),
+        EXAMPLES_PROCESSED: result.num_processed,
+        STEPS: result.num_steps,
+        DROPPED_BATCHES: result.num_dropped,
+        **result.metrics,
+    }
 
 
-def _fit(name: str, array: Array, like: torch.Tensor) -> Array:
-    """Return the array if it fits the entry; counters that arrive as floats are rounded, not truncated."""
-    if array.shape != tuple(like.shape):
-        raise StateError(f"entry '{name}' has shape {tuple(array.shape)}, the model has {tuple(like.shape)}")
-    counts_as_floats = array.dtype.kind == "f" and not like.is_floating_point() and not like.is_complex()
-    return np.asarray(np.rint(array)) if counts_as_floats else array
-
-
-def _two_inputs(sets: Sequence[Batches]) -> torch.Tensor:
-    """Return the inputs of two examples of the first set that has any."""
-    data = next(data for data in sets if len(data))
-    # With a generator: without one a data set with random transforms is warned of.
-    return data.batch(torch.tensor([0, min(1, len(data) - 1)]), torch.Generator())[0]
+def _returned(state: State, local: Collection[str], hooks: Iterable[ClientHook], prefix: str) -> dict[str, Array]:
+    """Return the entries of the reply under the server's names: the shared ones, and the records of the hooks."""
+    returned = {prefix + name: array for name, array in state.items() if name not in set(local)}
+    for hook in hooks:
+        for record, entries in hook.reply().items():
+            returned |= {f"{record}/{prefix}{name}": array for name, array in to_state(entries).items()}
+    return returned
