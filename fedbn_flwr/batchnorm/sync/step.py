@@ -77,15 +77,31 @@ def synchronised(
             f"batch_size {batch_size} must be at least 1, and union_batch_size {union_batch_size} no less."
         )
     check_names(exchanges, backward)
+    _refuse_containers(model)
+    step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)
+    with ExitStack() as stack:
+        stack.callback(step.close)
+        stack.enter_context(_watched_layers(model, step))
+        # Otherwise autograd runs every backward pass on a GPU in one thread, which the first client to wait would hold.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(step)
+        yield step
+
+
+def _refuse_containers(model: nn.Module) -> None:
+    """Raise NormLayerError for a module whose BatchNorm calls do not pass through torch's function modes."""
     for path, module in model.named_modules():
         if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)):
             raise NormLayerError(
                 f"module {path or 'model'!r} is a {type(module).__name__}: its BatchNorm calls cannot be synchronised. "
                 "Use the plain module."
             )
-    step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)
+
+
+@contextmanager
+def _watched_layers(model: nn.Module, step: SynchronisedStep) -> Iterator[None]:
+    """Let the step watch every BatchNorm layer in the block, and mark the layers as those of one client."""
     with ExitStack() as stack:
-        stack.callback(step.close)
         for path, module in unwrap(model).named_modules():  # the paths of all clients, wrapped or not
             if isinstance(module, _BatchNorm):
                 if vars(module).get(_IN_A_STEP):
@@ -97,7 +113,4 @@ def synchronised(
                 stack.callback(vars(module).pop, _IN_A_STEP)
                 for handle in step.watch(path, module):
                     stack.callback(handle.remove)
-        # Otherwise autograd runs every backward pass on a GPU in one thread, which the first client to wait would hold.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(step)
-        yield step
+        yield
