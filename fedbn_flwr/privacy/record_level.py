@@ -70,11 +70,12 @@ from fedbn_flwr.messages.protocol import RECORD_DP, Key
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, noise_for_steps
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs
+from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.step_rule import StepRule, Stream
-from fedbn_flwr.training.tasks import LossFn, Task
+from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import unwrap
 
 __all__ = [

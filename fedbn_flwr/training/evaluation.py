@@ -13,10 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.batches import Batches, join_last, with_positions
 from fedbn_flwr.training.memory_format import device_of, inputs_for
+from fedbn_flwr.training.metrics import confusion, mean_iou
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.single_examples import refusing_layers
-from fedbn_flwr.training.tasks import CLASSIFICATION, Task, confusion, mean_iou
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["EvalResult", "evaluate", "without_running_statistics"]
 
@@ -42,7 +43,7 @@ class EvalResult:
 
     @property
     def miou(self) -> float:
-        """Mean intersection over union, see ``tasks.mean_iou``."""
+        """Mean intersection over union, see ``metrics.mean_iou``."""
         return self.metrics["miou"]
 
     def named(self, prefix: str = "") -> dict[str, float]:

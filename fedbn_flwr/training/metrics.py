@@ -1,4 +1,4 @@
-"""The metrics of scikit-learn, from all outputs and targets of a test. NaN where a test set does not define one.
+"""The metrics of a test: mean IoU from counts, those of scikit-learn from all outputs. NaN where it is not defined.
 
 scikit-learn is imported when a metric is computed, which takes a second or two the first time.
 """
@@ -11,9 +11,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["of_classes", "of_labels", "of_numbers"]
+__all__ = ["confusion", "mean_iou", "of_classes", "of_labels", "of_numbers"]
 
 _NAN = float("nan")
+
+
+def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
+    """Return how many targets of class i were classified as class j, int64 (classes, classes).
+
+    Args:
+        outputs: logits (B, classes, ...).
+        targets: classes, int64 (B, ...).
+        ignore: targets with this value are left out.
+    """
+    classes = outputs.shape[1]
+    kept = targets != ignore
+    cells = classes * targets[kept] + outputs.argmax(1)[kept]
+    return torch.bincount(cells, minlength=classes**2).view(classes, classes)
+
+
+def mean_iou(counts: Tensor) -> float:
+    """Return the mean over classes of intersection / union, from the confusion matrix of a whole test set.
+
+    As in Cityscapes' own evaluation, classes that are neither in the targets nor in the predictions are left out. NaN
+    if no class is left.
+    """
+    counts = counts.double()
+    intersection = counts.diagonal()
+    union = counts.sum(0) + counts.sum(1) - intersection
+    return float((intersection / union)[union > 0].mean())
 
 
 def of_classes(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[str, float]:

@@ -1,9 +1,9 @@
-"""The learning tasks: their targets, losses and metrics. Torch only."""
+"""The learning tasks: what their targets, loss and metrics are. Torch only."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.training.losses import IGNORED_PIXEL, LossFn, label_cross_entropy, pixel_cross_entropy, squared_error
 from fedbn_flwr.training.metrics import of_classes, of_labels, of_numbers
 
 __all__ = [
@@ -23,64 +24,15 @@ __all__ = [
     "SEGMENTATION",
     "TASKS",
     "LabelTask",
-    "LossFn",
     "RegressionTask",
     "Task",
-    "confusion",
     "higher_is_better",
     "in_percent",
-    "label_cross_entropy",
-    "mean_iou",
-    "pixel_cross_entropy",
     "quantity_of",
-    "squared_error",
 ]
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
-_IGNORED_PIXEL = 255
 _COUNTED = ("accuracy", "miou")  # metrics that ``evaluate`` counts batch by batch
 _NO_SHARES = ("mae", "r2", "loss")
-
-
-def pixel_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the pixels that are not 255; 0 if all pixels are (torch's own mean is NaN).
-
-    Args:
-        outputs: logits (B, classes, H, W).
-        targets: classes, int64 (B, H, W).
-    """
-    total = F.cross_entropy(outputs, targets, ignore_index=_IGNORED_PIXEL, reduction="sum")
-    return total / (targets != _IGNORED_PIXEL).sum().clamp(min=1)
-
-
-def label_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean binary cross-entropy over the labels that are not NaN (unknown); 0 if all are.
-
-    Args:
-        outputs: logits (B, labels), or (B,) for one label.
-        targets: 0, 1 or NaN, of as many numbers.
-    """
-    outputs, targets, known = _known(outputs, targets)
-    return F.binary_cross_entropy_with_logits(outputs, targets, known, reduction="sum") / known.sum().clamp(min=1)
-
-
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error over the targets that are not NaN (unknown); 0 if all are.
-
-    Args:
-        outputs: (B, columns), or (B,) for one column.
-        targets: of as many numbers.
-    """
-    outputs, targets, known = _known(outputs, targets)
-    return F.mse_loss(outputs * known, targets, reduction="sum") / known.sum().clamp(min=1)
-
-
-def _known(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs, targets with 0 for NaN, and 1 where a target is known else 0, of one shape and dtype."""
-    dtype = torch.promote_types(outputs.dtype, torch.float32)  # half precision rounds targets and counts
-    targets = targets.to(dtype).view_as(outputs)
-    unknown = targets.isnan()
-    return outputs.to(dtype), targets.masked_fill(unknown, 0), (~unknown).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -330,7 +282,7 @@ class RegressionTask(_ColumnTask):
 
 
 CLASSIFICATION = Task()
-SEGMENTATION = Task("segmentation", pixel_cross_entropy, _IGNORED_PIXEL, "miou", 8)
+SEGMENTATION = Task("segmentation", pixel_cross_entropy, IGNORED_PIXEL, "miou", 8)
 BINARY = LabelTask(
     "binary",
     label_cross_entropy,
@@ -360,29 +312,3 @@ def in_percent(metric: str) -> bool:
 def higher_is_better(metric: str) -> bool:
     """Return whether more of a metric, such as ``test-accuracy``, is better; not so for losses and errors."""
     return not {*metric.split("-")}.intersection(("loss", "mae"))
-
-
-def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
-    """Return how many targets of class i were classified as class j, int64 (classes, classes).
-
-    Args:
-        outputs: logits (B, classes, ...).
-        targets: classes, int64 (B, ...).
-        ignore: targets with this value are left out.
-    """
-    classes = outputs.shape[1]
-    kept = targets != ignore
-    cells = classes * targets[kept] + outputs.argmax(1)[kept]
-    return torch.bincount(cells, minlength=classes**2).view(classes, classes)
-
-
-def mean_iou(counts: Tensor) -> float:
-    """Return the mean over classes of intersection / union, from the confusion matrix of a whole test set.
-
-    As in Cityscapes' own evaluation, classes that are neither in the targets nor in the predictions are left out. NaN
-    if no class is left.
-    """
-    counts = counts.double()
-    intersection = counts.diagonal()
-    union = counts.sum(0) + counts.sum(1) - intersection
-    return float((intersection / union)[union > 0].mean())

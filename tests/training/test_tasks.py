@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.losses import pixel_cross_entropy
+from fedbn_flwr.training.metrics import confusion, mean_iou
 from fedbn_flwr.training.tasks import (
     BINARY,
     CLASSIFICATION,
@@ -23,10 +25,7 @@ from fedbn_flwr.training.tasks import (
     SEGMENTATION,
     TASKS,
     Task,
-    confusion,
     in_percent,
-    mean_iou,
-    pixel_cross_entropy,
 )
 
 Booleans = NDArray[np.bool_]
