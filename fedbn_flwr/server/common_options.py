@@ -1,6 +1,6 @@
 """The options of every method: momentum between rounds, gradient clipping, re-estimated statistics, shared BN parts.
 
-They are the fields of ``server.method.Params``. This class asks the clients for what the options need, and refuses
+They are the fields of ``server.params.Params``. This class asks the clients for what the options need, and refuses
 options, tests and models that do not fit together. The methods are in ``strategies``.
 """
 
@@ -16,8 +16,9 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.flower import Server
 from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
-from fedbn_flwr.server.method import RECALIBRATED, HookFactory, Misfit, Need, P, RunSettings, tests_in
+from fedbn_flwr.server.method import HookFactory, Misfit, Need, P, RunSettings
 from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, MomentumBuffers, average_buffers
+from fedbn_flwr.server.params import RECALIBRATED, tests_in
 from fedbn_flwr.server.replies import Reply, refuse_misshapen
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
 

@@ -50,8 +50,9 @@ from fedbn_flwr.server.failures import (
     nothing_trained,
     training_losses,
 )
-from fedbn_flwr.server.method import RECALIBRATED, Method, P, tests_in
+from fedbn_flwr.server.method import Method, P
 from fedbn_flwr.server.nodes import Node, NodeRegistry
+from fedbn_flwr.server.params import RECALIBRATED, tests_in
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.recalibration import running_statistics_of
 from fedbn_flwr.server.replies import (

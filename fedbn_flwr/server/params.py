@@ -1,0 +1,125 @@
+"""The settings of a method, as fields with their limits, and the tests that a run can have."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+
+from fedbn_flwr.batchnorm.averaging import Variance
+from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.server.momentum import MomentumScope
+from fedbn_flwr.server.shared_bn import SHARED_BN
+
+__all__ = ["EVALUATIONS", "RECALIBRATED", "TEST_BN", "Params", "Settings", "limits", "setting", "tests_in"]
+
+TEST_BN = "-test-bn"
+"""Ends the name of a test in ``eval-on`` in which BatchNorm has statistics of the test inputs."""
+RECALIBRATED = "recalibrated"
+"""The name of the test with re-estimated statistics in ``eval-on``."""
+EVALUATIONS = (
+    *("global", "global-batch-statistics", "personal-own", "personal-global", str(SHARED_BN), RECALIBRATED),
+    *(f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}"),
+)
+"""The names of tests in ``eval-on``. A strategy itself acts on averaged-bn and recalibrated, the recorder on all."""
+
+
+def tests_in(eval_on: str) -> tuple[str, ...]:
+    """Return the tests named in ``eval-on``, each once. A test that ends in -test-bn adds the plain test."""
+    asked = [name.strip() for name in eval_on.split(",") if name.strip()]
+    return tuple(dict.fromkeys([*asked, *(name.removesuffix(TEST_BN) for name in asked)]))
+
+
+def setting(default: Any, meaning: str, group: str = "methods", **limits: Any) -> Any:
+    """Return a field of ``Params``: its default, its meaning and its limits (``ge``, ``gt``, ``le``, ``lt``).
+
+    The config key, its default in ``[tool.flwr.app.config]`` and its row in the documentation are made from the field.
+    ``group`` is its group of config keys.
+    """
+    return Field(default, description=meaning, json_schema_extra={"group": group}, **limits)
+
+
+class Settings(BaseModel):
+    """Settings, frozen and validated. Each field is a ``setting``.
+
+    Raises:
+        ConfigError: all values that are out of range, by name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            # A union gives several problems for one field.
+            first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}
+            raise ConfigError("\n".join(map(self._problem, reversed(first.values())))) from error
+
+    @classmethod
+    def _problem(cls, problem: Any) -> str:
+        """Return pydantic's problem as text: the setting, its value, what is allowed."""
+        name, value = str(problem["loc"][0]), problem["input"]
+        if problem["type"] == "literal_error":
+            return str(unknown_name(name, value, get_args(cls.model_fields[name].annotation)))
+        if problem["type"] == "value_error":
+            return f"{name}={value!r}: {problem['ctx']['error']}"
+        allowed = limits(cls.model_fields[name])
+        if allowed and isinstance(value, (int, float)):
+            return f"{name}={value!r} must be {allowed}"
+        return f"{name}={value!r}: {problem['msg'].lower()}"
+
+
+class Params(Settings):
+    """The settings of a method. Every strategy has the settings of this class; a method adds its own."""
+
+    variance: Variance = setting("mean", "average of running variances; pooled adds the spread of the client means")
+    recalibrate: bool = setting(
+        False,
+        "every test and the saved model use BN statistics re-estimated from the clients' data (as staticbn does); "
+        "training does not use them. eval-on=recalibrated tests with them, but saves the model as trained",
+    )
+    min_replies: int = setting(1, "with fewer usable replies a round keeps the previous model", "rounds", ge=1)
+    eval_every: int = setting(1, "evaluate after every so many rounds, and after the last", "rounds", ge=1)
+    eval_on: str = setting(
+        "",
+        "comma list of tests; empty = global, or personal-own for a method with local parts. averaged-bn: clients of "
+        "fedbn, silobn, mtfl share their BN parts, and the tested and saved global model holds their average (without "
+        "it, the saved model has no entries of these parts). "
+        "recalibrated: the global model with re-estimated statistics (see recalibrate). global-test-bn, "
+        "averaged-bn-test-bn: with statistics of the test inputs (see test-bn), the plain test beside it",
+        "rounds",
+    )
+    seed: int = setting(0, "seed of every random draw of the run", "rounds", ge=0)
+    on_divergence: Literal["stop", "continue"] = setting(
+        "stop",
+        "what happens when a loss is not finite (NaN or infinity), or when two rounds in a row have only replies with "
+        "such values: stop = the run ends after this round and fails, continue = it goes on. Both are in summary.json",
+        "rounds",
+    )
+    momentum_scope: MomentumScope = setting(
+        "none",
+        "SGD's momentum between rounds: none = reset, local = kept by the client, global = averaged",
+        "local training",
+    )
+    agc: float = setting(0.0, "lambda of adaptive gradient clipping in every step; 0 = off", "local training", ge=0)
+
+    @field_validator("eval_on")
+    @classmethod
+    def _known_tests(cls, eval_on: str) -> str:
+        for name in tests_in(eval_on):
+            if name not in EVALUATIONS:
+                raise ValueError(str(unknown_name("test", name, EVALUATIONS)))
+        return eval_on
+
+
+def limits(field: FieldInfo) -> str:
+    """Return the limits of a field in words; "" without limits."""
+    signs = ("ge", "gt", "le", "lt")
+    bounds = {sign: getattr(limit, sign) for limit in field.metadata for sign in signs if hasattr(limit, sign)}
+    if bounds.keys() >= {"ge", "lt"}:
+        return f"in [{bounds['ge']}, {bounds['lt']})"
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    text = " and ".join(f"{words[sign]} {value}" for sign, value in bounds.items())
+    return f"a finite number {text}" if text and field.annotation is float else text
