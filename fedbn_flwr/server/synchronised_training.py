@@ -13,14 +13,8 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.server.failures import MOD_ORDER
 from fedbn_flwr.server.flower import Server
-from fedbn_flwr.server.synchronised_step import (
-    Limits,
-    StepResult,
-    step_by_barrier,
-    step_by_channel,
-    step_by_messages,
-    with_config,
-)
+from fedbn_flwr.server.step_by_messages import step_by_messages
+from fedbn_flwr.server.synchronised_step import Limits, StepResult, step_by_barrier, step_by_channel, with_config
 from fedbn_flwr.transport import BarrierGrid, Member
 from fedbn_flwr.transport.grpc_channel import ChannelServer
 

@@ -32,7 +32,7 @@ Gradients of gamma and beta stay local. Steps $2 \dots E$ are ordinary local ste
 `fedtan_exchanges="2L+1"` sends mean and variance together: the same mathematics in fewer exchanges, $\sigma^2 =
 \sum_i p_i (\sigma_i^2 + (\mu_i - \mu)^2)$. `union_batch_size` is the sum of the first batches. The arithmetic of a
 synchronised layer is in `batchnorm/sync`; how the exchanges travel is in `transport`,
-`server/synchronised_training.py` and `server/synchronised_step.py`.
+`server/synchronised_training.py`, `server/synchronised_step.py` and `server/step_by_messages.py`.
 
 A BN layer that TorchScript holds, or that activation checkpointing calls again, cannot be synchronised. A `TorchClient`
 tries a step before the first round and says so; the run ends if no client can take part. Other clients raise the error
