@@ -14,11 +14,15 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbn_flwr.compat.flower import is_app_error
+from fedbn_flwr.errors import raise_shared_config_error
 from fedbn_flwr.messages.protocol import LOCAL_SHA256, USED_SHA256
 from fedbn_flwr.messages.records import num_bytes, select
 from fedbn_flwr.server.failures import error_text
+from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.nodes import Node, NodeRegistry
-from fedbn_flwr.server.report import RoundReport, Traffic
+from fedbn_flwr.server.replies import Refused
+from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.server.run_state import RunState
 
 __all__ = ["Dispatcher"]
 
@@ -29,24 +33,23 @@ class Dispatcher:
     """Builds the messages of a run and sorts its replies.
 
     Args:
+        method: gives the names of the records, and what stays with the clients.
+        run: the run.
         nodes: the nodes of the run; the caller marks there which nodes are initialised.
         timeout: seconds to wait for replies.
-        arrays_key: the name of the model's record.
-        config_key: the name of the config's record.
 
     Attributes:
-        timeout: as given.
-        num_asked: number of nodes that the latest messages were addressed to.
+        run: as given; so also ``nodes`` and ``timeout``.
     """
 
-    def __init__(self, nodes: NodeRegistry, timeout: float, arrays_key: str, config_key: str) -> None:
+    def __init__(self, method: Method[Any], run: RunState, nodes: NodeRegistry, timeout: float) -> None:
+        self.run = run
+        self.nodes = nodes
         self.timeout = timeout
-        self._nodes = nodes
-        self._arrays_key = arrays_key
-        self._config_key = config_key
+        self._method = method
         self._asked: list[Node] = []
+        self._num_asked = 0
         self._sent_at = 0.0
-        self.num_asked = 0
         self._expected_hashes: Mapping[str, str] | None = None
         self._answered: set[str] = set()
 
@@ -59,11 +62,9 @@ class Dispatcher:
         nodes: Sequence[Node],
         message_type: str,
         arrays: ArrayRecord,
-        local: Sequence[str],
         config: Mapping[str, Any],
         traffic: Traffic,
-        extras: Mapping[str, ArrayRecord],
-        used: Mapping[str, str] | None = None,
+        extras: Mapping[str, ArrayRecord] | None = None,
     ) -> list[Message]:
         """Return a message for each node and count its bytes; the same arrays to several nodes are one broadcast.
 
@@ -71,40 +72,38 @@ class Dispatcher:
             nodes: the receivers.
             message_type: Flower's type.
             arrays: the whole state.
-            local: names of its entries that stay with the clients.
             config: the config of all messages.
             traffic: counts the bytes.
             extras: further records.
-            used: by label the hash of what a node kept in its last round whose reply was used; None = not sent.
         """
+        local, extras = self.run.parts.select(self._method.local), extras or {}
         shared = select(arrays, arrays.keys() - set(local)) if local else arrays
-        self._asked, self.num_asked, self._sent_at = list(nodes), len(nodes), time.monotonic()
+        self._asked, self._num_asked, self._sent_at = list(nodes), len(nodes), time.monotonic()
         traffic.exchanges += bool(nodes)
-        models = {n.node_id: shared if n.node_id in self._nodes.initialised else arrays for n in nodes}
+        models = {n.node_id: shared if n.node_id in self.nodes.initialised else arrays for n in nodes}
         for model in {id(model): model for model in models.values()}.values():
             traffic.count_down(num_bytes(model))
         for extra in extras.values():
             traffic.count_down(num_bytes(extra))
         messages = []
         for node in nodes:
-            content = RecordDict({self._arrays_key: models[node.node_id], **extras})
-            content[self._config_key] = ConfigRecord({**config, **self._expected_hash(node), **_used_hash(node, used)})
+            content = RecordDict({self._method.arrayrecord_key: models[node.node_id], **extras})
+            hashes = {**self._expected_hash(node), **self._used_hash(node)}
+            content[self._method.configrecord_key] = ConfigRecord({**config, **hashes})
             messages.append(Message(content, node.node_id, message_type))
         return messages
 
-    def in_order(
-        self, replies: Iterable[Message], report: RoundReport, dropped: Collection[int] = ()
-    ) -> list[tuple[Node, Message]]:
+    def in_order(self, replies: Iterable[Message], dropped: Collection[int] = ()) -> list[tuple[Node, Message]]:
         """Return the replies in the order of partition ids; report the nodes that did not answer.
 
         ``dropped`` are ids of nodes that the report names already, and from which no reply is expected.
 
         A reply that comes from none of the nodes asked is left out; it is reported with each node that did not answer.
         """
-        asked = {node.node_id for node in self._asked}
+        asked, report = {node.node_id for node in self._asked}, self.run.report
         messages = list(replies)
         own = [message for message in messages if message.metadata.src_node_id in asked]
-        pairs = [(self._nodes.identify_sender(message), message) for message in own]
+        pairs = [(self.nodes.identify_sender(message), message) for message in own]
         answered = {node.node_id for node, _ in pairs}
         self._answered |= {node.label for node, message in pairs if message.has_content() or is_app_error(message)}
         why = self._no_reply([message for message in messages if message.metadata.src_node_id not in asked])
@@ -114,6 +113,20 @@ class Dispatcher:
                 logger.warning("round %d: %s: %s", report.server_round, node, why)
         self._asked = []
         return sorted(pairs, key=lambda pair: pair[0].order)
+
+    def raise_shared_error(self, refused: Refused, any_works: bool) -> None:
+        """Raise the ConfigError that all asked clients raised, unless a client is known to work (``any_works``)."""
+        if not any_works and not self.run.after:  # clients of a resumed run worked before
+            reasons = [str(message.error.reason) for _, message, _ in refused if message.has_error()]
+            raise_shared_config_error(reasons, self._num_asked)
+
+    def raise_shared_test_error(self, refused: Refused) -> None:
+        """Raise the ConfigError of a test that all asked clients raised, unless a client is known to work.
+
+        It is if it was tested before, or has trained and has not failed now.
+        """
+        failed = {node.label for node, _, _ in refused}
+        self.raise_shared_error(refused, self.run.tested or bool(self.run.trained - failed))
 
     def _no_reply(self, strange: Sequence[Message]) -> str:
         """Return why there is no reply of a node: the time has passed, or the wait ended before, with other replies."""
@@ -133,9 +146,12 @@ class Dispatcher:
             return {}  # an unknown node may hold the right state already
         return {LOCAL_SHA256: self._expected_hashes.get(node.label, "")}
 
+    def _used_hash(self, node: Node) -> dict[str, str]:
+        """Return the hash of what the node kept in its last round whose reply was used, if other rounds are undone.
 
-def _used_hash(node: Node, used: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the entry for a node; none for a node that may be a known client under a new node id."""
-    if used is None or (used and node.partition_id is None and node.label not in used):
-        return {}
-    return {USED_SHA256: used.get(node.label, "")}
+        A node that may be a known client under a new node id gets none.
+        """
+        used = self.run.local_hashes
+        if not self._method.undoes_lost_rounds or (used and node.partition_id is None and node.label not in used):
+            return {}
+        return {USED_SHA256: used.get(node.label, "")}

@@ -119,9 +119,8 @@ P = TypeVar("P", bound=Params, default=Params)
 class Method(FlowerFedAvg, Generic[P]):
     """The interface between a method, a paper's algorithm, and ``server.flower``, which runs it as a strategy.
 
-    Class methods check settings and need no run. ``begin`` is called once. In a round ``server.flower`` calls
-    ``phase``, ``hooks_for``, ``extras``, ``run_training``, ``check`` for each reply, and ``combine``, which calls
-    ``weights``.
+    Class methods check settings and need no run. ``begin`` is called once. In a round the server calls ``phase``,
+    ``hooks_for``, ``extras``, ``run_training``, ``check`` for each reply, and ``combine``, which calls ``weights``.
     ``Server`` and ``CommonOptions`` implement all but ``weights`` and ``combine``, FedAvg implements these two; another
     method overrides those that differ.
 
@@ -149,6 +148,7 @@ class Method(FlowerFedAvg, Generic[P]):
         checkpoint_keys: attributes to checkpoint, without those of the base classes.
         reported_metrics: metrics of the clients' training that a run's lines have, without those of the base classes.
         params: the settings.
+        tests: the tests of ``eval_on`` (``tests_in``).
     """
 
     name: ClassVar[str]
@@ -188,11 +188,12 @@ class Method(FlowerFedAvg, Generic[P]):
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
             self.evaluate_metrics_aggr_fn = average_metrics
         self.params = self.Params(**settings)
+        self.tests = tests_in(self.params.eval_on)
         self._refuse_unused()
 
     def _refuse_unused(self) -> None:
         """Raise ConfigError for settings that were given, differ from their default, and have no effect."""
-        run = RunSettings(0, tests=tests_in(self.params.eval_on))
+        run = RunSettings(0, tests=self.tests)
         fields = type(self.params).model_fields
         lines = [
             f"{name}={getattr(self.params, name)!r} has no effect: {use}"
@@ -201,6 +202,11 @@ class Method(FlowerFedAvg, Generic[P]):
         ]
         if lines:
             raise ConfigError("\n".join(lines))
+
+    @property
+    def recalibrates(self) -> bool:
+        """Whether every test and the final model use re-estimated statistics."""
+        return self.reestimates or self.params.recalibrate
 
     @classmethod
     @abstractmethod

@@ -22,6 +22,7 @@ from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 
 __all__ = [
+    "Refused",
     "Reply",
     "Terms",
     "no_batchnorm_hint",
@@ -38,6 +39,8 @@ logger = logging.getLogger("flwr")
 
 Size = tuple[int, int]  # bytes of floats, and of others
 Read = TypeVar("Read")
+Refused = Sequence[tuple[Node, Message, ReplyError]]
+"""Refused replies: sender, reply, and what is wrong with it."""
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,24 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.averaging import State, check_state
 from fedbn_flwr.batchnorm.parts import Parts, split_state
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Continuity, ReplyInfo
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.shared_bn import LatestBN
 
 __all__ = ["RunState"]
+
+# How often a strategy was started on a grid: the clients' Context.state outlives a start, and a later one tells them to
+# forget what was kept in it (start_id).
+_STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")
 
@@ -112,6 +118,13 @@ class RunState:
         """The number of rounds from this one to the last; ConfigError if Flower's loop does not say."""
         return self.total_rounds - self.after - len(self.reports) + 1
 
+    def count_start(self, grid: Grid) -> None:
+        """Count the start on this grid; a later one has an id, so that its clients forget what they have kept."""
+        earlier = _STARTS.get(grid, 0)
+        _STARTS[grid] = earlier + 1
+        if earlier and not self.after and self.continuity is None:
+            self.start_id = str(earlier)
+
     def begin_round_statistics(self) -> None:
         """Begin a round: what was re-estimated after the last one is of the model that this one begins with."""
         kept = self.statistics_at_start if self.reports and self.reports[-1].kept_previous else {}
@@ -137,6 +150,16 @@ class RunState:
             raise ConfigError(
                 f"parts= does not know {len(unknown)} of the arrays ({unknown[0]}, ...): it was made from another model"
             )
+
+    def check_initial(self, state: State) -> None:
+        """Raise ConfigError if the initial state is not finite."""
+        try:
+            check_state(state, state, self.parts)
+        except ReplyError as error:
+            raise ConfigError(
+                f"initial_arrays: {error}. Every reply with it would be refused. A constant, such as a mask of -inf, "
+                "stays out of the state dict with register_buffer(..., persistent=False)"
+            ) from None
 
     def note_kept(self, node: Node, message: Message) -> None:
         """Note the hash of the client's kept state, and whether it is durable."""

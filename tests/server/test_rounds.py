@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import client_app
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import from_record, to_record
@@ -189,7 +190,7 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, m
 
 def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     """What it holds may be what another message names, and "" would make it drop that."""
-    dispatcher = Dispatcher(NodeRegistry(0, 1.0), 1.0, "arrays", "config")
+    dispatcher = Dispatcher(FedAvg(), RunState("fedavg"), NodeRegistry(0, 1.0), 1.0)
     dispatcher.expect_hashes({"0": "a" * 64})
     expected = [dispatcher._expected_hash(Node(7, partition)) for partition in (0, 1, None)]
     assert expected == [{"fedbn-flwr.local-sha256": "a" * 64}, {"fedbn-flwr.local-sha256": ""}, {}]
@@ -201,18 +202,19 @@ def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
 def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, why: str) -> None:
     """A loop that waits less than the strategy, and a reply that names another node than those asked."""
     InProcessGrid(client_app(lambda context: None), 1).close()  # Flower makes messages only in a process of a run
-    nodes = NodeRegistry(0, 1.0)
-    dispatcher, report = Dispatcher(nodes, timeout, "arrays", "config"), RoundReport(1, "train")
+    report = RoundReport(1, "train")
+    run = RunState("fedavg", split_state({}), reports=[report])
+    dispatcher = Dispatcher(FedAvg(), run, NodeRegistry(0, 1.0), timeout)
     asked = [Node(7, 0), Node(8, 1)]
-    first, _ = dispatcher.address(asked, "train", ArrayRecord(), (), {}, report.train, {})
+    first, _ = dispatcher.address(asked, "train", ArrayRecord(), {}, report.train)
     strange = Message(RecordDict(), 9, "train")
     replies = [Message(RecordDict(), reply_to=first), Message(Error(6, "not mine"), reply_to=strange)]
-    assert [node.node_id for node, _ in dispatcher.in_order(replies, report)] == [7]
+    assert [node.node_id for node, _ in dispatcher.in_order(replies)] == [7]
     expected = rf"node 8 \(partition 1\): {why}; replies from none of the nodes asked \(1\): error 6: not mine"
     assert list(report.rejected) == [8]
     assert re.match(expected, report.rejected[8])
-    dispatcher.address(asked[1:], "evaluate", ArrayRecord(), (), {}, report.evaluate, {})
-    dispatcher.in_order([], report)
+    dispatcher.address(asked[1:], "evaluate", ArrayRecord(), {}, report.evaluate)
+    dispatcher.in_order([])
     assert report.rejected[8].count("no reply") == 2, "that of the training, and that of the test"
 
 
