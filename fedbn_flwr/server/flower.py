@@ -144,15 +144,16 @@ class Server(Method[P]):
         after = self.prepare(initial_arrays, num_rounds, timeout)
         self.run.by_run_rounds = True
         self.run.count_start(grid)
+        polled = polling(grid)
         configs, test = (train_config, evaluate_config), partial(self._test_and_end_round, evaluate_fn)
         try:
-            result = run_rounds(self, polling(grid), initial_arrays, after, num_rounds, timeout, *configs, test)
+            result = run_rounds(self, polled, initial_arrays, after, num_rounds, timeout, *configs, test)
         finally:
             self.stopped = False  # of this run, not of a next one
         arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
         last = self.reports[-1].server_round if self.reports else num_rounds
         if self.recalibrates and not self._failed_run.ends and not self._tests_after(last):
-            self._reestimate(last, arrays, polling(grid))  # the run was stopped between two tests
+            self._reestimate(last, arrays, polled)  # the run was stopped between two tests
         result.arrays = self._completed_model.complete(arrays)
         if self.completes_tests:
             self._completed_model.warn_of_nothing_shared()
@@ -191,6 +192,7 @@ class Server(Method[P]):
             ConfigError: a setting does not fit this run, or the initial arrays are not finite.
         """
         self.run = RunState(self.name, self.parts, self.continuity, num_rounds)
+        self._early_replies = []
         self._connect(timeout)
         self.run.set_model(initial_arrays)
         if self._saved is None:
