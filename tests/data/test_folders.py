@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from fedbn_flwr.data import image_files as reading
 from fedbn_flwr.data.folders import files_of_classes, hold_files, image_files
+from fedbn_flwr.data.image_files import decoding
 from fedbn_flwr.data.loading import load_dataset
 from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
@@ -32,7 +32,7 @@ def rows(image: np.ndarray) -> torch.Tensor:
 
 
 def test_images_of_every_mode_are_decoded_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_CHUNK", 3)
+    monkeypatch.setattr(decoding, "_CHUNK", 3)
     modes = ["RGB", "L", "P", "RGBA", "1", "RGB", "L"]
     expected = [write(tmp_path / f"{at}.png", seed=at, mode=mode) for at, mode in enumerate(modes)]
     files = [(path, at) for at, path in enumerate(image_files(tmp_path))]

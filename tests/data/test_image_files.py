@@ -170,7 +170,7 @@ def test_a_worker_that_was_killed_ends_the_reading_with_an_error(files) -> None:
     subset = Subset(samples, None, mean=(0.5,) * 3, std=(0.2,) * 3)
     reading = subset.batches(torch.arange(COUNT).repeat(40).split(1))
     next(reading)
-    (process,) = samples.files._workers[1]._processes.values()
+    (process,) = samples.files._workers._started[1]._processes.values()
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(DataError, match="a process that decodes images has ended"):
         list(reading)
@@ -180,7 +180,7 @@ def test_a_worker_that_was_killed_ends_the_reading_with_an_error(files) -> None:
 def test_workers_end_with_their_files(files) -> None:
     samples = read(files, workers=1)
     list(Subset(samples, None, mean=(0.5,) * 3, std=(0.2,) * 3).batches([torch.tensor([0])]))
-    (process,) = samples.files._workers[1]._processes.values()
+    (process,) = samples.files._workers._started[1]._processes.values()
     gone = weakref.ref(samples.files)
     del samples
     gc.collect()

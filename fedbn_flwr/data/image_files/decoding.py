@@ -1,0 +1,50 @@
+"""The pixels of an image file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.machine import num_cores
+
+__all__ = ["MODES", "Bytes", "check_mode", "for_all", "pixels"]
+
+Bytes = npt.NDArray[np.uint8]
+
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+"""Pillow's modes of images whose pixels are bytes."""
+
+_CHUNK = 4096
+
+
+def pixels(path: str, mode: str = "RGB") -> Tensor:
+    """Return one image as bytes, (C, H, W): RGB, or as they are (for example the numbers of a palette)."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            check_mode(image)
+            found = np.array(image.convert(mode) if mode else image, dtype=np.uint8)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, for damaged files
+        raise DataError(f"image {path} cannot be read: {error}") from error
+    return torch.from_numpy(found if found.ndim == 3 else found[:, :, None]).permute(2, 0, 1)
+
+
+def check_mode(image: Any) -> None:
+    """Raise ValueError unless the pixels of Pillow's image are bytes."""
+    if image.mode not in MODES:
+        raise ValueError(f"its pixels are not bytes (mode {image.mode}); save it with 8 bits for each channel")
+
+
+def for_all(count: int, act: Callable[[int], None]) -> None:
+    """Call ``act`` with the numbers below ``count``, in several threads: Pillow decodes outside of Python's lock."""
+    with ThreadPoolExecutor(min(8, num_cores())) as pool:
+        for start in range(0, count, _CHUNK):  # a million futures at the same time would need a gigabyte
+            list(pool.map(act, range(start, min(start + _CHUNK, count))))
