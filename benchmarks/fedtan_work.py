@@ -21,7 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fedbn_flwr import TorchClient, client_app
-from fedbn_flwr.data.samples import Samples, Subset
+from fedbn_flwr.data import Samples, Subset
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.models import build_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedbn_flwr.data.augment import Augment
+from fedbn_flwr.data.dataset import Dataset
 from fedbn_flwr.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
 from fedbn_flwr.data.local_dataset import load_local_dataset
 from fedbn_flwr.data.own import (
@@ -26,8 +27,9 @@ from fedbn_flwr.data.partitioning import (
     split_dataset,
 )
 from fedbn_flwr.data.picture import partition_picture, partition_table
-from fedbn_flwr.data.samples import Dataset, Examples, Samples, Subset
+from fedbn_flwr.data.samples import Examples, Samples
 from fedbn_flwr.data.standardise import FeatureMoments, Scale, Standardise, moments_of_inputs, scale_of, standardised
+from fedbn_flwr.data.subset import Subset
 from fedbn_flwr.data.validation import split_off
 
 __all__ = [

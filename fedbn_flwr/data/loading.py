@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from fedbn_flwr.data.dataset import Dataset
 from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.data.registry import DATASETS, DatasetInfo
-from fedbn_flwr.data.samples import Dataset
 from fedbn_flwr.data.shapes import Shape, fitted
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, unknown_name
 

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedbn_flwr.data.dataset import Dataset
 from fedbn_flwr.data.domains import read_archive, read_class_folders
 from fedbn_flwr.data.folders import Files, image_files
 from fedbn_flwr.data.loading import MAX_BYTES
 from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.data.registry import DATASETS
-from fedbn_flwr.data.samples import Dataset, Examples
+from fedbn_flwr.data.samples import Examples
 from fedbn_flwr.data.shapes import Shape, fitted
 from fedbn_flwr.errors import DataError
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from fedbn_flwr.data.dataset import Dataset
 from fedbn_flwr.data.group_splits import split_domain, split_natural
 from fedbn_flwr.data.partition_test_set import partition_counts, partition_test_set
-from fedbn_flwr.data.samples import Dataset
 from fedbn_flwr.data.shards import split_shards, split_unbalanced_shards
 from fedbn_flwr.data.splits import (
     Indices,

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbn_flwr.data.dataset import Dataset
 from fedbn_flwr.data.own.request import OwnData
 from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.registry import DatasetInfo
-from fedbn_flwr.data.samples import Dataset, Samples
+from fedbn_flwr.data.samples import Samples
 from fedbn_flwr.data.shapes import Shape
 from fedbn_flwr.errors import DataError
 

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.data.samples import Dataset, Examples, Samples, Subset
+from fedbn_flwr.data.dataset import Dataset
+from fedbn_flwr.data.samples import Examples, Samples
 from fedbn_flwr.data.splits import Indices
+from fedbn_flwr.data.subset import Subset
 from fedbn_flwr.errors import DataError
 
 __all__ = ["FeatureMoments", "Scale", "Standardise", "moments_of_inputs", "scale_of", "standardised"]

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from fedbn_flwr.data import loading
+from fedbn_flwr.data.dataset import Dataset
 from fedbn_flwr.data.domains import DOMAINNET10, OFFICE_CALTECH10
 from fedbn_flwr.data.loading import load_dataset
-from fedbn_flwr.data.samples import Dataset
 from fedbn_flwr.errors import DataError
 
 SHARED = Path(__file__).parents[2].parent / "shared/data"

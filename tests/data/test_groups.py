@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.data.augment import Augment
-from fedbn_flwr.data.samples import Dataset, Samples, Subset
+from fedbn_flwr.data.dataset import Dataset
+from fedbn_flwr.data.samples import Samples
 from fedbn_flwr.data.shapes import Shape, reshaped
+from fedbn_flwr.data.subset import Subset
 from fedbn_flwr.errors import DataError
 
 STATS = {"mean": (0.5,), "std": (0.25,)}

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from fedbn_flwr.data import loading
+from fedbn_flwr.data.dataset import Dataset
 from fedbn_flwr.data.loading import DATASETS, load_dataset
 from fedbn_flwr.data.readers import Loaded
-from fedbn_flwr.data.samples import Dataset, Samples
+from fedbn_flwr.data.samples import Samples
 from fedbn_flwr.data.shapes import Shape, reshaped
 from fedbn_flwr.errors import ConfigError, DataError
 

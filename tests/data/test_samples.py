@@ -8,7 +8,8 @@ import torch
 from torchvision.transforms.v2 import functional
 
 from fedbn_flwr.data.augment import Augment
-from fedbn_flwr.data.samples import Samples, Subset
+from fedbn_flwr.data.samples import Samples
+from fedbn_flwr.data.subset import Subset
 from fedbn_flwr.errors import DataError
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
