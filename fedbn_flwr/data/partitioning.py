@@ -34,8 +34,8 @@ __all__ = [
     "make_partition",
     "partition_counts",
     "partition_test_set",
+    "split_dataset",
 ]
-__all__ += ["split_dataset"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +104,9 @@ def make_partition(
         raise ConfigError(f"num-clients={num_clients}: at least 1 needed.")
     if num_clients > len(labels):
         raise DataError(f"num-clients={num_clients}: more than the {len(labels)} training examples. Use fewer clients.")
-    found = int(labels.max()) + 1
-    num_classes = found if num_classes is None else num_classes
-    if labels.min() < 0 or found > num_classes:
-        raise DataError(
-            f"labels run from {labels.min()} to {found - 1}; num-classes={num_classes} allows 0 to {num_classes - 1}."
-        )
-    for key, value in (("num-shards", num_shards), ("shards-per-client", shards_per_client)):
-        if value < 0:
-            raise ConfigError(f"{key}={value}: 0 (not set) or more needed.")
-    if groups is not None:
-        groups = np.asarray(groups, dtype=np.int64)
-        if groups.shape != labels.shape:
-            raise DataError(f"groups of shape {groups.shape} for {len(labels)} training examples: one each needed.")
     request = PartitionRequest(
         labels=labels,
-        num_classes=num_classes,
+        num_classes=int(labels.max()) + 1 if num_classes is None else num_classes,
         num_clients=num_clients,
         seed=seed,
         alpha=alpha,
@@ -128,12 +115,27 @@ def make_partition(
         num_shards=num_shards,
         shards_per_client=shards_per_client,
         domain_share=domain_share,
-        groups=groups,
+        groups=None if groups is None else np.asarray(groups, dtype=np.int64),
         group_names=tuple(group_names),
     )
+    _check(request)
     partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
     _refuse_empty(name, partition)
     return partition
+
+
+def _check(request: PartitionRequest) -> None:
+    """Raise ConfigError or DataError if labels, numbers of shards or groups are not possible."""
+    labels, classes, groups = request.labels, request.num_classes, request.groups
+    if labels.min() < 0 or labels.max() >= classes:
+        raise DataError(
+            f"labels run from {labels.min()} to {labels.max()}; num-classes={classes} allows 0 to {classes - 1}."
+        )
+    for key, value in (("num-shards", request.num_shards), ("shards-per-client", request.shards_per_client)):
+        if value < 0:
+            raise ConfigError(f"{key}={value}: 0 (not set) or more needed.")
+    if groups is not None and groups.shape != labels.shape:
+        raise DataError(f"groups of shape {groups.shape} for {len(labels)} training examples: one each needed.")
 
 
 def split_dataset(
@@ -155,13 +157,7 @@ def split_dataset(
         ConfigError: as ``make_partition``, or the split is by class and the images have a class for each pixel.
         DataError: as ``make_partition``.
     """
-    if name in PARTITIONS and PARTITIONS[name].by_class and not dataset.train.by_class:
-        allowed = ", ".join(info.name for info in PARTITIONS.values() if not info.by_class)
-        what = "the images" if dataset.train.by_pixel else "the examples"
-        has = "have a class for each pixel" if dataset.train.by_pixel else "have no single class"
-        raise ConfigError(
-            f"partition {name!r} splits by class; {what} of dataset {dataset.name!r} {has}. Use one of {allowed}."
-        )
+    _refuse_without_classes(name, dataset)
     labels, test_labels = (part.labels.cpu().numpy() for part in (dataset.train, dataset.test))
     groups, test_groups = (
         None if part.groups is None else part.groups.cpu().numpy() for part in (dataset.train, dataset.test)
@@ -185,6 +181,17 @@ def split_dataset(
     if name == "natural" and groups is not None and test_groups is not None:  # all test examples of its group
         return train, [np.flatnonzero(test_groups == groups[part[0]]).astype(np.int64) for part in train]
     return train, partition_test_set(train, labels, test_labels, seed, groups, test_groups)
+
+
+def _refuse_without_classes(name: str, dataset: Dataset) -> None:
+    """Raise ConfigError if the split is by class and the examples have no single class."""
+    if name in PARTITIONS and PARTITIONS[name].by_class and not dataset.train.by_class:
+        allowed = ", ".join(info.name for info in PARTITIONS.values() if not info.by_class)
+        what = "the images" if dataset.train.by_pixel else "the examples"
+        has = "have a class for each pixel" if dataset.train.by_pixel else "have no single class"
+        raise ConfigError(
+            f"partition {name!r} splits by class; {what} of dataset {dataset.name!r} {has}. Use one of {allowed}."
+        )
 
 
 def _by_unit(units: Indices) -> tuple[Indices, list[Indices]]:
