@@ -11,7 +11,7 @@ import torch
 from fedbn_flwr.data.dataset import Dataset
 from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.data.registry import DATASETS, DatasetInfo
-from fedbn_flwr.data.shapes import Shape, fitted
+from fedbn_flwr.data.shapes import Shape, fitted, per_channel
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, unknown_name
 
 __all__ = ["DATASETS", "MAX_BYTES", "DatasetInfo", "load_dataset"]
@@ -87,9 +87,7 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
             f"{info.files}. Put these files there, or set data-dir to the folder that holds them, or use "
             f"dataset='digits', which is embedded."
         ) from error
-    mean, std = info.mean, info.std
-    if info.mean and shape.channels != info.channels:
-        mean, std = (values * 3 if shape.channels == 3 else (sum(values) / 3,) for values in (mean, std))
+    mean, std = (per_channel(values, shape.channels) for values in (info.mean, info.std))
     train, test = (fitted(part, shape).to(device) for part in (train, test))
     return Dataset(info.name, train, test, info.num_classes, mean, std, group_names, info.class_names)
 

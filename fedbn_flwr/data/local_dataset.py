@@ -14,7 +14,7 @@ from fedbn_flwr.data.loading import MAX_BYTES
 from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.data.registry import DATASETS
 from fedbn_flwr.data.samples import Examples
-from fedbn_flwr.data.shapes import Shape, fitted
+from fedbn_flwr.data.shapes import Shape, fitted, per_channel
 from fedbn_flwr.errors import DataError
 
 __all__ = ["load_local_dataset"]
@@ -66,7 +66,7 @@ def load_local_dataset(
     train, test = (fitted(samples, shape).to(device) for samples in both)
     if not len(train):
         raise DataError(f"data-path={path!r} has no training images.")
-    return Dataset(path, train, test, num_classes, _per_channel(info.mean, channels), _per_channel(info.std, channels))
+    return Dataset(path, train, test, num_classes, per_channel(info.mean, channels), per_channel(info.std, channels))
 
 
 def _class_files(folder: Path, classes: Sequence[str]) -> Files:
@@ -97,7 +97,3 @@ def _tell_left_out(folder: Path, classes: Sequence[str]) -> None:
         )
     elif absent:
         logger.info("data-path=%r: no images of these classes, which have no folder: %s", str(folder), absent)
-
-
-def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    return values if len(values) == channels else (sum(values) / len(values),) * channels

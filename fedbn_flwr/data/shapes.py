@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.samples import Examples, Samples
 
-__all__ = ["Shape", "fitted", "reshaped"]
+__all__ = ["Shape", "fitted", "per_channel", "reshaped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
 def fitted(samples: Examples, shape: Shape) -> Examples:
     """Return the examples in this shape: images in memory are ``reshaped``, others have it already."""
     return reshaped(samples, shape) if isinstance(samples, Samples) and samples.as_bytes else samples
+
+
+def per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """Return a mean or std of pixels for so many channels: the average over the known channels; () stays ()."""
+    return values if len(values) in (0, channels) else (sum(values) / len(values),) * channels
 
 
 def _luma(images: Tensor) -> Tensor:
