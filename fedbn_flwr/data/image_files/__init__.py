@@ -55,7 +55,7 @@ def hold(
     ends = np.cumsum([0, *parts])
     numbers = [torch.arange(start, end) for start, end in itertools.pairwise(ends.tolist())]
     classes = torch.tensor(labels, dtype=torch.int64)
-    if files.num_bytes <= shape.max_bytes and not shape.originals:
+    if len(files) * files.image_bytes <= shape.max_bytes and not shape.originals:
         inputs, targets = files.read_all()
         if targets is None:
             return [Samples(inputs[own], classes[own]) for own in numbers]

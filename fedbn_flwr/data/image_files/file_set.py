@@ -62,11 +62,6 @@ class FileSet:
         channels, height, width = self.shape
         return (channels + self.has_masks) * height * width
 
-    @property
-    def num_bytes(self) -> int:
-        """The memory of all decoded images and classes of pixels."""
-        return len(self) * self.image_bytes
-
     def read(self, numbers: Sequence[int], each: Sequence[str] = (), seeds: Sequence[int] = ()) -> Batch:
         """Return images, uint8 (B, C, H, W), and the classes of their pixels, uint8 (B, H, W), or None.
 

@@ -10,7 +10,7 @@ from typing import Any
 from fedbn_flwr.data.image_files.decoding import check_mode, for_all
 from fedbn_flwr.errors import DataError
 
-__all__ = ["LookedAt", "look_at_files", "refuse_damaged"]
+__all__ = ["LookedAt", "first_of", "look_at_files", "refuse_damaged"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,10 @@ def _has_end(path: Path, kind: str | None) -> bool:
 def refuse_damaged(damaged: Mapping[int, str]) -> None:
     """Raise DataError if there are problems of files, by their numbers."""
     if damaged:
-        first = [damaged[number] for number in sorted(damaged)[:10]]
-        more = f"\nand {len(damaged) - 10} more" if len(damaged) > 10 else ""
         count = f"{len(damaged)} image files cannot be read:\n" if len(damaged) > 1 else ""
-        raise DataError(count + "\n".join(first) + more)
+        raise DataError(count + first_of([damaged[number] for number in sorted(damaged)]))
+
+
+def first_of(problems: Sequence[str]) -> str:
+    """Return the first ten problems, a line each, and the number of the others."""
+    return "\n".join(problems[:10]) + (f"\nand {len(problems) - 10} more" if len(problems) > 10 else "")

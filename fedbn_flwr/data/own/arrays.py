@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,31 @@ def read_arrays(request: OwnData) -> Found:
     Raises:
         DataError: the file is no npz file, arrays are absent, or do not fit; the message names the array.
     """
+    arrays, others = _load(request)
+    _check_lengths(request, arrays)
+    inputs = as_inputs(request, arrays["x"], "x")
+    if inputs.ndim == 2:
+        _check_features(request, arrays["x"])
+    y = arrays["y"]
+    read = _pixels(request, inputs, y) if y.ndim == 3 else read_targets(request, y, "y")
+    clients, client_names = numbered(arrays["client"].tolist()) if "client" in arrays else (None, ())
+    return Found(
+        inputs=inputs,
+        targets=read.targets,
+        task=read.task,
+        num_classes=read.num_classes,
+        class_names=read.class_names,
+        clients=clients,
+        client_names=client_names,
+        units=numbered(arrays["group"].tolist())[0] if "group" in arrays else None,
+        tests=as_tests(request, arrays["split"], "split") if "split" in arrays else None,
+        size=tuple(inputs.shape[2:]) if inputs.dtype == torch.uint8 else (),
+        notes=(*(f"array {name!r} is not used" for name in others), *read.notes, *note_of_filled(inputs)),
+    )
+
+
+def _load(request: OwnData) -> tuple[dict[str, Any], list[str]]:
+    """Return the arrays of the file that are known, ``x`` and ``y`` among them, and the names of the others."""
     path = request.existing()
     try:
         archive = np.load(path, allow_pickle=False)
@@ -49,6 +75,11 @@ def read_arrays(request: OwnData) -> Found:
             f"dataset={request.name!r} lacks the array {' and '.join(absent)}; it has {shown(names)}. Save it with "
             "numpy.savez(path, x=inputs, y=targets)."
         )
+    return arrays, [name for name in names if name not in _KNOWN]
+
+
+def _check_lengths(request: OwnData, arrays: Mapping[str, Any]) -> None:
+    """Raise DataError unless each array has a value, or several, for each example of ``x``."""
     count = len(arrays["x"])
     for name, array in arrays.items():
         if array.ndim == 0 or len(array) != count:
@@ -61,29 +92,6 @@ def read_arrays(request: OwnData) -> Found:
         array = arrays.get(name)
         if array is not None and (array.ndim != 1 or (array.dtype.kind == "f" and np.isnan(array).any())):
             raise DataError(f"dataset={request.name!r}: {name} has shape {array.shape}; ({count},) without NaN needed.")
-    inputs = as_inputs(request, arrays["x"], "x")
-    if inputs.ndim == 2:
-        _check_features(request, arrays["x"])
-    y = arrays["y"]
-    read = _pixels(request, inputs, y) if y.ndim == 3 else read_targets(request, y, "y")
-    clients, client_names = numbered(arrays["client"].tolist()) if "client" in arrays else (None, ())
-    return Found(
-        inputs=inputs,
-        targets=read.targets,
-        task=read.task,
-        num_classes=read.num_classes,
-        class_names=read.class_names,
-        clients=clients,
-        client_names=client_names,
-        units=numbered(arrays["group"].tolist())[0] if "group" in arrays else None,
-        tests=as_tests(request, arrays["split"], "split") if "split" in arrays else None,
-        size=tuple(inputs.shape[2:]) if inputs.dtype == torch.uint8 else (),
-        notes=(
-            *(f"array {name!r} is not used" for name in names if name not in _KNOWN),
-            *read.notes,
-            *note_of_filled(inputs),
-        ),
-    )
 
 
 def _stripped(array: Any) -> Any:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fedbn_flwr.data.own.request import OwnData, is_number, oddly_written, shown
+from fedbn_flwr.data.own.request import OwnData, is_number, listed, oddly_written, shown
 from fedbn_flwr.errors import DataError
 
 __all__ = [
     "FILE",
     "MISSING",
+    "ReadFeatures",
     "as_text",
     "features_of",
-    "listed",
     "note_of_filled",
     "problems_of_numbers",
     "refuse_lists_and_dates",
@@ -57,9 +57,16 @@ class _Features:
     problems: list[str] = field(default_factory=list)
 
 
-def features_of(
-    request: OwnData, table: Any, wanted: list[tuple[str, tuple[str, ...]]], tests: Any
-) -> tuple[torch.Tensor, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+class ReadFeatures(NamedTuple):
+    """What ``features_of`` returns; the fields are those of ``Found``, ``names`` its ``feature_names``."""
+
+    inputs: torch.Tensor
+    names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def features_of(request: OwnData, table: Any, wanted: list[tuple[str, tuple[str, ...]]], tests: Any) -> ReadFeatures:
     """Return the features float32 (N, F), their names, notes, and warnings; a missing value is NaN.
 
     Categories that are not stated are those of all rows, or of the training rows of ``split-column``. Text that is none
@@ -93,7 +100,8 @@ def features_of(
     if not found.columns:
         raise DataError(f"dataset={request.name!r} has no columns for features; set feature-columns.")
     features = torch.from_numpy(np.stack(found.columns, 1).astype(np.float32))
-    return features, tuple(found.names), (*found.notes, *note_of_filled(features)), tuple(found.warnings)
+    notes = (*found.notes, *note_of_filled(features))
+    return ReadFeatures(features, tuple(found.names), notes, tuple(found.warnings))
 
 
 def note_of_filled(inputs: torch.Tensor) -> tuple[str, ...]:
@@ -208,8 +216,3 @@ def row_of(table: Any, at: int) -> str:
 def as_text(value: Any) -> str:
     """Return a value of a table as text: 3.0 is "3"."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
-
-
-def listed(text: str) -> list[str]:
-    """Return the entries of a comma list."""
-    return [entry.strip() for entry in text.split(",") if entry.strip()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,10 @@ import torch
 
 from fedbn_flwr.data.image_files import MODES
 from fedbn_flwr.data.own.arrays import as_inputs
-from fedbn_flwr.data.own.features import features_of, stated_features, with_numbers
+from fedbn_flwr.data.own.features import ReadFeatures, features_of, stated_features, with_numbers
 from fedbn_flwr.data.own.request import Found, OwnData, numbered, shown
-from fedbn_flwr.data.own.targets import read_targets
+from fedbn_flwr.data.own.targets import ReadTargets, read_targets
+from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError, DataError
 
 __all__ = ["read_hub"]
@@ -30,66 +32,31 @@ def read_hub(request: OwnData) -> Found:
     """
     parts = _splits(request)
     columns = list(parts[0].column_names)
-    label = request.label_column or next((name for name in _LABELS if name in columns), "")
-    problems = [
-        f"{key}={name!r} is not a column of dataset={request.name!r}; it has {shown(columns, 20)}."
-        for key, name in (
-            ("label-column", label),
-            ("client-column", request.client_column),
-            ("group-column", request.group_column),
-        )
-        if name and name not in columns
-    ]
-    if not label:
-        problems.append(f"label-column is not set: name the target among the columns {shown(columns, 20)}.")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    rows = [_rows(part) for part in parts]
+    label = _label_column(request, columns)
+    rows = [part.with_format(None)[:] for part in parts]
     tests = np.concatenate([np.full(len(part), at > 0) for at, part in enumerate(parts)]) if len(parts) > 1 else None
-    names = getattr(parts[0].features[label], "names", None)
-    values = np.concatenate([np.asarray(part[label]) for part in rows])
-    if names and (values < 0).any():
-        raise DataError(
-            f"dataset={request.name!r}: {int((values < 0).sum())} examples have no label (-1). Save a data set without "
-            "them, or with another test part."
-        )
-    if names and not request.positive_values:  # the numbers of some classes are not those of their names
-        values = np.array(names, object)[values]
-    targets, task, outputs, class_names, notes_of_targets = read_targets(
-        request, values, f"column {label!r}", names=names or ()
-    )
-    image = next((n for n in columns if type(parts[0].features[n]).__name__ == "Image"), "")
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    features: tuple[str, ...] = ()
+    read = _targets(request, label, getattr(parts[0].features[label], "names", None) or (), rows)
+    image = next((name for name in columns if type(parts[0].features[name]).__name__ == "Image"), "")
     if image:
-        inputs = _images(request, [picture for part in rows for picture in part[image]])
+        inputs = ReadFeatures(_images(request, [picture for part in rows for picture in part[image]]))
     else:
-        import pandas as pd
-
-        table = with_numbers(pd.concat([part.to_pandas() for part in parts], ignore_index=True))
-        taken = {label, request.client_column, request.group_column}
-        wanted = stated_features(request.feature_columns) or [(name, ()) for name in columns if name not in taken]
-        inputs, features, notes, warnings = features_of(request, table, wanted, tests)
-
-    def keys(column: str) -> tuple[Any, tuple[str, ...]]:
-        return numbered([value for part in rows for value in part[column]])
-
-    clients, client_names = keys(request.client_column) if request.client_column else (None, ())
+        inputs = _features(request, label, parts, tests)
+    clients, client_names = _numbered(request.client_column, rows)
+    units, _ = _numbered(request.group_column, rows)
     return Found(
-        inputs=inputs,
-        targets=targets,
-        task=task,
-        num_classes=outputs,
-        class_names=class_names,
+        inputs=inputs.inputs,
+        targets=read.targets,
+        task=read.task,
+        num_classes=read.num_classes,
+        class_names=read.class_names,
         clients=clients,
         client_names=client_names,
-        units=keys(request.group_column)[0] if request.group_column else None,
+        units=units,
         tests=tests,
-        feature_names=features,
-        size=tuple(inputs.shape[2:]) if image else (),
-        notes=(*notes_of_targets, *notes),
-        warnings=warnings,
+        feature_names=inputs.names,
+        size=tuple(inputs.inputs.shape[2:]) if image else (),
+        notes=(*read.notes, *inputs.notes),
+        warnings=inputs.warnings,
     )
 
 
@@ -115,8 +82,49 @@ def _splits(request: OwnData) -> list[Any]:
     return parts
 
 
-def _rows(part: Any) -> Any:
-    return part.with_format(None)[:]
+def _label_column(request: OwnData, columns: list[str]) -> str:
+    """Return the column with the targets; ConfigError unless there is one and the keys name columns."""
+    label = request.label_column or next((name for name in _LABELS if name in columns), "")
+    keys = {"label-column": label, "client-column": request.client_column, "group-column": request.group_column}
+    problems = [
+        f"{key}={name!r} is not a column of dataset={request.name!r}; it has {shown(columns, 20)}."
+        for key, name in keys.items()
+        if name and name not in columns
+    ]
+    if not label:
+        problems.append(f"label-column is not set: name the target among the columns {shown(columns, 20)}.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return label
+
+
+def _targets(request: OwnData, label: str, names: Sequence[str], rows: Sequence[Any]) -> ReadTargets:
+    """Return the targets from a column, whose numbers stand for these names if there are any."""
+    values = np.concatenate([np.asarray(part[label]) for part in rows])
+    if names and (values < 0).any():
+        raise DataError(
+            f"dataset={request.name!r}: {int((values < 0).sum())} examples have no label (-1). Save a data set without "
+            "them, or with another test part."
+        )
+    if names and not request.positive_values:  # the numbers of some classes are not those of their names
+        values = np.array(names, object)[values]
+    return read_targets(request, values, f"column {label!r}", names=names)
+
+
+def _features(request: OwnData, label: str, parts: Sequence[Any], tests: Any) -> ReadFeatures:
+    """Return the features of rows: the columns of the config, else all that no key names."""
+    import pandas as pd
+
+    table = with_numbers(pd.concat([part.to_pandas() for part in parts], ignore_index=True))
+    taken = {label, request.client_column, request.group_column}
+    wanted = stated_features(request.feature_columns)
+    wanted = wanted or [(name, ()) for name in parts[0].column_names if name not in taken]
+    return features_of(request, table, wanted, tests)
+
+
+def _numbered(column: str, rows: Sequence[Any]) -> tuple[Indices | None, tuple[str, ...]]:
+    """Return the number of the client, or the unit, of each example and the names by number."""
+    return numbered([value for part in rows for value in part[column]]) if column else (None, ())
 
 
 def _images(request: OwnData, pictures: list[Any]) -> torch.Tensor:

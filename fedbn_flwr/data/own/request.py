@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
@@ -75,7 +76,7 @@ class OwnData:
     @property
     def classes(self) -> tuple[str, ...]:
         """The names in ``class_names``."""
-        return tuple(name.strip() for name in self.class_names.split(",") if name.strip())
+        return tuple(listed(self.class_names))
 
     @staticmethod
     def parse(dataset: str) -> tuple[str, str]:
@@ -144,6 +145,18 @@ class Found:
     def __len__(self) -> int:
         """Return the number of examples."""
         return len(self.targets)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the images, 3 for image files; 0 for other examples."""
+        if not isinstance(self.inputs, Tensor):
+            return 3
+        return self.inputs.shape[1] if self.inputs.dtype == torch.uint8 else 0
+
+
+def listed(text: str) -> list[str]:
+    """Return the entries of a comma list."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:

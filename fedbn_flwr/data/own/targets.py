@@ -7,22 +7,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fedbn_flwr.data.own.request import OwnData, chosen_task, numbered_classes, oddly_written, shown
+from fedbn_flwr.data.own.request import OwnData, Targets, chosen_task, listed, numbered_classes, oddly_written, shown
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.tasks import Task
 
-__all__ = ["read_targets"]
+__all__ = ["ReadTargets", "read_targets"]
 
 _MOST_CLASSES = 1000
 _FEW = 20  # values that may be classes
 
 
 class ReadTargets(NamedTuple):
-    """What ``read_targets`` returns; the fields are those of ``Found``."""
+    """Targets and what follows from them; the fields are those of ``Found``."""
 
-    targets: Tensor
+    targets: Targets
     task: Task
     num_classes: int
     class_names: tuple[str, ...] = ()
@@ -46,20 +45,11 @@ def read_targets(
         DataError: values are missing, or are no classes.
     """
     values = np.asarray(values)
-    missing = _missing(values)
-    if missing.any():
-        first = int(np.flatnonzero(missing.reshape(len(values), -1).any(1))[0])
-        raise DataError(
-            f"dataset={request.name!r}: {int(missing.sum())} of the {len(values)} values of {what} are missing or "
-            f"infinite (the first in {row(first)}, counted from 0). Leave these examples out, or fill them in."
-        )
+    _refuse_missing(request, values, what, row)
     if values.ndim == 2 and values.shape[1] == 1 and request.task != "multi-label":
         values = values[:, 0]
     if request.positive_values:
-        positive, notes = _positive(request, values, what)
-        task = chosen_task(request, "binary", ("binary", "classification"))
-        outputs = 1 if task.name == "binary" else 2
-        return ReadTargets(torch.from_numpy(positive.astype(np.int64)), task, outputs, ("negative", "positive"), notes)
+        return _binary(request, values, what)
     if values.ndim == 2:
         return _several(request, values, what, row)
     if values.ndim != 1:
@@ -67,11 +57,33 @@ def read_targets(
     text = values.dtype.kind not in "biuf"
     if request.task == "regression" and not text:
         return _numbers(request, values)
-    whole = not text and bool(np.all(np.mod(values, 1) == 0))
-    asked = bool(request.task) or request.num_classes > 0
-    labels = whole and (asked or bool(np.isin(values, (0, 1)).all()))
-    if text or values.dtype.kind in "biu" or labels:
+    if text or values.dtype.kind in "biu" or _are_labels(request, values, what):
         return _classes(request, values, what, text, names)
+    return _numbers(request, values)
+
+
+def _refuse_missing(request: OwnData, values: Any, what: str, row: Callable[[int], str]) -> None:
+    missing = _missing(values)
+    if missing.any():
+        first = int(np.flatnonzero(missing.reshape(len(values), -1).any(1))[0])
+        raise DataError(
+            f"dataset={request.name!r}: {int(missing.sum())} of the {len(values)} values of {what} are missing or "
+            f"infinite (the first in {row(first)}, counted from 0). Leave these examples out, or fill them in."
+        )
+
+
+def _are_labels(request: OwnData, values: Any, what: str) -> bool:
+    """Return whether numbers with a decimal point are classes: whole ones are if the config asks for classes.
+
+    Without a task in the config 0 and 1 are classes, and fractions are not.
+
+    Raises:
+        ConfigError: the config must say it, or its task does not fit.
+    """
+    whole = bool(np.all(np.mod(values, 1) == 0))
+    asked = bool(request.task) or request.num_classes > 0
+    if whole and (asked or bool(np.isin(values, (0, 1)).all())):
+        return True
     if request.task:
         raise ConfigError(
             f"task={request.task} does not fit {what} of dataset={request.name!r}: numbers with fractions "
@@ -83,7 +95,7 @@ def read_targets(
             f"({shown([str(v) for v in np.unique(values)])}): set task=classification if they are classes, "
             "task=regression if not."
         )
-    return _numbers(request, values)
+    return False
 
 
 def _classes(request: OwnData, values: Any, what: str, text: bool, known: Sequence[str]) -> ReadTargets:
@@ -158,6 +170,14 @@ def _numbers(request: OwnData, values: Any) -> ReadTargets:
     return ReadTargets(torch.from_numpy(values.astype(np.float32)), task, 1)
 
 
+def _binary(request: OwnData, values: Any, what: str) -> ReadTargets:
+    """Return the classes 0 and 1 by ``positive-values``."""
+    positive, notes = _positive(request, values, what)
+    task = chosen_task(request, "binary", ("binary", "classification"))
+    outputs = 1 if task.name == "binary" else 2
+    return ReadTargets(torch.from_numpy(positive.astype(np.int64)), task, outputs, ("negative", "positive"), notes)
+
+
 def _positive(request: OwnData, values: Any, what: str) -> tuple[Any, tuple[str, ...]]:
     """Return which targets count as positive, and a note of positive values that are not there."""
     absent: list[str] = []
@@ -174,7 +194,7 @@ def _positive(request: OwnData, values: Any, what: str) -> tuple[Any, tuple[str,
                 f"positive-values={text!r}: > needs a number, and numbers in {what} (found: {shown(found)})."
             ) from error
     else:
-        wanted = [entry.strip() for entry in text.split(",") if entry.strip()]
+        wanted = listed(text)
         as_text = np.array([_plain(v) for v in values.tolist()])
         absent = [entry for entry in wanted if entry not in as_text]
         if len(absent) == len(wanted) and len(found) > 1:  # a hospital may have one value only
