@@ -22,3 +22,19 @@ def test_flowers_own_start_gives_the_same_bits(method, federate, points, mlp, sa
     same_bits(ours.state, theirs.state)
     assert our_reports == their_reports
     assert [report["train"].exchanges for report in our_reports] == ([4, 4] if method is FedTAN else [4, 1])
+
+
+def test_replies_of_an_interrupted_round_are_not_those_of_the_next_run(federate, points, mlp, same_bits) -> None:
+    class Interrupted(FedTAN):
+        start = FlowerFedAvg.start
+
+        def aggregate_train(self, *args):
+            raise KeyboardInterrupt
+
+    strategy, clients = Interrupted(), [points(8), points(12, 1)]
+    with pytest.raises(KeyboardInterrupt):
+        federate(strategy, mlp, clients, rounds=1, barrier=True)
+    strategy.__class__ = FedTAN
+    again, fresh = (federate(method, mlp, clients, rounds=1, barrier=True) for method in (strategy, FedTAN()))
+    same_bits(again.state, fresh.state)
+    assert again.strategy.reports[0].rejected == {}
