@@ -21,8 +21,10 @@ from fedbn_flwr.data.own import own_rows
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.finished_run.evaluate import _Place, _predictions, evaluate_run
+from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
+from fedbn_flwr.experiment.finished_run.examples import Place
 from fedbn_flwr.experiment.finished_run.export import export
+from fedbn_flwr.experiment.finished_run.predictions import predictions_csv
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
@@ -197,11 +199,6 @@ def test_other_classes_are_refused(fedavg, monkeypatch) -> None:
 _OTHERS = "model, learning-rate, partition: evaluate takes keys that describe the data .dataset, data-dir"
 
 
-class Targets:
-    def __init__(self, *targets: object) -> None:
-        self.targets = torch.tensor(targets)
-
-
 @pytest.mark.parametrize(
     ("task", "outputs", "targets", "lines"),
     [
@@ -226,8 +223,8 @@ class Targets:
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_predictions_of_each_task(task: Task, outputs: list, targets: list, lines: list[str]) -> None:
-    place = _Place("index", range(len(targets)), np.arange(len(targets)))
-    text = _predictions(torch.tensor(outputs), Targets(*targets), task, ("a", "b"), place)
+    place = Place("index", range(len(targets)), np.arange(len(targets)))
+    text = predictions_csv(torch.tensor(outputs), torch.tensor(targets), task, ("a", "b"), place)
     assert text.splitlines() == lines
 
 
