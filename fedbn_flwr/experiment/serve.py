@@ -30,7 +30,8 @@ from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.checkpoint import CheckpointManager, Checkpoints
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder
-from fedbn_flwr.experiment.output.recorder import GLOBAL_TESTS, OnRound, Recorder
+from fedbn_flwr.experiment.output.global_tests import GLOBAL_TESTS
+from fedbn_flwr.experiment.output.recorder import OnRound, Recorder
 from fedbn_flwr.experiment.output.run_notes import log_feature_norm, log_initial, report_data
 from fedbn_flwr.experiment.output.statistics_log import StatisticsLog
 from fedbn_flwr.experiment.setup import (

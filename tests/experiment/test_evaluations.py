@@ -32,8 +32,8 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.experiment.output.client_means import client_means
 from fedbn_flwr.experiment.output.definitions import definitions
-from fedbn_flwr.experiment.output.recorder import _personal
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import check, make_model
@@ -509,7 +509,7 @@ def test_a_mean_leaves_out_what_is_not_defined_but_not_a_client_that_diverged() 
     numbers = [dict(zip(("own-loss", "own-mae", "own-r2"), client, strict=True)) for client in clients]
     report = RoundReport(1, "train")
     report.evaluations = {str(i): {**found, "own-num-examples": i + 1} for i, found in enumerate(numbers)}
-    found = _personal(report, {"0", "1"}, REGRESSION)
+    found = client_means(report, {"0", "1"}, REGRESSION)
     assert found["personal-own-mae"] == 5
     assert found["personal-own-r2"] == pytest.approx(0.6)
     assert found["personal-own-r2-weighted"] == pytest.approx((2 * 0.5 + 3 * 0.7) / 5)
@@ -517,6 +517,6 @@ def test_a_mean_leaves_out_what_is_not_defined_but_not_a_client_that_diverged() 
     assert [key for key in found if key.endswith("-clients")] == ["personal-own-r2-clients"]
     assert found["personal-own-r2-clients"] == 2
     report.evaluations["1"] |= dict.fromkeys(("own-loss", "own-mae", "own-r2"), nan)
-    found = _personal(report, {"0", "1"}, REGRESSION)
+    found = client_means(report, {"0", "1"}, REGRESSION)
     assert math.isnan(found["personal-own-mae"])
     assert math.isnan(found["personal-own-r2"])

@@ -14,7 +14,7 @@ from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
 from fedbn_flwr.experiment.files import read_json, read_metrics
 from fedbn_flwr.experiment.finished_run.saved_model import run_config
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
-from fedbn_flwr.experiment.output.recorder import headlines
+from fedbn_flwr.experiment.output.global_tests import headlines
 from fedbn_flwr.experiment.report.figures import BYTES, EXCHANGES, ROUNDS
 from fedbn_flwr.experiment.report.shown import MEBIBYTE
 from fedbn_flwr.training.tasks import higher_is_better

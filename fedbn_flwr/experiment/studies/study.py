@@ -53,7 +53,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config, Scalar, number, read_overrides
 from fedbn_flwr.experiment.config.yaml_file import read_yaml
 from fedbn_flwr.experiment.files import read_json
-from fedbn_flwr.experiment.output.recorder import headlines
+from fedbn_flwr.experiment.output.global_tests import headlines
 from fedbn_flwr.experiment.studies.numbers import WHOLE, PaperNumber
 from fedbn_flwr.strategies import FedBS
 from fedbn_flwr.training.tasks import in_percent

@@ -12,7 +12,7 @@ from typing import Any
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.experiment.output.curves import draw_curves
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
-from fedbn_flwr.experiment.output.recorder import headlines
+from fedbn_flwr.experiment.output.global_tests import headlines
 from fedbn_flwr.experiment.studies.comparisons import FIELDS as COMPARED
 from fedbn_flwr.experiment.studies.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.experiment.studies.domain_table import FIELDS as BY_DOMAIN
