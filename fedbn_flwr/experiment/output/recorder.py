@@ -178,7 +178,7 @@ class Recorder:
         """
         lines = read_metrics(self._folder.path / "metrics.jsonl")
         chosen = (self.stopping.best() if self.stopping else None) or len(lines)
-        summary = {"strategy": strategy.name if strategy else self._config.strategy}
+        summary: dict[str, Any] = {"strategy": strategy.name if strategy else self._config.strategy}
         summary |= self._figures(lines, federated=strategy is not None)
         since = summary.get(DIVERGED_AT)
         summary |= strategy.outcome(chosen) if strategy else {}
