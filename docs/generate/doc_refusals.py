@@ -7,7 +7,7 @@ from typing import Any
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.start_checks import check
 from fedbn_flwr.server.shared_bn import SHARED_BN
 
 __all__ = ["refusals_table"]

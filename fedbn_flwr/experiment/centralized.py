@@ -26,7 +26,8 @@ from fedbn_flwr.experiment.output.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, RunFolder, lock_folder
 from fedbn_flwr.experiment.output.recorder import OnRound, Recorder
 from fedbn_flwr.experiment.output.run_notes import log_feature_norm, log_initial, report_data
-from fedbn_flwr.experiment.setup import check, initialise, local_training, training_model
+from fedbn_flwr.experiment.setup import initialise, local_training, training_model
+from fedbn_flwr.experiment.start_checks import check
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator

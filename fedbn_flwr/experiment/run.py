@@ -16,8 +16,9 @@ from fedbn_flwr.experiment.node import client_fn, num_examples
 from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.serve import serve
-from fedbn_flwr.experiment.setup import check, make_model, pick_device, refuse_too_few_clients
+from fedbn_flwr.experiment.setup import make_model, pick_device
 from fedbn_flwr.experiment.simulation import simulate
+from fedbn_flwr.experiment.start_checks import check, refuse_too_few_clients
 from fedbn_flwr.machine import num_cores
 from fedbn_flwr.training.settings import share_of
 

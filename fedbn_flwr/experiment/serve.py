@@ -34,15 +34,8 @@ from fedbn_flwr.experiment.output.global_tests import GLOBAL_TESTS
 from fedbn_flwr.experiment.output.recorder import OnRound, Recorder
 from fedbn_flwr.experiment.output.run_notes import log_feature_norm, log_initial, report_data
 from fedbn_flwr.experiment.output.statistics_log import StatisticsLog
-from fedbn_flwr.experiment.setup import (
-    check,
-    initialise,
-    make_strategy,
-    model_and_warnings,
-    moved_buffers,
-    on_device,
-    refuse_too_few_clients,
-)
+from fedbn_flwr.experiment.setup import initialise, make_strategy, model_and_warnings, on_device
+from fedbn_flwr.experiment.start_checks import check, moved_buffers, refuse_too_few_clients
 from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION, NodeProperties
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.privacy.differential import ClientLevelDP

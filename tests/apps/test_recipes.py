@@ -9,7 +9,7 @@ import pytest
 
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.start_checks import check
 from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.strategies import STRATEGIES
 

@@ -536,7 +536,7 @@ def test_bad_input_is_named_before_any_work(tmp_path: Path, case: str) -> None:
 
 
 def start(settings: dict[str, object]) -> None:
-    from fedbn_flwr.experiment.setup import check
+    from fedbn_flwr.experiment.start_checks import check
 
     config = Config.make(settings)
     check(config)

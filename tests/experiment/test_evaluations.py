@@ -36,7 +36,8 @@ from fedbn_flwr.experiment.output.client_means import client_means
 from fedbn_flwr.experiment.output.definitions import definitions
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
-from fedbn_flwr.experiment.setup import check, make_model
+from fedbn_flwr.experiment.setup import make_model
+from fedbn_flwr.experiment.start_checks import check
 from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.sweep import sweep
 from fedbn_flwr.server.report import RoundReport, Traffic

@@ -21,7 +21,8 @@ from fedbn_flwr.experiment.doctor import diagnose_run
 from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
 from fedbn_flwr.experiment.finished_run.export import export, load_exported
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.setup import check, make_model, moved_buffers
+from fedbn_flwr.experiment.setup import make_model
+from fedbn_flwr.experiment.start_checks import check, moved_buffers
 from fedbn_flwr.models import build_model
 
 CODE = """

@@ -22,7 +22,6 @@ from fedbn_flwr.experiment.node import client_fn
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import _server_data, serve
 from fedbn_flwr.experiment.setup import (
-    check,
     local_training,
     make_model,
     make_strategy,
@@ -30,6 +29,7 @@ from fedbn_flwr.experiment.setup import (
     pick_device,
     training_model,
 )
+from fedbn_flwr.experiment.start_checks import check
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from fedbn_flwr.training.wrappers import unwrap
 

@@ -15,7 +15,8 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
 from fedbn_flwr.experiment.finished_run.saved_model import Choice, load_model
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.setup import check, make_model
+from fedbn_flwr.experiment.setup import make_model
+from fedbn_flwr.experiment.start_checks import check
 from fedbn_flwr.training.freezing import holds_eval
 
 HEAD = {"model": "lenet", "train-only": "fc3"}

@@ -30,7 +30,7 @@ from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.data.report import data_report
 from fedbn_flwr.experiment.output.recorder import Recorder
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.start_checks import check
 from fedbn_flwr.messages.protocol import RECORD_DP, ReplyInfo
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.privacy import record_level

@@ -29,7 +29,7 @@ from fedbn_flwr.experiment.files import STUDY_FILE
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, lock_folder, writing
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
-from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.start_checks import check
 from fedbn_flwr.experiment.studies.done import changed, is_done
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.selection import EVERYTHING, Selection

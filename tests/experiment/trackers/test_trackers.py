@@ -18,7 +18,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.setup import check
+from fedbn_flwr.experiment.start_checks import check
 from fedbn_flwr.experiment.trackers import TRACKERS, delivery
 from fedbn_flwr.experiment.trackers.interface import group_of, name_of
 from fedbn_flwr.experiment.trackers.tensorboard import TensorBoard
