@@ -166,6 +166,21 @@ class Study(BaseModel):
 
     def _problems(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""
+        yield from self._wrong_names()
+        yield from dict.fromkeys(self._unusable_names())
+        yield from self._unusable_papers()
+        for what, keys in self._places():
+            if "seed" in keys and not (what == "base" and "seed" in given):  # of the command: see below
+                yield f"{what}: seed has no effect here; list the seeds under {'tune.' * what.startswith('tune')}seeds"
+        yield from self._problems_of_runs()
+        for key in given:
+            if all(key in cell.settings for cell in self.cells()):
+                of_seed = f"seeds; --seed {given[key]} does the runs of that one"
+                where = of_seed if key == "seed" else "methods or splits"
+                yield f"--set {key} has no effect: every run has its own, in {where}"
+
+    def _wrong_names(self) -> Iterator[str]:
+        """Yield what is listed twice, and names that are none of the study."""
         for what, values in self._lists():
             if repeated := {str(value) for value in values if values.count(value) > 1}:
                 yield f"{what}: {', '.join(sorted(repeated))} is listed twice"
@@ -177,11 +192,9 @@ class Study(BaseModel):
                 yield f"target: '{split}' is not one of splits ({', '.join(self.splits)})"
         if not any(True for _ in self.cells()):
             yield f"skip leaves out every run: {', '.join(self.skip)}"
-        yield from dict.fromkeys(self._unusable_names())
-        yield from self._unusable_papers()
-        for what, keys in self._places():
-            if "seed" in keys and not (what == "base" and "seed" in given):  # of the command: see below
-                yield f"{what}: seed has no effect here; list the seeds under {'tune.' * what.startswith('tune')}seeds"
+
+    def _problems_of_runs(self) -> Iterator[str]:
+        """Yield folders that two runs would share, settings that are wrong, and runs that are tied together."""
         folders: dict[Path, tuple[str, str, str, int]] = {}
         tied: dict[str, str] = {}
         shares: dict[str, float] = {}  # of the runs, which come before the trials
@@ -195,19 +208,19 @@ class Study(BaseModel):
                 config = cell.config
             except ConfigError as error:
                 yield f"{cell.name}: {error}"
-            else:
-                if config.series:
-                    tied[cell.name] = config.series
-                pair = f"{cell.method}/{cell.split}"
-                if not cell.trial:
-                    shares[pair] = config.validation_share
-                if cell.trial and not config.validation_share:
-                    yield f"{cell.name}: tune chooses by validation examples; set validation-share in tune.base"
-                elif cell.trial and config.strategy == FedBS.name and not shares.get(pair):
-                    yield (
-                        f"{cell.name}: with validation-share fedbs weighs by the validation loss, without by the "
-                        "training loss; set validation-share for the runs, too, so that trials and runs do the same"
-                    )
+                continue
+            if config.series:
+                tied[cell.name] = config.series
+            pair = f"{cell.method}/{cell.split}"
+            if not cell.trial:
+                shares[pair] = config.validation_share
+            elif not config.validation_share:
+                yield f"{cell.name}: tune chooses by validation examples; set validation-share in tune.base"
+            elif config.strategy == FedBS.name and not shares.get(pair):
+                yield (
+                    f"{cell.name}: with validation-share fedbs weighs by the validation loss, without by the "
+                    "training loss; set validation-share for the runs, too, so that trials and runs do the same"
+                )
         if tied:
             one, more = next(iter(tied)), len(tied) - 1
             yield (
@@ -215,11 +228,6 @@ class Study(BaseModel):
                 "starts with the parts that clients kept in the run before, and parallel runs would depend on their "
                 "timing. Leave series out of a study; for a series do the runs one after another with `fedbn-flwr run`"
             )
-        for key in given:
-            if all(key in cell.settings for cell in self.cells()):
-                of_seed = f"seeds; --seed {given[key]} does the runs of that one"
-                where = of_seed if key == "seed" else "methods or splits"
-                yield f"--set {key} has no effect: every run has its own, in {where}"
 
     def _unusable_names(self) -> Iterator[str]:
         """Yield the names that cannot be folders beside the study's own files."""

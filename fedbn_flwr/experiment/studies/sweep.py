@@ -105,32 +105,12 @@ def sweep(
     """
     runner, follower = runner or in_series(), follower or LogFollower()
     selection.check(study)
-    dropped = {
-        (cell.method, cell.split, key): why
-        for cell in study.cells()
-        if cell in selection
-        for key, why in cell.dropped.items()
-    }
-    for about, why in dropped.items():
-        logger.warning("%s/%s: %s of base is left out: %s", *about, why)
+    _log_dropped(study, selection)
     with lock_folder(out, "study"):
         _refuse_folder_of_another(study, out)
-        trials = [cell for cell in study.trials() if cell in selection]
-        cells = [*study.trials(), *study.cells()]
-        done = [cell for cell in cells if is_done(cell, out)]
-        left = [cell for cell in cells if cell in selection and cell not in done]
-        _check_data(left)
-        if left:
-            _refuse_results_of_other_data(done, out)
-        if trials:
-            if not (out / STUDY_FILE).exists():  # a former one has the settings that its tables are of
-                _write(study, out)
-            _do_all(trials, out, runner, follower, lambda: None)
-            _refuse_lost(trials, out)
-            found, chosen = tuned(study, out)
-            with _writing(out):
-                write_atomically(out / "tuning.md", tuning_markdown(study.name, found))
-            study = study.with_chosen(chosen)
+        _check_before(study, out, selection)
+        if trials := [cell for cell in study.trials() if cell in selection]:
+            study = _tune(study, trials, out, runner, follower)
         else:
             (out / "tuning.md").unlink(missing_ok=True)
         _write(study, out)
@@ -148,6 +128,44 @@ def sweep(
         message = f"{len(failed)} of {len(cells)} runs failed or diverged: {', '.join(failed)}"
         raise RunFailedError(message, table)
     return table
+
+
+def _log_dropped(study: Study, selection: Selection) -> None:
+    """Log once for each METHOD/SPLIT which keys of ``base`` have no effect there."""
+    dropped = {
+        (cell.method, cell.split, key): why
+        for cell in study.cells()
+        if cell in selection
+        for key, why in cell.dropped.items()
+    }
+    for about, why in dropped.items():
+        logger.warning("%s/%s: %s of base is left out: %s", *about, why)
+
+
+def _check_before(study: Study, out: Path, selection: Selection) -> None:
+    """Raise ConfigError if the data of a run that is left cannot be used, or finished ones are of other data."""
+    cells = [*study.trials(), *study.cells()]
+    done = [cell for cell in cells if is_done(cell, out)]
+    left = [cell for cell in cells if cell in selection and cell not in done]
+    _check_data(left)
+    if left:
+        _refuse_results_of_other_data(done, out)
+
+
+def _tune(study: Study, trials: Sequence[Cell], out: Path, runner: Runner, follower: Follower) -> Study:
+    """Do the trials, write ``tuning.md`` and return the study with the chosen settings.
+
+    Raises:
+        RunFailedError: trials failed.
+    """
+    if not (out / STUDY_FILE).exists():  # a former one has the settings that its tables are of
+        _write(study, out)
+    _do_all(trials, out, runner, follower, lambda: None)
+    _refuse_lost(trials, out)
+    found, chosen = tuned(study, out)
+    with _writing(out):
+        write_atomically(out / "tuning.md", tuning_markdown(study.name, found))
+    return study.with_chosen(chosen)
 
 
 def in_series(engine: Engine = "in-process") -> Runner:
