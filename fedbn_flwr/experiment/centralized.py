@@ -15,14 +15,12 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.data.report import refuse_other_data
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.files import read_metrics
-from fedbn_flwr.experiment.output.checkpoint import Checkpoint, Checkpoints
+from fedbn_flwr.experiment.output.checkpoint import Checkpoint, StartingPoint, starting_point
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, RunFolder, lock_folder
 from fedbn_flwr.experiment.output.recorder import OnRound, Recorder
 from fedbn_flwr.experiment.output.run_notes import log_feature_norm, log_initial, report_data
@@ -34,7 +32,7 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.training import make_optimizer, train
-from fedbn_flwr.training.loop import TrainResult
+from fedbn_flwr.training.loop import Batches, TrainResult
 from fedbn_flwr.training.wrappers import load_state, unwrap
 
 __all__ = ["centralized", "reference_config"]
@@ -68,67 +66,91 @@ def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: E
     model = training_model(config)
     plain = unwrap(model)
     log_feature_norm(plain)
-    shapes = {name: tuple(value.shape) for name, value in plain.state_dict().items()}
-    checkpoints = Checkpoints(out, config, split_state(plain).fingerprint(shapes))
-    begun = config.resume and RunFolder.begun(out)
-    if begun:
-        refuse_other_data(out, config)
-    saved = checkpoints.to_resume() if begun else None
+    start = starting_point(out, config, plain)
+    saved = start.saved
     if saved is None:
         log_initial(initialise(plain, config))
     else:
         load_state(plain, tensors(saved.state))
-    settings = local_training(config)
-    optimizer = make_optimizer(model, settings)
+    optimizer = make_optimizer(model, local_training(config))
     if saved:
-        logger.info("resumed after round %d from %s", saved.server_round, checkpoints.folder)
+        logger.info("resumed after round %d from %s", saved.server_round, start.checkpoints.folder)
         _restore(optimizer, saved.strategy[_OPTIMIZER])
-        checkpoints.set_aside_after(saved.server_round)
-    after = saved.server_round if saved else 0
-    folder = closing.enter_context(RunFolder(out, config, after if begun else None))
+        start.checkpoints.set_aside_after(saved.server_round)
+    folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
     recorder = Recorder(folder, config, plain, data, None, on_round)
-    stopping = recorder.stopping
-    best = checkpoints.best(stopping) if saved and stopping else None
-    kept: State = best.state if best else {}
-    run, resumed_after = (saved.run, saved.resumed_after_with_this) if saved else (uuid4().hex[:16], [])
-
-    def save(server_round: int, last: bool) -> None:
-        if checkpoints.due(server_round, last, stopping):
-            about = {_OPTIMIZER: _state_of(optimizer)}
-            checkpoints.save(Checkpoint(server_round, _copied(plain), about, run, resumed_after), stopping)
-
-    line = read_metrics(out / "metrics.jsonl")[-1] if after else {}
+    reference = _Reference(config, model, optimizer, recorder, start)
+    line: Mapping[str, Any] = read_metrics(out / "metrics.jsonl")[-1] if start.after else {}
     before = torch.get_num_threads()
     torch.set_num_threads(config.torch_threads)
     try:
-        if not saved:
-            save(0, False)
-        union = data.train_view()
-        for server_round in range(after + 1, config.num_server_rounds + 1):
-            if _ends(config, line, stopping):
-                break
-            result = train(
-                model,
-                union,
-                settings,
-                learning_rate=settings.learning_rate.at(server_round),
-                stream=functools.partial(_stream, config.seed, server_round),
-                optimizer=optimizer,
-                task=config.learning_task(),
-            )
-            line = recorder.write(_report(server_round, result))
-            if stopping and stopping.best() == server_round:
-                kept = _copied(plain)
-            save(server_round, server_round == config.num_server_rounds or _ends(config, line, stopping))
+        line = reference.train(data.train_view(), line)
     finally:
         torch.set_num_threads(before)
         recorder.close()
-    summary = recorder.finish(kept or to_state(plain.state_dict()), None, resumed_after)
+    summary = recorder.finish(reference.result(), None, reference.resumed_after)
     if _diverged(config, line):
         report = RoundReport(line["round"], line["phase"], diverged=line["diverged"], diverged_at=line[DIVERGED_AT])
         raise DivergedError(divergence(report, TOO_LARGE_STEPS), report.diverged_at)
     return summary
+
+
+class _Reference:
+    """The rounds of the reference: the model, its one optimizer, the checkpoints of both, and the best state."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recorder: Recorder,
+        start: StartingPoint,
+    ) -> None:
+        self._config, self._model, self._optimizer = config, model, optimizer
+        self._recorder, self._stopping, self._start = recorder, recorder.stopping, start
+        saved, stopping = start.saved, recorder.stopping
+        best = start.checkpoints.best(stopping) if saved and stopping else None
+        self._best: State = best.state if best else {}
+        self._run = saved.run if saved else uuid4().hex[:16]
+        self.resumed_after = saved.resumed_after_with_this if saved else []
+
+    def train(self, union: Batches, line: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Do the rounds that are left; return the line of the last one, ``line`` if none was left."""
+        config, settings = self._config, local_training(self._config)
+        if not self._start.saved:
+            self._save(0, False)
+        for server_round in range((self._start.after or 0) + 1, config.num_server_rounds + 1):
+            if _ends(config, line, self._stopping):
+                break
+            result = train(
+                self._model,
+                union,
+                settings,
+                learning_rate=settings.learning_rate.at(server_round),
+                stream=functools.partial(_stream, config.seed, server_round),
+                optimizer=self._optimizer,
+                task=config.learning_task(),
+            )
+            line = self._recorder.write(_report(server_round, result))
+            if self._stopping and self._stopping.best() == server_round:
+                self._best = self._state()
+            self._save(server_round, server_round == config.num_server_rounds or _ends(config, line, self._stopping))
+        return line
+
+    def result(self) -> State:
+        """Return the state of the best round with early stopping, else of the last."""
+        return self._best or self._state()
+
+    def _save(self, server_round: int, last: bool) -> None:
+        if self._start.checkpoints.due(server_round, last, self._stopping):
+            about = {_OPTIMIZER: _state_of(self._optimizer)}
+            checkpoint = Checkpoint(server_round, self._state(), about, self._run, self.resumed_after)
+            self._start.checkpoints.save(checkpoint, self._stopping)
+
+    def _state(self) -> State:
+        state = to_state(unwrap(self._model).state_dict())
+        return {name: array.copy() for name, array in state.items()}
 
 
 def _report(server_round: int, result: TrainResult) -> RoundReport:
@@ -173,10 +195,6 @@ def _restore(optimizer: torch.optim.Optimizer, kept: Mapping[str, Mapping[str, A
         for number, entries in kept.items()
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _copied(model: nn.Module) -> State:
-    return {name: array.copy() for name, array in to_state(model.state_dict()).items()}
 
 
 def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import fixed_entries, split_state, tied_entries
+from fedbn_flwr.batchnorm.parts import fixed_entries, tied_entries
 from fedbn_flwr.errors import (
     ConfigError,
     DataError,
@@ -25,10 +25,10 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.data.agreed_scale import agreed_scale
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
-from fedbn_flwr.experiment.data.report import refuse_no_tests, refuse_other_data
+from fedbn_flwr.experiment.data.report import refuse_no_tests
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.files import read_metrics
-from fedbn_flwr.experiment.output.checkpoint import CheckpointManager, Checkpoints
+from fedbn_flwr.experiment.output.checkpoint import CheckpointManager, Checkpoints, starting_point
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder
 from fedbn_flwr.experiment.output.global_tests import GLOBAL_TESTS
 from fedbn_flwr.experiment.output.recorder import OnRound, Recorder
@@ -99,32 +99,17 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     for line in warnings:
         logger.warning("%s", line)
     log_feature_norm(model)
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
-    begun = config.resume and RunFolder.begun(out)
-    if begun:
-        refuse_other_data(out, config)
-    saved = checkpoints.to_resume() if begun else None
+    start = starting_point(out, config, model)
+    saved = start.saved
     if saved is None:
         log_initial(initialise(model, config))
     initial = to_record(saved.state if saved else model.state_dict())
     on_device(model, config)
-    strategy = make_strategy(config, model, config.num_clients)
-    if protection := _protection(config, out, model):
-        strategy.protect(protection)
-    # Nodes that split into another number would train on the examples of held-out clients.
-    strategy.num_partitions = config.num_clients if config.held_out_clients else 0
-    strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
-    manager = CheckpointManager(checkpoints, config, strategy, saved)
+    strategy = _strategy(config, out, model)
+    manager = CheckpointManager(start.checkpoints, config, strategy, saved)
     # In process no reply can be lost: a client that takes long, or a pause of the whole process, is no reason to go on.
     timeout = config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
-    personal = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
-    if not personal:
-        strategy.fraction_evaluate = 0.0
-    elif config.validation_share and config.evaluations()[0].startswith("personal"):
-        personal.append(VALIDATION)
-    after = (saved.server_round if saved else 0) if begun else None
-    folder = closing.enter_context(RunFolder(out, config, after))
+    folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
     if config.data_on_nodes() and config.standardise_as() == "federated":
         strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config, timeout))
@@ -144,7 +129,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
             initial_arrays=initial,
             num_rounds=config.num_server_rounds,
             timeout=timeout,
-            evaluate_config=ConfigRecord({TEST_SETS: ",".join(personal)}),
+            evaluate_config=ConfigRecord({TEST_SETS: ",".join(_tests_of_clients(config))}),
             evaluate_fn=after_round,
         )
     except DivergedError as error:
@@ -155,11 +140,32 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     lines = read_metrics(out / "metrics.jsonl")
     if not diverged and all(line.get("kept-previous") and DIVERGED_AT not in line for line in lines):
         raise NothingTrainedError(nothing_trained(config.min_replies, strategy.reports), result)
-    arrays = _to_best(recorder.stopping, checkpoints, strategy) or result.arrays
+    arrays = _to_best(recorder.stopping, start.checkpoints, strategy) or result.arrays
     summary = recorder.finish(from_record(arrays), strategy, manager.resumed_after)
     if diverged:
         raise diverged
     return summary
+
+
+def _strategy(config: Config, out: Path, model: nn.Module) -> FedAvg[Any]:
+    """Return the strategy of the run, with its protection."""
+    strategy = make_strategy(config, model, config.num_clients)
+    if protection := _protection(config, out, model):
+        strategy.protect(protection)
+    # Nodes that split into another number would train on the examples of held-out clients.
+    strategy.num_partitions = config.num_clients if config.held_out_clients else 0
+    strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
+    if not _tests_of_clients(config):
+        strategy.fraction_evaluate = 0.0
+    return strategy
+
+
+def _tests_of_clients(config: Config) -> list[str]:
+    """Return the test sets that the clients are asked for."""
+    tests = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
+    if tests and config.validation_share and config.evaluations()[0].startswith("personal"):
+        tests.append(VALIDATION)
+    return tests
 
 
 def _protection(config: Config, out: Path, model: nn.Module) -> Protection | None:

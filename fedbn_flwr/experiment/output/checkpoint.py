@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from torch import nn
+
 from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError, StateError
 from fedbn_flwr.experiment.config import Config, from_older
+from fedbn_flwr.experiment.data.report import refuse_other_data
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.folder import PLACES, RunFolder, changed_settings, versions
@@ -31,7 +35,7 @@ from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.models import code_changed, code_sha256
 from fedbn_flwr.strategies import FedAvg
 
-__all__ = ["Checkpoint", "CheckpointManager", "Checkpoints", "after_interrupt"]
+__all__ = ["Checkpoint", "CheckpointManager", "Checkpoints", "StartingPoint", "after_interrupt", "starting_point"]
 
 logger = logging.getLogger("flwr")
 
@@ -241,6 +245,37 @@ def after_interrupt(out: Path, options: str = "") -> str:
     if not rounds:
         go_on = "It cannot be continued: start a new run in another folder."
     return f"Saved in {out}: {results}, and {point}.\n{go_on}"
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a run starts.
+
+    Attributes:
+        checkpoints: those of the run's folder.
+        saved: the checkpoint that the run goes on from; None = it starts with initial weights.
+        after: the round of that checkpoint, 0 without one; None for a run that has not begun.
+    """
+
+    checkpoints: Checkpoints
+    saved: Checkpoint | None
+    after: int | None
+
+
+def starting_point(out: Path, config: Config, model: nn.Module) -> StartingPoint:
+    """Return where the run in a folder starts; with ``resume`` it goes on if it has begun.
+
+    Raises:
+        ConfigError: the config asks for fewer rounds than the run has.
+        NotResumableError: the run has rounds and no checkpoint, none can be used, or the data have changed.
+    """
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
+    if not (config.resume and RunFolder.begun(out)):
+        return StartingPoint(checkpoints, None, None)
+    refuse_other_data(out, config)
+    saved = checkpoints.to_resume()
+    return StartingPoint(checkpoints, saved, saved.server_round if saved else 0)
 
 
 class CheckpointManager:
