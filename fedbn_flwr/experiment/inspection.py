@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,58 +112,96 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     """
     config = (config or Config.make({})).model_copy(update={"strategy": strategy})
     method, params = config.method(), config.params()
-    parts = split_state(model)
-    state = to_state(model.state_dict())
-    floats, counters = dict.fromkeys(Part, 0), dict.fromkeys(Part, 0)
-    for name, array in state.items():
-        numbers = floats if np.issubdtype(array.dtype, np.inexact) else counters
-        numbers[parts.part_of[name]] += array.size
-    everything = num_bytes(to_record(state))
-    shared = num_bytes(to_record({name: a for name, a in state.items() if parts.part_of[name] not in method.local}))
-
-    def one_round(down: tuple[int, int], up: tuple[int, int]) -> Traffic:
-        return Traffic(1, down[0], num_clients * up[0], down[1], num_clients * up[1])
-
-    plain, start, later = one_round(everything, everything), one_round(everything, shared), one_round(shared, shared)
-    # Further records (variates, momentum) start at zero and are not sent down in the first round.
-    extra = method.extra_copies(params) * sum(
-        p.numel() * p.element_size()
-        for name, p in model.named_parameters(remove_duplicate=False)  # as the state dict: tied weights have two names
-        if p.requires_grad and parts.part_of[name] not in method.local
-    )
-    start.up += num_clients * extra
-    later.up += num_clients * extra
-    later.down += extra
-    learning = learning_parts(model)
-    layers, statistics = len(list(learning.moments())), sum(state[name].nbytes for name in learning.statistics)
-    rows_down, rows_up = method.extra_statistics(params)
-    later.down += int(rows_down * statistics)
-    for traffic in (start, later):
-        traffic.up += num_clients * int(rows_up * statistics)
-        traffic.counters_up += num_clients * 8 * layers * (rows_up > 0)
-    if SHARED_BN in config.evaluations():
-        for traffic in (start, later):
-            traffic.up += num_clients * (everything[0] - shared[0])
-            traffic.counters_up += num_clients * (everything[1] - shared[1])
+    costs = _Costs(model, config, num_clients)
+    start, later = costs.rounds()
     calls = batchnorm_calls(model, config) if method.synchronises else ()
-    costs = [(channels, *method.exchange_cost(params, gradient)) for channels, gradient in calls]
-    width = next(model.parameters()).element_size() if costs else 0
-    size = width * sum(channels * rows for channels, _, rows in costs)
-    exchanges = Traffic(sum(number for _, number, _ in costs), size, num_clients * size)
+    step = costs.synchronised_step(calls, model) if method.synchronises else None
     plan = method.freeze_plan(params) if issubclass(method, Freezing) else None
-    phases = _phases(start, later, exchanges if method.synchronises else None, config.num_server_rounds, plan)
-    reestimation = None
-    if config.reestimates() and layers:
-        tested = -(-config.num_server_rounds // config.eval_every)
-        reestimation = Phase("re-estimation", tested, one_round(shared, (statistics, 8 * layers)))
     refused = [f"{need}; the model has {has or 'none'}: a run is refused" for need, has, _ in misfits(config, model)]
-    warnings = (*refused, *partly_without_effect(parts, method), *config.warnings(), *_uncounted(config))
-    channels = tuple(number for number, _ in calls)
-    frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
-    fixed = tuple(path for path, module in model.named_modules() if holds_eval(module))
     return Inspection(
-        parts, floats, counters, method.local, channels, phases, reestimation, plain, warnings, frozen, fixed
+        parts=costs.parts,
+        floats=costs.elements(floating=True),
+        counters=costs.elements(floating=False),
+        local=method.local,
+        synchronised=tuple(channels for channels, _ in calls),
+        phases=_phases(start, later, step, config.num_server_rounds, plan),
+        reestimation=costs.reestimation(),
+        plain=costs.of(costs.everything, costs.everything),
+        warnings=(*refused, *partly_without_effect(costs.parts, method), *config.warnings(), *_uncounted(config)),
+        frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
+        fixed=tuple(path for path, module in model.named_modules() if holds_eval(module)),
     )
+
+
+Bytes = tuple[int, int]  # of floats and of counters
+
+
+class _Costs:
+    """What a method sends of a model in a round with so many clients.
+
+    Attributes:
+        parts: the split of the model's state.
+        everything: the bytes of the whole state.
+        shared: the bytes of what does not stay with the clients.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, num_clients: int) -> None:
+        self._config, self._num_clients = config, num_clients
+        self._method, self._params = config.method(), config.params()
+        self.parts, self._state = split_state(model), to_state(model.state_dict())
+        self.everything = num_bytes(to_record(self._state))
+        self.shared = num_bytes(to_record({name: a for name, a in self._state.items() if self._sends(name)}))
+        self._trained = sum(
+            p.numel() * p.element_size()
+            for name, p in model.named_parameters(remove_duplicate=False)  # as the state dict: tied weights have two
+            if p.requires_grad and self._sends(name)
+        )
+        learning = learning_parts(model)
+        self._layers = len(list(learning.moments()))
+        self._statistics = sum(self._state[name].nbytes for name in learning.statistics)
+
+    def _sends(self, name: str) -> bool:
+        return self.parts.part_of[name] not in self._method.local
+
+    def elements(self, *, floating: bool) -> dict[Part, int]:
+        """Return the number of elements of floating or of integer entries by part."""
+        found = dict.fromkeys(Part, 0)
+        for name, array in self._state.items():
+            found[self.parts.part_of[name]] += array.size * (np.issubdtype(array.dtype, np.inexact) == floating)
+        return found
+
+    def of(self, down: Bytes, up: Bytes) -> Traffic:
+        """Return the traffic of a round with one exchange: a broadcast, and a reply of each client."""
+        return Traffic(1, down[0], self._num_clients * up[0], down[1], self._num_clients * up[1])
+
+    def rounds(self) -> tuple[Traffic, Traffic]:
+        """Return the traffic of round 1 and of each later one, without a synchronised step."""
+        start, later = self.of(self.everything, self.shared), self.of(self.shared, self.shared)
+        # Further records (variates, momentum) start at zero and are not sent down in the first round.
+        extra = self._method.extra_copies(self._params) * self._trained
+        rows_down, rows_up = self._method.extra_statistics(self._params)
+        later.down += extra + int(rows_down * self._statistics)
+        for traffic in (start, later):
+            traffic.up += self._num_clients * (extra + int(rows_up * self._statistics))
+            traffic.counters_up += self._num_clients * 8 * self._layers * (rows_up > 0)
+            if SHARED_BN in self._config.evaluations():
+                traffic.up += self._num_clients * (self.everything[0] - self.shared[0])
+                traffic.counters_up += self._num_clients * (self.everything[1] - self.shared[1])
+        return start, later
+
+    def synchronised_step(self, calls: Sequence[tuple[int, bool]], model: nn.Module) -> Traffic:
+        """Return the traffic of a synchronised step with these BatchNorm calls."""
+        costs = [(channels, *self._method.exchange_cost(self._params, gradient)) for channels, gradient in calls]
+        width = next(model.parameters()).element_size() if costs else 0
+        size = width * sum(channels * rows for channels, _, rows in costs)
+        return Traffic(sum(number for _, number, _ in costs), size, self._num_clients * size)
+
+    def reestimation(self) -> Phase | None:
+        """Return what re-estimated statistics add in each round with a test; None without them."""
+        if not (self._config.reestimates() and self._layers):
+            return None
+        tested = -(-self._config.num_server_rounds // self._config.eval_every)
+        return Phase("re-estimation", tested, self.of(self.shared, (self._statistics, 8 * self._layers)))
 
 
 def _uncounted(config: Config) -> Iterator[str]:
