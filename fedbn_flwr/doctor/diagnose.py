@@ -90,6 +90,22 @@ def diagnose(
         clients = [replace(c, batch_size=size if c.left_out else min(size, len(c))) for c in clients]
     if not clients:
         raise ConfigError("client_loaders yield no examples. Give a loader for each client.")
+    return diagnose_clients(
+        model,
+        clients,
+        tests,
+        loss=loss,
+        training=training,
+        state=state,
+        local_keys=local_keys,
+        shared_keys=shared_keys,
+        seed=seed,
+        notes=_notes_of_reading(clients, max_examples),
+    )
+
+
+def _notes_of_reading(clients: Sequence[ClientData], max_examples: int) -> list[str]:
+    """Return which clients' examples were not used as their loader yields them."""
     notes = []
     if repeating := [c.name for c in clients if c.repeats]:
         notes.append(
@@ -103,18 +119,7 @@ def diagnose(
             f"{_of_clients([c.name for c in first])}: the first {len(first[0]):,} examples of its loader were used. If "
             "they come in an order, by class say, clients seem to differ that do not: shuffle them."
         )
-    return diagnose_clients(
-        model,
-        clients,
-        tests,
-        loss=loss,
-        training=training,
-        state=state,
-        local_keys=local_keys,
-        shared_keys=shared_keys,
-        seed=seed,
-        notes=notes,
-    )
+    return notes
 
 
 def diagnose_clients(
@@ -144,29 +149,41 @@ def diagnose_clients(
     lacking = [f"all that needs data, in {listed(scripted)}: {_SCRIPTED}"] if scripted else []
     if not seen:
         return Diagnosis(about, findings(m)[0], {"layers": _counts(m)}, lacking)
-    if loss is default_loss and all(c.binary for c in (*clients, *tests)):
-        loss = LogitLoss()
-    elif loss is default_loss and all(c.rows for c in (*clients, *tests)):
-        loss = RowLoss(one_hot=classes_of([*clients, *tests]) is not None)
+    loss = _chosen_loss(loss, [*clients, *tests])
     measuring = Measuring(plain, clients, tests or clients, loss, seed, m)
     with seeded(seed):  # a forward pass may draw
         measures = measuring.everything()
     for path, counts in _counts(m).items():
         measures["layers"].setdefault(path, {}).update(counts)
-    if isinstance(loss, LogitLoss) and loss.used:
-        notes = [
-            *notes,
-            "the model has one output an example, and targets are 0 and 1: it was taken for a logit, with binary "
-            "cross-entropy as loss. Pass loss= if it is another.",
-        ]
-    if isinstance(loss, RowLoss):
-        kind = "cross-entropy" if loss.one_hot else "binary cross-entropy of each output"
-        notes = [*notes, f"targets are rows of 0 and 1: {kind} was taken as loss. Pass loss= if it is another."]
+    notes = [*notes, *_notes_of_loss(loss)]
     if not tests:
-        notes = [*notes, "training and test were compared on training examples: pass test_loaders for others."]
+        notes.append("training and test were compared on training examples: pass test_loaders for others.")
     found, handled = findings(m)
     lacking += [*measuring.lacking, *unanswered(m)]
     return Diagnosis(about, found, measures, lacking, [*notes, *measuring.notes, *handled, *remarks(m)])
+
+
+def _chosen_loss(loss: Loss, clients: Sequence[ClientData]) -> Loss:
+    """Return the loss for the targets of the clients, unless the user gave one."""
+    if loss is default_loss and all(c.binary for c in clients):
+        return LogitLoss()
+    if loss is default_loss and all(c.rows for c in clients):
+        return RowLoss(one_hot=classes_of(clients) is not None)
+    return loss
+
+
+def _notes_of_loss(loss: Loss) -> list[str]:
+    """Return which loss was taken, where another one is possible."""
+    notes = []
+    if isinstance(loss, LogitLoss) and loss.used:
+        notes.append(
+            "the model has one output an example, and targets are 0 and 1: it was taken for a logit, with binary "
+            "cross-entropy as loss. Pass loss= if it is another."
+        )
+    if isinstance(loss, RowLoss):
+        kind = "cross-entropy" if loss.one_hot else "binary cross-entropy of each output"
+        notes.append(f"targets are rows of 0 and 1: {kind} was taken as loss. Pass loss= if it is another.")
+    return notes
 
 
 def diagnose_state(
