@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress, Task, TaskID
@@ -22,6 +22,10 @@ from fedbn_flwr.cli.console import (
     shown_scores,
 )
 from fedbn_flwr.errors import ConfigError, RunFailedError
+
+if TYPE_CHECKING:
+    from fedbn_flwr.experiment.studies.selection import Selection
+    from fedbn_flwr.experiment.studies.study import Cell
 
 
 @app.command(epilog="Example: fedbn-flwr sweep apps/main/recipes/demo.yaml --out runs/digits --parallel 2")
@@ -44,7 +48,6 @@ def sweep(
     seed: Annotated[list[int] | None, typer.Option(help="Only runs with this seed of the study; repeatable.")] = None,
 ) -> None:
     """Do a grid of runs, methods x splits x seeds, and write tables with mean, deviation and paired differences."""
-    from fedbn_flwr.experiment.files import STUDY_FILE
     from fedbn_flwr.experiment.studies.done import is_done
     from fedbn_flwr.experiment.studies.parallel import default_parallel, in_parallel
     from fedbn_flwr.experiment.studies.selection import Selection
@@ -59,10 +62,7 @@ def sweep(
         selection.check(grid)
         selected = [cell for cell in (*grid.trials(), *grid.cells()) if cell in selection]
         left = [cell for cell in selected if not is_done(cell, out)]
-        if ray_address and (parallel or memory_gib):
-            raise ConfigError("--parallel and --memory-gib are for this machine; leave them out with --ray-address.")
-        if engine is EngineChoice.simulation and (ray_address or (parallel or 1) > 1):
-            raise ConfigError("--engine simulation does one run at a time: leave out --parallel and --ray-address.")
+        _check_options(engine, parallel, memory_gib, ray_address)
         if parallel is None:
             parallel = default_parallel(left) if engine is EngineChoice.in_process and not ray_address else 1
         several = ray_address or parallel > 1
@@ -70,22 +70,9 @@ def sweep(
             raise ConfigError("--memory-gib is for several runs at a time: state --parallel, too.")
         runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine.value)
 
-        def saved() -> str:
-            trials = [cell for cell in selected if cell.trial]
-            cells, what = trials, "trials of tune, before the runs"
-            if not trials:
-                cells, what = selected, "runs"
-            elif all(is_done(cell, out) for cell in trials):  # so the folder has the study with what they chose
-                tuned = [cell for cell in Study.read(out / STUDY_FILE).cells() if cell in selection]
-                cells, what = [*trials, *tuned], "runs"
-            return (
-                f"Finished in {out}: {sum(is_done(cell, out) for cell in cells)} of {len(cells)} {what}.\nThe same "
-                "command goes on with the others, and with an unfinished run from its last checkpoint."
-            )
-
         failed: RunFailedError | None = None
         try:
-            with interrupt(saved), bars() as progress:
+            with interrupt(lambda: _saved(out, selected, selection)), bars() as progress:
                 table = launch(grid, out, runner, Display(progress, grid.name), selection)
         except RunFailedError as error:
             table, failed = error.result, error
@@ -93,6 +80,34 @@ def sweep(
         console.print(f"results: {out.absolute()}", highlight=False, soft_wrap=True)
         if failed:
             raise failed
+
+
+def _check_options(
+    engine: EngineChoice, parallel: int | None, memory_gib: float | None, ray_address: str | None
+) -> None:
+    if ray_address and (parallel or memory_gib):
+        raise ConfigError("--parallel and --memory-gib are for this machine; leave them out with --ray-address.")
+    if engine is EngineChoice.simulation and (ray_address or (parallel or 1) > 1):
+        raise ConfigError("--engine simulation does one run at a time: leave out --parallel and --ray-address.")
+
+
+def _saved(out: Path, selected: Sequence[Cell], selection: Selection) -> str:
+    """Return what an interrupted sweep leaves in its folder."""
+    from fedbn_flwr.experiment.files import STUDY_FILE
+    from fedbn_flwr.experiment.studies.done import is_done
+    from fedbn_flwr.experiment.studies.study import Study
+
+    trials = [cell for cell in selected if cell.trial]
+    cells, what = trials, "trials of tune, before the runs"
+    if not trials:
+        cells, what = [*selected], "runs"
+    elif all(is_done(cell, out) for cell in trials):  # so the folder has the study with what they chose
+        tuned = [cell for cell in Study.read(out / STUDY_FILE).cells() if cell in selection]
+        cells, what = [*trials, *tuned], "runs"
+    return (
+        f"Finished in {out}: {sum(is_done(cell, out) for cell in cells)} of {len(cells)} {what}.\nThe same "
+        "command goes on with the others, and with an unfinished run from its last checkpoint."
+    )
 
 
 class Display:

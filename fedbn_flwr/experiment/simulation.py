@@ -85,12 +85,7 @@ def simulate(
     refuse_named_gpu(config)
     if ray_address is not None:
         check_cluster(config, ray_address)
-    federation: dict[str, Scalar] = {
-        "num-supernodes": config.num_clients,
-        "client-resources-num-cpus": config.torch_threads,
-        **({**_actors(config), **_gpus(config)} if ray_address is None else {}),
-        **(federation_config or {}),
-    }
+    federation = {**_resources(config, private=ray_address is None), **(federation_config or {})}
     before = read_json(out / "summary.json")
     lines: list[str] = []
     echo = LogEcho()
@@ -108,11 +103,7 @@ def simulate(
         try:
             flower_run(app, run_config={}, federation_config=federation, on_line=on_line)
         except EngineError as error:
-            summary = read_json(out / "summary.json")
-            whole = f"{error}\nThe whole log: {out / FLOWER_LOG}" if out.is_dir() else str(error)
-            if summary == before or DIVERGED_AT not in summary:
-                raise EngineError(whole) from error
-            raise DivergedError(whole, summary[DIVERGED_AT]) from error
+            raise _failure(error, out, before) from error
         finally:
             ended.set()
             follower.shutdown()
@@ -125,6 +116,15 @@ def simulate(
     raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))
 
 
+def _failure(error: EngineError, out: Path, before: Mapping[str, Any]) -> EngineError | DivergedError:
+    """Return the error of a run that did not complete; ``before`` is the summary that the folder had."""
+    summary = read_json(out / "summary.json")
+    whole = f"{error}\nThe whole log: {out / FLOWER_LOG}" if out.is_dir() else str(error)
+    if summary == before or DIVERGED_AT not in summary:
+        return EngineError(whole)
+    return DivergedError(whole, summary[DIVERGED_AT])
+
+
 def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
     """Write the app; its ClientApp is in a module of its own if that module connects to a cluster."""
     (folder / "fedbn_simulation.py").write_text(_APP)
@@ -134,6 +134,12 @@ def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
         (folder / f"{module}.py").write_text(_CLUSTER_APP.format(address=ray_address))
     pairs = (toml_pairs({key: value}) for key, value in config.to_mapping().items())
     (folder / "pyproject.toml").write_text(_PYPROJECT.format(module=module) + "\n".join(pairs) + "\n")
+
+
+def _resources(config: Config, private: bool) -> dict[str, Scalar]:
+    """Return the federation config: the nodes and what each asks of Ray, a private one or that of a cluster."""
+    own = {**_actors(config), **_gpus(config)} if private else {}
+    return {"num-supernodes": config.num_clients, "client-resources-num-cpus": config.torch_threads, **own}
 
 
 def _actors(config: Config) -> dict[str, Scalar]:
