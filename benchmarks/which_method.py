@@ -20,9 +20,10 @@ import yaml
 from measure import facts, machine, table, write_block
 
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
+from fedbn_flwr.experiment.studies.cell import Cell
 from fedbn_flwr.experiment.studies.comparisons import difference
 from fedbn_flwr.experiment.studies.results import StudyResults
-from fedbn_flwr.experiment.studies.study import Cell, Study
+from fedbn_flwr.experiment.studies.study import Study
 
 Curve = list[tuple[int, float, float]]  # round, MB so far, accuracy in per cent
 BASELINE = "FedAvg+BN"

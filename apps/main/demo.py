@@ -15,7 +15,8 @@ from rich.table import Table
 
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.experiment.studies.study import Cell, Study
+from fedbn_flwr.experiment.studies.cell import Cell
+from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.sweep import LogFollower, sweep
 
 __all__ = ["demo"]

@@ -24,8 +24,8 @@ from fedbn_flwr.cli.console import (
 from fedbn_flwr.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
+    from fedbn_flwr.experiment.studies.cell import Cell
     from fedbn_flwr.experiment.studies.selection import Selection
-    from fedbn_flwr.experiment.studies.study import Cell
 
 
 @app.command(epilog="Example: fedbn-flwr sweep apps/main/recipes/demo.yaml --out runs/digits --parallel 2")

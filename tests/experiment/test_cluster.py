@@ -32,8 +32,9 @@ from fedbn_flwr.experiment.data.partitioned_data import load_data, partitioned_d
 from fedbn_flwr.experiment.data.report import data_report
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.studies import parallel
+from fedbn_flwr.experiment.studies.cell import Cell
 from fedbn_flwr.experiment.studies.parallel import in_parallel
-from fedbn_flwr.experiment.studies.study import Cell, Study
+from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.sweep import LogFollower, sweep
 from tests.support.ray_nodes import can_hide, two_nodes
 

@@ -19,7 +19,8 @@ from fedbn_flwr.experiment.report.study_figures import (
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.report.study_statistics import statistics_section
 from fedbn_flwr.experiment.report.study_tables import anchor_of, results_section
-from fedbn_flwr.experiment.studies.study import Cell, failure_of
+from fedbn_flwr.experiment.studies.cell import Cell
+from fedbn_flwr.experiment.studies.done import failure_of
 from fedbn_flwr.training.tasks import higher_is_better
 
 __all__ = ["study_page"]

@@ -12,9 +12,10 @@ from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.files import STUDY_FILE
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.report.run_files import RunFiles
-from fedbn_flwr.experiment.studies.done import of_study
+from fedbn_flwr.experiment.studies.cell import Cell
+from fedbn_flwr.experiment.studies.done import failure_of, of_study
 from fedbn_flwr.experiment.studies.results import StudyResults
-from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of
+from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.tables import table_rows
 
 __all__ = ["StudyFiles"]

@@ -1,16 +1,20 @@
-"""Whether a run of a study is done: finished, and with the settings that the study has now."""
+"""What became of a run of a study: finished or failed, and with the settings that the study has now or others."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.centralized import reference_config
 from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
+from fedbn_flwr.experiment.files import read_json
 from fedbn_flwr.experiment.output.folder import PLACES, RunFolder, changed_settings
-from fedbn_flwr.experiment.studies.study import Cell, finished
+from fedbn_flwr.experiment.studies.cell import Cell
 
-__all__ = ["changed", "is_done", "of_study"]
+__all__ = ["FAILED", "changed", "failure_of", "finished", "is_done", "of_study", "summary_of"]
+
+FAILED = "failed.json"  # in the folder of a run that a sweep could not finish: the error
 
 
 def is_done(cell: Cell, out: Path) -> bool:
@@ -46,3 +50,18 @@ def changed(config: Config, folder: Path) -> str:
     except FedBNError:  # the data of that run are not here any more, or this version refuses its settings
         saved = settings
     return changed_settings(saved, now.to_mapping(), free)
+
+
+def finished(folder: Path) -> bool:
+    """Return whether the run of the folder is finished: its summary is written last."""
+    return (folder / "summary.json").is_file()
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Return the summary of a finished run; empty without one."""
+    return read_json(folder / "summary.json")
+
+
+def failure_of(folder: Path) -> dict[str, Any]:
+    """Return the error with which the last try of a run ended; empty if there is none."""
+    return read_json(folder / FAILED)

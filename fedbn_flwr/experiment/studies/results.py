@@ -12,10 +12,11 @@ from typing import Any
 
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
+from fedbn_flwr.experiment.studies.cell import Cell
 from fedbn_flwr.experiment.studies.domain_table import is_average
-from fedbn_flwr.experiment.studies.done import is_done, of_study
+from fedbn_flwr.experiment.studies.done import failure_of, is_done, of_study, summary_of
 from fedbn_flwr.experiment.studies.numbers import AVERAGE, WHOLE, PaperNumber
-from fedbn_flwr.experiment.studies.study import Cell, Study, failure_of, summary_of
+from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 __all__ = ["FIELDS", "StudyResults"]

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.studies.study import Cell, Study
+from fedbn_flwr.experiment.studies.cell import Cell
+from fedbn_flwr.experiment.studies.study import Study
 
 __all__ = ["EVERYTHING", "Selection"]
 

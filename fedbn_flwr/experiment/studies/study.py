@@ -39,40 +39,21 @@ in ``OUT/tune/METHOD/SPLIT/``.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import Config, Scalar, number, read_overrides
+from fedbn_flwr.experiment.config import Scalar, number, read_overrides
 from fedbn_flwr.experiment.config.yaml_file import read_yaml
-from fedbn_flwr.experiment.files import read_json
-from fedbn_flwr.experiment.output.global_tests import headlines
+from fedbn_flwr.experiment.studies.cell import Cell, trial_name
 from fedbn_flwr.experiment.studies.numbers import WHOLE, PaperNumber
-from fedbn_flwr.strategies import FedBS
-from fedbn_flwr.training.tasks import in_percent
+from fedbn_flwr.experiment.studies.study_checks import problems_of
 
-__all__ = [
-    "FAILED",
-    "Cell",
-    "Study",
-    "StudySettings",
-    "Tuning",
-    "failure_of",
-    "finished",
-    "summary_of",
-    "trial_name",
-]
-
-_LONGEST = 200  # characters of a folder's name; file systems take 255 bytes
-_ENDINGS = (".csv", ".html", ".jsonl", ".md", ".png", ".yaml")
-FAILED = "failed.json"  # in the folder of a run that a sweep could not finish: the error
+__all__ = ["Study", "StudySettings", "Tuning"]
 
 StudySettings = dict[str, Scalar]
 
@@ -140,7 +121,7 @@ class Study(BaseModel):
             ConfigError: all problems, each with the name of the run.
         """
         study = cls.read(path, overrides)
-        if problems := [f"study {path}: {problem}" for problem in study._problems(read_overrides(overrides))]:
+        if problems := [f"study {path}: {problem}" for problem in problems_of(study, read_overrides(overrides))]:
             raise ConfigError("\n".join(problems))
         return study
 
@@ -163,107 +144,6 @@ class Study(BaseModel):
         except ValidationError as error:
             lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {_text_of(e)}" for e in error.errors()]
             raise ConfigError("\n".join(lines)) from error
-
-    def _problems(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""
-        yield from self._wrong_names()
-        yield from dict.fromkeys(self._unusable_names())
-        yield from self._unusable_papers()
-        for what, keys in self._places():
-            if "seed" in keys and not (what == "base" and "seed" in given):  # of the command: see below
-                yield f"{what}: seed has no effect here; list the seeds under {'tune.' * what.startswith('tune')}seeds"
-        yield from self._problems_of_runs()
-        for key in given:
-            if all(key in cell.settings for cell in self.cells()):
-                of_seed = f"seeds; --seed {given[key]} does the runs of that one"
-                where = of_seed if key == "seed" else "methods or splits"
-                yield f"--set {key} has no effect: every run has its own, in {where}"
-
-    def _wrong_names(self) -> Iterator[str]:
-        """Yield what is listed twice, and names that are none of the study."""
-        for what, values in self._lists():
-            if repeated := {str(value) for value in values if values.count(value) > 1}:
-                yield f"{what}: {', '.join(sorted(repeated))} is listed twice"
-        for name in (*self.skip, *self.paper, *self.overrides):
-            if name not in self.names():
-                yield f"'{name}' names no METHOD/SPLIT"
-        for split in self.target if isinstance(self.target, dict) else ():
-            if split not in self.splits:
-                yield f"target: '{split}' is not one of splits ({', '.join(self.splits)})"
-        if not any(True for _ in self.cells()):
-            yield f"skip leaves out every run: {', '.join(self.skip)}"
-
-    def _problems_of_runs(self) -> Iterator[str]:
-        """Yield folders that two runs would share, settings that are wrong, and runs that are tied together."""
-        folders: dict[Path, tuple[str, str, str, int]] = {}
-        tied: dict[str, str] = {}
-        shares: dict[str, float] = {}  # of the runs, which come before the trials
-        for cell in (*self.cells(), *self.trials()):
-            own = cell.method, cell.split, cell.trial, cell.seed
-            first = folders.setdefault(cell.folder(Path()), own)
-            if first != own:
-                twins = [f"method {method!r} on split {split!r}" for method, split, *_ in (first, own)]
-                yield f"{twins[0]} and {twins[1]} would share the folder {cell.folder(Path())}; rename one of them"
-            try:
-                config = cell.config
-            except ConfigError as error:
-                yield f"{cell.name}: {error}"
-                continue
-            if config.series:
-                tied[cell.name] = config.series
-            pair = f"{cell.method}/{cell.split}"
-            if not cell.trial:
-                shares[pair] = config.validation_share
-            elif not config.validation_share:
-                yield f"{cell.name}: tune chooses by validation examples; set validation-share in tune.base"
-            elif config.strategy == FedBS.name and not shares.get(pair):
-                yield (
-                    f"{cell.name}: with validation-share fedbs weighs by the validation loss, without by the "
-                    "training loss; set validation-share for the runs, too, so that trials and runs do the same"
-                )
-        if tied:
-            one, more = next(iter(tied)), len(tied) - 1
-            yield (
-                f"{one}{f' and {more} other runs' if more else ''}: series={tied[one]} ties runs together: a run "
-                "starts with the parts that clients kept in the run before, and parallel runs would depend on their "
-                "timing. Leave series out of a study; for a series do the runs one after another with `fedbn-flwr run`"
-            )
-
-    def _unusable_names(self) -> Iterator[str]:
-        """Yield the names that cannot be folders beside the study's own files."""
-        for cell in (*self.cells(), *self.trials()):
-            method, *_ = parts = cell.folder(Path()).parts
-            for part in parts:
-                if len(part) > _LONGEST:
-                    yield f"{part[:40]}... would name a folder, with {len(part)} characters; at most {_LONGEST}"
-            if Path(method).suffix in _ENDINGS:
-                yield f"method {cell.method!r} ends as a file of the study ({', '.join(_ENDINGS)}); rename it"
-
-    def _unusable_papers(self) -> Iterator[str]:
-        """Yield the paper's numbers that are outside 0 to 100, where the main metric is a share in percent."""
-        for cell in self.cells():
-            numbers = self.paper_numbers(name := f"{cell.method}/{cell.split}") if cell.seed == self.seeds[0] else {}
-            try:
-                share = bool(numbers) and in_percent(headlines(cell.config)[0])
-            except ConfigError:  # which is told with the run
-                continue
-            for domain, (mean, _) in numbers.items():
-                if share and mean is not None and not 0 <= mean <= 100:
-                    yield f"paper: {name}{domain and f', {domain}'}: {mean:g} is not from 0 to 100, as a share is"
-
-    def _places(self) -> Iterator[tuple[str, Collection[str]]]:
-        """Yield each place in the file that has settings, and their keys."""
-        yield "base", self.base
-        for what, named in (("methods", self.methods), ("splits", self.splits), ("overrides", self.overrides)):
-            yield from ((f"{what}.{name}", settings) for name, settings in named.items())
-        if self.tune:
-            yield from (("tune.base", self.tune.base), ("tune.grid", self.tune.grid))
-
-    def _lists(self) -> Iterator[tuple[str, Sequence[Any]]]:
-        yield from (("seeds", self.seeds), ("metrics", self.metrics))
-        if self.tune:
-            yield "tune.seeds", self.tune.seeds
-            yield from ((f"tune.grid: {key}", values) for key, values in self.tune.grid.items())
 
     def target_of(self, split: str) -> float | None:
         """Return the target of a split, in the unit of the table; None without one."""
@@ -310,43 +190,6 @@ class Study(BaseModel):
         return self.model_copy(update={"overrides": {**self.overrides, **overrides}, "tune": None})
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run of a study: its own settings, and those of ``base``. ``trial`` is its point of ``tune``; "" for none."""
-
-    method: str
-    split: str
-    seed: int
-    settings: Mapping[str, Scalar]
-    base: Mapping[str, Scalar]
-    trial: str = ""
-
-    @property
-    def name(self) -> str:
-        """METHOD/SPLIT/seed-N; of a trial tune/METHOD/SPLIT/KEY=VALUE/seed-N."""
-        pair = f"{self.method}/{self.split}"
-        return f"tune/{pair}/{self.trial}/seed-{self.seed}" if self.trial else f"{pair}/seed-{self.seed}"
-
-    @functools.cached_property
-    def config(self) -> Config:
-        """The run's config.
-
-        Raises:
-            ConfigError: a setting is wrong.
-        """
-        return Config.make_of_shared(self.base, self.settings)[0]
-
-    @property
-    def dropped(self) -> dict[str, str]:
-        """The keys of ``base`` that have no effect in this run, with the reason."""
-        return Config.make_of_shared(self.base, self.settings)[1]
-
-    def folder(self, out: Path) -> Path:
-        """Return the run's folder under ``out``."""
-        parts = [re.sub(r"[^A-Za-z0-9._+=-]", "_", part) for part in self.name.split("/")]
-        return out.joinpath(*(part if part.strip(".") else "_" * max(1, len(part)) for part in parts))  # not "..", ""
-
-
 def _text_of(error: Mapping[str, Any]) -> str:
     """Return what pydantic says of a value, or the text of this module's own error."""
     own = error.get("ctx", {}).get("error")
@@ -356,23 +199,3 @@ def _text_of(error: Mapping[str, Any]) -> str:
 def _number(value: Scalar) -> Scalar:
     found = number(value) if isinstance(value, str) else None
     return value if found is None else found
-
-
-def trial_name(point: StudySettings) -> str:
-    """Return the name of a point of ``tune``, such as "learning-rate=0.1"."""
-    return ",".join(f"{key}={value}" for key, value in point.items())
-
-
-def finished(folder: Path) -> bool:
-    """Return whether the run of the folder is finished: its summary is written last."""
-    return (folder / "summary.json").is_file()
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    """Return the summary of a finished run; empty without one."""
-    return read_json(folder / "summary.json")
-
-
-def failure_of(folder: Path) -> dict[str, Any]:
-    """Return the error with which the last try of a run ended; empty if there is none."""
-    return read_json(folder / FAILED)

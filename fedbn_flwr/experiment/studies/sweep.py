@@ -30,10 +30,11 @@ from fedbn_flwr.experiment.output.folder import DIVERGED_AT, lock_folder, writin
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import Engine, run
 from fedbn_flwr.experiment.start_checks import check
-from fedbn_flwr.experiment.studies.done import changed, is_done
+from fedbn_flwr.experiment.studies.cell import Cell
+from fedbn_flwr.experiment.studies.done import FAILED, changed, finished, is_done, summary_of
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.selection import EVERYTHING, Selection
-from fedbn_flwr.experiment.studies.study import FAILED, Cell, Study, finished, summary_of
+from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.tables import write_tables
 from fedbn_flwr.experiment.studies.tuning import tuned, tuning_markdown
 

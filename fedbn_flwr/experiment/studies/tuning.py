@@ -11,9 +11,10 @@ from pathlib import Path
 
 from fedbn_flwr.experiment.early_stopping import validation_metric
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
-from fedbn_flwr.experiment.studies.done import is_done
+from fedbn_flwr.experiment.studies.cell import Cell, trial_name
+from fedbn_flwr.experiment.studies.done import is_done, summary_of
 from fedbn_flwr.experiment.studies.numbers import table_line
-from fedbn_flwr.experiment.studies.study import Cell, Study, StudySettings, summary_of, trial_name
+from fedbn_flwr.experiment.studies.study import Study, StudySettings
 from fedbn_flwr.training.tasks import in_percent
 
 __all__ = ["Tuned", "tuned", "tuning_markdown"]

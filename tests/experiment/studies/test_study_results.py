@@ -13,10 +13,11 @@ from scipy.stats import ttest_rel
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.experiment.studies import results
 from fedbn_flwr.experiment.studies.comparisons import comparisons, comparisons_markdown, left_out
+from fedbn_flwr.experiment.studies.done import finished
 from fedbn_flwr.experiment.studies.numbers import PaperNumber, table_line
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.selection import Selection
-from fedbn_flwr.experiment.studies.study import Study, finished
+from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.experiment.studies.sweep import sweep
 from fedbn_flwr.experiment.studies.tables import table_rows, write_tables
 from fedbn_flwr.experiment.studies.tuning import tuned, tuning_markdown

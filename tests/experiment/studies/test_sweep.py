@@ -18,11 +18,12 @@ from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateErr
 from fedbn_flwr.experiment.output.folder import lock_folder
 from fedbn_flwr.experiment.studies import sweep as module
 from fedbn_flwr.experiment.studies import tables
-from fedbn_flwr.experiment.studies.done import is_done
+from fedbn_flwr.experiment.studies.cell import Cell
+from fedbn_flwr.experiment.studies.done import is_done, summary_of
 from fedbn_flwr.experiment.studies.parallel import in_parallel, memory_need
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.selection import Selection
-from fedbn_flwr.experiment.studies.study import Cell, Study, Tuning, summary_of
+from fedbn_flwr.experiment.studies.study import Study, Tuning
 from fedbn_flwr.experiment.studies.sweep import LogFollower, do_cell, sweep
 from fedbn_flwr.experiment.studies.tables import table_rows
 from tests.support.pictures import drawn
