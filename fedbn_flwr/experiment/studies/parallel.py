@@ -26,7 +26,8 @@ from fedbn_flwr.experiment.run import work_of
 from fedbn_flwr.experiment.setup import gpu_share, make_model, pick_device, refuse_named_gpu
 from fedbn_flwr.experiment.studies.cell import Cell
 from fedbn_flwr.experiment.studies.done import finished
-from fedbn_flwr.experiment.studies.sweep import Follower, Outcome, Runner, do_cell, note_failure
+from fedbn_flwr.experiment.studies.one_run import do_cell, note_failure
+from fedbn_flwr.experiment.studies.sweep import Follower, Outcome, Runner
 from fedbn_flwr.machine import memory_bytes, num_cores
 from fedbn_flwr.training.settings import share_of
 

@@ -16,15 +16,16 @@ from matplotlib import image
 
 from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
 from fedbn_flwr.experiment.output.folder import lock_folder
+from fedbn_flwr.experiment.studies import one_run, tables
 from fedbn_flwr.experiment.studies import sweep as module
-from fedbn_flwr.experiment.studies import tables
 from fedbn_flwr.experiment.studies.cell import Cell
 from fedbn_flwr.experiment.studies.done import is_done, summary_of
+from fedbn_flwr.experiment.studies.one_run import do_cell
 from fedbn_flwr.experiment.studies.parallel import in_parallel, memory_need
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.selection import Selection
 from fedbn_flwr.experiment.studies.study import Study, Tuning
-from fedbn_flwr.experiment.studies.sweep import LogFollower, do_cell, sweep
+from fedbn_flwr.experiment.studies.sweep import LogFollower, sweep
 from fedbn_flwr.experiment.studies.tables import table_rows
 from tests.support.pictures import drawn
 
@@ -301,14 +302,14 @@ def check_tables(study: Study, out: Path) -> None:
 
 
 def test_a_failed_run_is_recorded_and_tried_again(study: Study, tmp_path: Path, monkeypatch) -> None:
-    real, out = module.run, tmp_path / "out"
+    real, out = one_run.run, tmp_path / "out"
 
     def one_fails(config, folder, *arguments):
         if folder == out / "FedAvg/iid/seed-1":
             raise ZeroDivisionError("out of luck")
         return real(config, folder, *arguments)
 
-    monkeypatch.setattr(module, "run", one_fails)
+    monkeypatch.setattr(one_run, "run", one_fails)
     with pytest.raises(RunFailedError, match="1 of 6 runs failed or diverged: FedAvg/iid/seed-1") as caught:
         sweep(study, out, follower=(noted := Noted()))
     assert [name for name, error in noted.ended.items() if error] == ["FedAvg/iid/seed-1"]
@@ -318,7 +319,7 @@ def test_a_failed_run_is_recorded_and_tried_again(study: Study, tmp_path: Path, 
     assert "one_fails" in failure["traceback"]
     statuses = [json.loads(line)["status"] for line in (out / "results.jsonl").read_text().splitlines()]
     assert sorted(statuses) == ["failed", *["finished"] * 5]
-    monkeypatch.setattr(module, "run", real)
+    monkeypatch.setattr(one_run, "run", real)
     sweep(study, out, follower=(noted := Noted()))
     assert noted.begun == ["FedAvg/iid/seed-1"]
     assert sorted(path.name for path in (out / "FedAvg/iid").iterdir()) == ["seed-0", "seed-1"]
@@ -336,8 +337,8 @@ def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(study,
     def full(*arguments):
         raise ConfigError("no space left on device")
 
-    monkeypatch.setattr(module, "changed", lambda config, folder: "")
-    monkeypatch.setattr(module, "run", full)
+    monkeypatch.setattr(one_run, "changed", lambda config, folder: "")
+    monkeypatch.setattr(one_run, "run", full)
     assert do_cell(cell, out, "in-process") == "no space left on device"
     assert [path.name for path in folder.parent.iterdir()] == ["seed-0"]
 
