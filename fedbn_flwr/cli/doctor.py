@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedbn_flwr.cli.console import app, console, exit_codes
 from fedbn_flwr.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from fedbn_flwr.doctor.findings import Diagnosis
 
 
 @app.command(epilog="Example: fedbn-flwr doctor runs/fedbn --out doctor")
@@ -55,16 +58,21 @@ def doctor(
                 f"{target} is no folder of a run and no file. For a model give its data (--dataset NAME), a saved "
                 "state (--state FILE), or both."
             )
-        if json_:
-            print(json.dumps(found.to_json(), indent=2))
-        else:
-            console.print(str(found), markup=False, highlight=False, soft_wrap=True)
-        if out:
-            try:
-                files = found.save(out)
-            except OSError as error:
-                raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
-            if not json_:
-                console.print("\n" + "\n".join(str(f) for f in files), markup=False, highlight=False, soft_wrap=True)
+        _show(found, json_, out)
     if strict and found.findings:
         raise typer.Exit(1)
+
+
+def _show(found: Diagnosis, as_json: bool, out: Path | None) -> None:
+    """Print what was found, and write it to a folder if one is given."""
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    if out:
+        try:
+            files = found.save(out)
+        except OSError as error:
+            raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
+        if not as_json:
+            console.print("\n" + "\n".join(str(f) for f in files), markup=False, highlight=False, soft_wrap=True)

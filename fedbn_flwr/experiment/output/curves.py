@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.training.tasks import quantity_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["draw_curves"]
 
@@ -49,14 +52,7 @@ def draw_curves(
             ordered = sorted(keys, key=lambda key: key != f"{tests.get(name)}-{label}")
             present = [key for key in ordered if any(line.get(key) is not None for line in lines)]
             for key in present if len(runs) == 1 else present[:1]:
-                points = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
-                style = "--" if key.startswith("train") else "-"
-                axis.plot(
-                    *zip(*points, strict=True),
-                    style,
-                    label=_as_it_is(f"{name} ({tests[name]})" if mixed else name or key),
-                    linewidth=1.3,
-                )
+                _plot(axis, lines, key, f"{name} ({tests[name]})" if mixed else name or key)
         if frozen and len(runs) == 1:
             axis.axvline(frozen[0], color="grey", linewidth=0.8, linestyle=":")
         axis.set_xlabel("server round")
@@ -71,6 +67,13 @@ def draw_curves(
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
+
+
+def _plot(axis: Axes, lines: Sequence[Mapping[str, Any]], key: str, label: str) -> None:
+    """Draw a metric over the rounds that have it."""
+    points = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
+    style = "--" if key.startswith("train") else "-"
+    axis.plot(*zip(*points, strict=True), style, label=_as_it_is(label), linewidth=1.3)
 
 
 def _as_it_is(name: str) -> str:
