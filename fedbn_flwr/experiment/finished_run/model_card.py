@@ -16,7 +16,8 @@ from fedbn_flwr.experiment.data.report import data_report
 from fedbn_flwr.experiment.data.splitting import count_split
 from fedbn_flwr.experiment.files import read_json, read_metrics
 from fedbn_flwr.experiment.finished_run.saved_model import SavedModel
-from fedbn_flwr.experiment.output.folder import PLACES, versions
+from fedbn_flwr.experiment.output.folder import PLACES
+from fedbn_flwr.experiment.output.versions import versions
 from fedbn_flwr.export import Folding
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from fedbn_flwr.experiment.config import Config, from_older
 from fedbn_flwr.experiment.data.report import refuse_other_data
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.files import read_metrics
-from fedbn_flwr.experiment.output.folder import PLACES, RunFolder, changed_settings, versions
+from fedbn_flwr.experiment.output.folder import PLACES, RunFolder, changed_settings
+from fedbn_flwr.experiment.output.versions import versions
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.models import code_changed, code_sha256

@@ -5,16 +5,12 @@ from __future__ import annotations
 import csv
 import errno
 import fcntl
-import functools
 import io
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,7 +37,6 @@ __all__ = [
     "RunFolder",
     "changed_settings",
     "lock_folder",
-    "versions",
     "writing",
 ]
 
@@ -66,37 +61,6 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], free: Col
     """Return the keys with other values, except those in ``free``, as ``KEY=VALUE, now VALUE; ...``; "" if none."""
     changed = [key for key in sorted({*saved, *now} - {*free}) if saved.get(key) != now.get(key)]
     return "; ".join(f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
-
-
-def versions(*more: str) -> dict[str, str]:
-    """Return the versions of the packages that a result depends on, and of ``more``.
-
-    That of fedbn-flwr names the commit where it runs from a checkout, as 0.1.0+g1a2b3c4 or 0.1.0+g1a2b3c4.changed.
-    """
-    names = ("fedbn-flwr", "flwr", "torch", "torchvision", "numpy", "ray", "flwr-datasets", *more)
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return {**found, "fedbn-flwr": found["fedbn-flwr"] + commit_of(Path(__file__).parents[1])}
-
-
-@functools.cache
-def commit_of(package: Path) -> str:
-    """Return "+g" and the commit of a package that git tracks, ".changed" if its files differ from it; "" elsewhere."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(package), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # the folder may lie in a repository of something else
-        commit, changed = git("rev-parse", "--short=7", "HEAD"), git("status", "--porcelain", "--", ".")
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return f"+g{commit}" + ".changed" * bool(changed)
 
 
 @contextmanager

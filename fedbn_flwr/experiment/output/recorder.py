@@ -22,10 +22,11 @@ from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.client_means import client_means, client_means_by_domain
 from fedbn_flwr.experiment.output.definitions import HELD_OUT, definitions
-from fedbn_flwr.experiment.output.folder import DIVERGED_AT, RunFolder, versions
+from fedbn_flwr.experiment.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.experiment.output.global_tests import GlobalTests, headlines
 from fedbn_flwr.experiment.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.experiment.output.saved_parts import contents_of_model, kept_by_clients
+from fedbn_flwr.experiment.output.versions import versions
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS, VALIDATION
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
 from fedbn_flwr.server.failures import losses_not_finite

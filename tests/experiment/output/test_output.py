@@ -16,7 +16,8 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.files import read_metrics
-from fedbn_flwr.experiment.output.folder import RunFolder, commit_of, versions
+from fedbn_flwr.experiment.output.folder import RunFolder
+from fedbn_flwr.experiment.output.versions import commit_of, versions
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 
