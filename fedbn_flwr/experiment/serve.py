@@ -28,7 +28,8 @@ from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partiti
 from fedbn_flwr.experiment.data.report import refuse_no_tests
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.files import read_metrics
-from fedbn_flwr.experiment.output.checkpoint import CheckpointManager, Checkpoints, starting_point
+from fedbn_flwr.experiment.output.checkpoint import Checkpoints, starting_point
+from fedbn_flwr.experiment.output.checkpoint_manager import CheckpointManager
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder
 from fedbn_flwr.experiment.output.global_tests import GLOBAL_TESTS
 from fedbn_flwr.experiment.output.recorder import OnRound, Recorder
