@@ -32,7 +32,8 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.training import make_optimizer, train
-from fedbn_flwr.training.loop import Batches, TrainResult
+from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.loop import TrainResult
 from fedbn_flwr.training.wrappers import load_state, unwrap
 
 __all__ = ["centralized", "reference_config"]

@@ -126,7 +126,8 @@ def test_a_folder_of_tables_has_a_client_for_each_and_parquet_is_the_same(tmp_pa
     for name, rows in (("b", "1.5,0\n2.5,1\n3,1\n?,0\n9,1\n"), ("a", "4,1\n5,0\n6,0\n7,1\n8,1\n")):
         write_csv(tmp_path / f"csv/{name}.csv", "x,y\n" + rows)
         (tmp_path / "parquet").mkdir(exist_ok=True)
-        pd.read_csv(tmp_path / f"csv/{name}.csv", na_values="?").to_parquet(tmp_path / f"parquet/{name}.parquet")
+        table = pd.read_csv(tmp_path / f"csv/{name}.csv", na_values="?")
+        table.rename(columns=" {} ".format).to_parquet(tmp_path / f"parquet/{name}.parquet")
     found = [
         load_dataset(own_info(own("csv", tmp_path / kind, label_column="y", missing="mean")))
         for kind in ("csv", "parquet")
@@ -439,6 +440,7 @@ BAD = {
         r"a.parquet cannot be read",
     ),
     "absent array": (lambda p: _npz(p, x=np.zeros((3, 2)), z=np.zeros(3)), r"lacks the array y; it has x, z"),
+    "one number": (lambda p: _npz(p, x=np.float32(1), y=np.zeros(4)), r"x has shape \(\); one row for each"),
     "unequal lengths": (lambda p: _npz(p, x=np.zeros((3, 2)), y=np.zeros(4)), r"y has shape \(4,\), x has 3 examples"),
     "five channels": (
         lambda p: _npz(p, x=np.zeros((3, 4, 4, 5), np.uint8), y=np.arange(3)),

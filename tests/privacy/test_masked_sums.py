@@ -371,7 +371,7 @@ def test_a_client_lost_in_a_step_ends_the_round(transport: str, run_step, branch
 
     data, made = client_data((3, 6, 6), (7, 5, 6)), masked(synchronised(FedTAN, transport))
     ours = run_step(made, branches, data, transport=transport, rounds=2, client=Cut, batch_size=4)
-    assert ours.seconds < 10
+    assert ours.seconds < 19, "nobody waited for the timeout of 20 s"
     same_bits(ours.history[1], ours.history[0])
     first, second = made.reports
     assert first.kept_previous

@@ -119,7 +119,7 @@ def test_a_round_equals_one_without_the_lost_client(
     done = run_step(
         made, model, data, transport=transport, rounds=2, client=broken(fault, fit=fit), local_steps=3, batch_size=4
     )
-    assert done.seconds < 10, "nobody waited for a timeout"
+    assert done.seconds < 19, "nobody waited for the timeout of 20 s"
     first, second = made.reports
     node_id = done.grid.get_node_ids()[BAD]
     assert list(first.rejected) == [node_id]
@@ -218,7 +218,7 @@ def test_a_step_is_retried_without_two_lost_clients(run_step, model, data, same_
 def test_below_the_minimum_the_previous_model_is_kept(run_step, model, data, same_bits, transport: str) -> None:
     made = synchronised(FedTAN, transport, min_replies=4)
     done = run_step(made, model, data, transport=transport, rounds=2, client=broken(cut))
-    assert done.seconds < 10
+    assert done.seconds < 19
     first, second = made.reports
     assert first.kept_previous
     assert first.participants == []
@@ -240,7 +240,7 @@ def test_if_all_clients_are_lost_the_round_ends(run_step, model, data, same_bits
     done = run_step(made, model, data, transport=transport, client=Broken, fails=NothingTrainedError)
     assert made.reports[0].kept_previous
     assert len(made.reports[0].rejected) == 4
-    assert done.seconds < 10
+    assert done.seconds < 19
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -80,6 +80,8 @@ def _load(request: OwnData) -> tuple[dict[str, Any], list[str]]:
 
 def _check_lengths(request: OwnData, arrays: Mapping[str, Any]) -> None:
     """Raise DataError unless each array has a value, or several, for each example of ``x``."""
+    if arrays["x"].ndim == 0:
+        raise DataError(f"dataset={request.name!r}: x has shape (); one row for each example needed.")
     count = len(arrays["x"])
     for name, array in arrays.items():
         if array.ndim == 0 or len(array) != count:

@@ -31,7 +31,7 @@ def read_folder(request: OwnData) -> Found:
     """Return the image files of a folder and what their paths say.
 
     Raises:
-        ConfigError: keys of tables are set.
+        ConfigError: the task or the number of classes does not fit the folder.
         DataError: the folder has no images, or the folders do not have one of the layouts; files cannot be read.
     """
     from PIL import Image

@@ -87,7 +87,7 @@ def _table(request: OwnData, path: Path, rows: int | None = None) -> Any:
         if not path.stat().st_size:
             raise DataError(f"dataset={request.name!r}: {path} is empty.")
         if path.suffix.lower() == ".parquet":
-            return with_numbers(pd.read_parquet(path))
+            return with_numbers(pd.read_parquet(path).rename(columns=lambda name: str(name).strip()))
         read: dict[str, Any] = {"engine": "python", "skipinitialspace": True, "encoding": "utf-8-sig"}
         read["sep"] = "\t" if path.suffix.lower() == ".tsv" else None
         header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **read)

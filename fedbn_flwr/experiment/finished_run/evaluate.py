@@ -24,8 +24,8 @@ from fedbn_flwr.experiment.finished_run.predictions import LastOutputs, predicti
 from fedbn_flwr.experiment.finished_run.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.setup import on_device
+from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.evaluation import EvalResult
-from fedbn_flwr.training.loop import Batches
 from fedbn_flwr.training.tasks import Task
 
 __all__ = ["ADAPT", "DataPart", "Row", "evaluate_run"]
