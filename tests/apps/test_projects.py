@@ -93,7 +93,7 @@ class OurClient(TorchClient):
         super().__init__(*args, **kwargs)
         self.settings = AsLoader(learning_rate=self.settings.learning_rate, batch_size=32, sgd_momentum=0.9)
 
-    def _stream(self, read: MessageConfig, purpose: str) -> torch.Generator:
+    def _stream(self, read: MessageConfig, purpose: str, fresh: int = 0) -> torch.Generator:
         return torch.Generator().manual_seed(1000 * read.server_round + int(self.partition_id or 0))
 
 

@@ -138,7 +138,7 @@ def test_a_server_app_that_raised_is_an_error_and_nothing_is_written(tmp_path: P
     assert said.startswith("flwr run: finished:failed. The last lines of its log:\n")
     assert (
         "num-clients=3, but the federation has 4 node(s). In simulation add --federation-config 'num-supernodes=3' to "
-        "`flwr run`; over a network start 3 SuperNodes; or set num-clients=0 to take all nodes."
+        "`flwr run`; or set num-clients=0 to take all nodes."
     ) in said
     assert not (tmp_path / "out").exists()
 
