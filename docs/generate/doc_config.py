@@ -12,7 +12,7 @@ from fedbn_flwr.experiment.config import CENTRALIZED, GROUPS, Config
 from fedbn_flwr.experiment.config.method_settings import methods_with, own_default
 from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.method import EVALUATIONS, Params
+from fedbn_flwr.server.params import EVALUATIONS, Params
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
 

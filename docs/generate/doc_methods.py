@@ -17,7 +17,7 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import feature
 from fedbn_flwr.server import momentum, recalibration, shared_bn
-from fedbn_flwr.server.method import Params
+from fedbn_flwr.server.params import Params
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 
 __all__ = ["method_pages", "method_title"]

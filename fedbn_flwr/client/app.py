@@ -85,7 +85,7 @@ def client_app(
             then sends no query, which takes a message and a client for each node.
             Not used with ``mods``, or by methods that synchronise the clients' steps.
     """
-    answers = _Answers(client_fn)
+    answers = _ClientMessages(client_fn)
     every = [masked_update, clipped_update, seeded_client, *mods]
     app = ClientApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
     app.train(mods=list(train_mods))(answers.train)
@@ -97,7 +97,7 @@ def client_app(
     return app
 
 
-class _Answers:
+class _ClientMessages:
     """The answers to each kind of message, by the client that ``client_fn`` returns for it."""
 
     def __init__(self, client_fn: Callable[[Context], Any]) -> None:

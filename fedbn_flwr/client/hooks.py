@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.mailbox import fill_outbox, records_in
+from fedbn_flwr.client.model_at_start import ModelAtStart
 from fedbn_flwr.client.replay_log import replay
-from fedbn_flwr.client.stored_model import StoredModel
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import APPLIED, ARRAY_NAMES, INBOX, OUTBOX, TrainConfig, merged_config
 from fedbn_flwr.messages.records import from_record, tensors, to_state
@@ -133,7 +133,7 @@ class Hooks:
     def __init__(self, model: nn.Module, hooks: Mapping[str, ClientHook]) -> None:
         self.metrics: dict[str, Any] = {}
         self._model = model
-        self._stored = StoredModel(model)
+        self._stored = ModelAtStart(model)
         self._hooks = hooks
         self._optimizer: torch.optim.Optimizer | None = None
         self._steps = 0

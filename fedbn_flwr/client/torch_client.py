@@ -146,7 +146,11 @@ class TorchClient(NumPyClient):
         self.task = task
         self.state_dir = state_dir
         self.data_report = None if record_level else data_report
-        self._privacy = RecordPrivacy(record_level)
+        self.record_level = record_level
+
+    @property
+    def _privacy(self) -> RecordPrivacy:
+        return RecordPrivacy(self.record_level)
 
     @property
     def parts(self) -> Parts:

@@ -40,7 +40,7 @@ from fedbn_flwr.messages.numpy_client import Config, describe, open_message, rep
 from fedbn_flwr.messages.protocol import CLIENT_WORDS, LOSS
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.failures import losses_not_finite
-from fedbn_flwr.server.method import RECALIBRATED
+from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.strategies import FedAvg
 

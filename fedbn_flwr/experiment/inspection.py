@@ -153,7 +153,8 @@ class _Costs:
         self.shared = num_bytes(to_record({name: a for name, a in self._state.items() if self._sends(name)}))
         self._trained = sum(
             p.numel() * p.element_size()
-            for name, p in model.named_parameters(remove_duplicate=False)  # as the state dict: tied weights have two
+            # as the state dict, where a tied weight has two names
+            for name, p in model.named_parameters(remove_duplicate=False)
             if p.requires_grad and self._sends(name)
         )
         learning = learning_parts(model)

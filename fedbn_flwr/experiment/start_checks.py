@@ -21,7 +21,8 @@ from fedbn_flwr.experiment.trackers import tracker_problems
 from fedbn_flwr.models import build_model
 from fedbn_flwr.models.initial import FILES
 from fedbn_flwr.privacy.record_level import WAY_OUT, mixes_examples
-from fedbn_flwr.server.method import RECALIBRATED, Misfit
+from fedbn_flwr.server.method import Misfit
+from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from fedbn_flwr.server.method import Settings
-from fedbn_flwr.server.method import setting as _setting
+from fedbn_flwr.server.params import Settings
+from fedbn_flwr.server.params import setting as _setting
 
 __all__ = ["Settings", "setting"]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import is_app_error
 from fedbn_flwr.errors import raise_shared_config_error
 from fedbn_flwr.messages.protocol import LOCAL_SHA256, USED_SHA256
 from fedbn_flwr.messages.records import num_bytes, select
 from fedbn_flwr.server.failures import error_text
-from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.replies import Refused
 from fedbn_flwr.server.report import Traffic
@@ -30,23 +30,39 @@ logger = logging.getLogger("flwr")
 
 
 class Dispatcher:
-    """Builds the messages of a run and sorts its replies.
+    """Builds the messages of a run, sorts its replies, and raises an error that all of them have.
 
     Args:
-        method: gives the names of the records, and what stays with the clients.
         run: the run.
         nodes: the nodes of the run; the caller marks there which nodes are initialised.
         timeout: seconds to wait for replies.
+        local: what stays with the clients.
+        undoes_lost_rounds: whether a client whose reply is not used goes back to what it kept before that round.
+        arrays_key: the name of the model's record.
+        config_key: the name of the config's record.
 
     Attributes:
-        run: as given; so also ``nodes`` and ``timeout``.
+        run, nodes, timeout: as given.
     """
 
-    def __init__(self, method: Method[Any], run: RunState, nodes: NodeRegistry, timeout: float) -> None:
+    def __init__(
+        self,
+        run: RunState,
+        nodes: NodeRegistry,
+        timeout: float,
+        *,
+        local: frozenset[Part],
+        undoes_lost_rounds: bool,
+        arrays_key: str,
+        config_key: str,
+    ) -> None:
         self.run = run
         self.nodes = nodes
         self.timeout = timeout
-        self._method = method
+        self._local = local
+        self._undoes_lost_rounds = undoes_lost_rounds
+        self._arrays_key = arrays_key
+        self._config_key = config_key
         self._asked: list[Node] = []
         self._num_asked = 0
         self._sent_at = 0.0
@@ -76,7 +92,7 @@ class Dispatcher:
             traffic: counts the bytes.
             extras: further records.
         """
-        local, extras = self.run.parts.select(self._method.local), extras or {}
+        local, extras = self.run.parts.select(self._local), extras or {}
         shared = select(arrays, arrays.keys() - set(local)) if local else arrays
         self._asked, self._num_asked, self._sent_at = list(nodes), len(nodes), time.monotonic()
         traffic.exchanges += bool(nodes)
@@ -87,9 +103,9 @@ class Dispatcher:
             traffic.count_down(num_bytes(extra))
         messages = []
         for node in nodes:
-            content = RecordDict({self._method.arrayrecord_key: models[node.node_id], **extras})
+            content = RecordDict({self._arrays_key: models[node.node_id], **extras})
             hashes = {**self._expected_hash(node), **self._used_hash(node)}
-            content[self._method.configrecord_key] = ConfigRecord({**config, **hashes})
+            content[self._config_key] = ConfigRecord({**config, **hashes})
             messages.append(Message(content, node.node_id, message_type))
         return messages
 
@@ -152,6 +168,6 @@ class Dispatcher:
         A node that may be a known client under a new node id gets none.
         """
         used = self.run.local_hashes
-        if not self._method.undoes_lost_rounds or (used and node.partition_id is None and node.label not in used):
+        if not self._undoes_lost_rounds or (used and node.partition_id is None and node.label not in used):
             return {}
         return {USED_SHA256: used.get(node.label, "")}

@@ -2,8 +2,8 @@
 
 A round has two kinds of message, training and evaluation. ``server.dispatch`` builds them, ``server.training_replies``
 and ``server.replies`` read the replies. Before a test ``server.recalibration`` may re-estimate statistics;
-``server.completed_model`` is the model that is tested. ``server.run_state`` is what the server knows of a run, and
-``server.failed_run`` says whether it has failed. What differs between methods is in the hooks of ``server.method``.
+``server.model_completion`` is the model that is tested. ``server.run_state`` is what the server knows of a run, and
+``server.run_health`` says whether it has failed. What differs between methods is in the hooks of ``server.method``.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fedbn_flwr.data import Scale
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, MessageConfig, TrainConfig, refuse_own_keys
 from fedbn_flwr.messages.records import to_record, views
-from fedbn_flwr.server.completed_model import CompletedModel
+from fedbn_flwr.server.able_nodes import able_to_train
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.dp_wrappers import check_wrapper
-from fedbn_flwr.server.failed_run import FailedRun
 from fedbn_flwr.server.failures import losses_not_finite, training_losses
 from fedbn_flwr.server.method import Method, P
+from fedbn_flwr.server.model_completion import ModelCompletion
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.params import RECALIBRATED
-from fedbn_flwr.server.participants import able_to_train
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.recalibration import Recalibration
 from fedbn_flwr.server.replies import Refused, Reply, read_metrics, read_replies, tested_nothing
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.rounds import Evaluate, run_rounds
+from fedbn_flwr.server.run_health import RunHealth
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.training_replies import TrainingReplies
 from fedbn_flwr.training.settings import share_of
@@ -107,11 +107,33 @@ class Server(Method[P]):
         seed = secrets.randbits(63) if self.protection.secret_sampling else self.params.seed
         query: dict[str, Any] = {SYNCHRONISES: True} if self.synchronises else {}
         self.nodes = NodeRegistry(seed, timeout, query, self.num_partitions)
-        self.dispatcher = Dispatcher(self, self.run, self.nodes, timeout)
-        self._training_replies = TrainingReplies(self, self.dispatcher, self.protection)
-        self._recalibration = Recalibration(self, self.dispatcher, self.protection)
-        self._completed_model = CompletedModel(self, self.run)
-        self._failed_run = FailedRun(self, self.run)
+        self.dispatcher = Dispatcher(
+            self.run,
+            self.nodes,
+            timeout,
+            local=self.local,
+            undoes_lost_rounds=self.undoes_lost_rounds,
+            arrays_key=self.arrayrecord_key,
+            config_key=self.configrecord_key,
+        )
+
+    # Made when they are used. They have no state of their own; stored, they would keep a finished run in memory.
+
+    @property
+    def _training_replies(self) -> TrainingReplies:
+        return TrainingReplies(self, self.dispatcher, self.protection)
+
+    @property
+    def _recalibration(self) -> Recalibration:
+        return Recalibration(self, self.dispatcher, self.protection)
+
+    @property
+    def _model_completion(self) -> ModelCompletion:
+        return ModelCompletion(self, self.run)
+
+    @property
+    def _health(self) -> RunHealth:
+        return RunHealth(self, self.run)
 
     # --- a run --------------------------------------------------------------------------------------------------------
 
@@ -152,12 +174,12 @@ class Server(Method[P]):
             self.stopped = False  # of this run, not of a next one
         arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
         last = self.reports[-1].server_round if self.reports else num_rounds
-        if self.recalibrates and not self._failed_run.ends and not self._tests_after(last):
+        if self.recalibrates and not self._health.ends_run and not self._tests_after(last):
             self._reestimate(last, arrays, polled)  # the run was stopped between two tests
-        result.arrays = self._completed_model.complete(arrays)
+        result.arrays = self._model_completion.complete(arrays)
         if self.completes_tests:
-            self._completed_model.warn_of_nothing_shared()
-        self._failed_run.raise_if_failed(result)
+            self._model_completion.warn_of_nothing_shared()
+        self._health.raise_if_failed(result)
         return result
 
     def _test_and_end_round(
@@ -175,7 +197,7 @@ class Server(Method[P]):
 
     def stops_after(self, server_round: int) -> bool:
         """Return whether the run ends after this round: it diverged, was stopped, or has no privacy left to spend."""
-        return self.stopped or self._failed_run.ends or self.protection.stops_after(server_round)
+        return self.stopped or self._health.ends_run or self.protection.stops_after(server_round)
 
     def prepare(self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> int:
         """Prepare a new run and forget an earlier one; ``start`` calls this first.
@@ -197,9 +219,9 @@ class Server(Method[P]):
         self.run.set_model(initial_arrays)
         if self._saved is None:
             self.run.check_initial(views(initial_arrays))
-            self._begin()
-            return 0
         self._begin()
+        if self._saved is None:
+            return 0
         (after, saved), self._saved = self._saved, None
         self.run.after = after
         self.nodes.expect_initialised(self.run.restore(saved))
@@ -214,11 +236,11 @@ class Server(Method[P]):
         self.begin()
         self.protection.begin(self)
         if self.completes_tests:
-            self._completed_model.warn_of_initial_values()
+            self._model_completion.warn_of_initial_values()
 
     def _end_round(self, server_round: int) -> None:
         if self.on_round_end is not None:
-            self.on_round_end(server_round, self._completed_model.complete(self.run.arrays), dict(self.run.metrics))
+            self.on_round_end(server_round, self._model_completion.complete(self.run.arrays), dict(self.run.metrics))
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -238,7 +260,7 @@ class Server(Method[P]):
             self._begin()
             self.run.count_start(grid)
             if self.completes_tests and self.on_round_end is None:
-                self._completed_model.warn_of_own_start()
+                self._model_completion.warn_of_own_start()
         self.run.before, self.run.metrics = views(arrays), {}
         self.run.begin_round_statistics()
         self.run.reports.append(RoundReport(server_round, self.phase(server_round)))
@@ -291,10 +313,10 @@ class Server(Method[P]):
         self._refuse_useless_apps(bool(usable), refused)
         before, released = self.run.before, self._released([reply for _, _, reply in usable])
         if not released:
-            self._training_replies.undo(usable)
+            self._training_replies.note_unused(usable)
             return None, None
         state = {**before, **self.combine(server_round, released, before)}
-        self._training_replies.use(usable)
+        self._training_replies.note_used(usable)
         if self.on_replies is not None:
             self.on_replies(server_round, released, before, state)
         return to_record(state), self._training_metrics([message for _, message, _ in usable])
@@ -310,7 +332,7 @@ class Server(Method[P]):
         """Return the replies to combine; none if too few are usable, or if the protection releases none."""
         report = self.run.report
         if len(usable) < self.params.min_replies and not (self.protection.always_releases and report.asked):
-            self._failed_run.note_too_few(len(usable))
+            self._health.note_too_few(len(usable))
             return []
         self.note_divergence(losses_not_finite(training_losses(report.clients)))
         released = self.protection.pool(self.run, usable, self.run.before)
@@ -347,7 +369,7 @@ class Server(Method[P]):
         nodes = self.nodes.sample(present, count, "evaluate", server_round)
         sent = {**config, **self._common(server_round).write()}
         # A client without BN parts of its own is tested with the averaged ones, and with the initial ones before these.
-        arrays = self._completed_model.complete(arrays)
+        arrays = self._model_completion.complete(arrays)
         return self.dispatcher.address(nodes, MessageType.EVALUATE, arrays, sent, self.run.report.evaluate)
 
     def _tests_after(self, server_round: int) -> bool:
@@ -381,7 +403,7 @@ class Server(Method[P]):
             self.run.metrics["evaluate_metrics_clientapp"] = metrics
         if not self.run.by_run_rounds:  # the last call in a round of a loop of Flower's
             self._end_round(server_round)
-            self._failed_run.raise_if_ends()
+            self._health.raise_if_ends()
         return metrics
 
     # --- shared by the calls ------------------------------------------------------------------------------------------
@@ -442,20 +464,20 @@ class Server(Method[P]):
 
     def note_divergence(self, losses: Sequence[str]) -> None:
         """Note and log that losses of this round, in words (``losses_not_finite``), are not finite; empty = all are."""
-        self._failed_run.note_losses(losses)
+        self._health.note_losses(losses)
 
     def completion(self, test: str) -> State:
         """Return the entries that replace the global ones in test "recalibrated" or "averaged-bn"; else empty.
 
         The entries of "recalibrated" exist after ``configure_evaluate`` of a round with a test.
         """
-        return self._completed_model.entries(test)
+        return self._model_completion.entries(test)
 
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the global model for the test after a round, with averaged BN parts if these are asked for."""
         if not self.completes_tests:
-            return self._completed_model.recalibrate(arrays)
-        return self._completed_model.for_evaluate_fn(server_round, arrays, self._tests_after(server_round))
+            return self._model_completion.with_statistics(arrays)
+        return self._model_completion.for_evaluate_fn(server_round, arrays, self._tests_after(server_round))
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:
         """Return what the summary of a run says of the method and of the protection."""
@@ -497,4 +519,4 @@ class Server(Method[P]):
         self.load_state_dict(state, server_round)
         self.prepare(arrays, self.run.num_rounds, self.dispatcher.timeout)
         self.run.reports = reports
-        return self._completed_model.complete(arrays)
+        return self._model_completion.complete(arrays)

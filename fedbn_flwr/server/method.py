@@ -20,27 +20,19 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS
 from fedbn_flwr.server.metrics import average_metrics
-from fedbn_flwr.server.params import EVALUATIONS, RECALIBRATED, TEST_BN, Params, Settings, limits, setting, tests_in
+from fedbn_flwr.server.params import Params, tests_in
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 
 __all__ = [
-    "EVALUATIONS",
-    "RECALIBRATED",
-    "TEST_BN",
     "HookContext",
     "HookFactory",
     "Method",
     "Misfit",
     "Need",
-    "Params",
     "Role",
     "RunSettings",
-    "Settings",
-    "limits",
-    "setting",
-    "tests_in",
 ]
 
 

@@ -62,7 +62,6 @@ class Recalibration:
         self._dispatcher = dispatcher
         self._protection = protection
         self._run = dispatcher.run
-        self._any_answered = False  # in this run
 
     def ask(self, nodes: Sequence[Node], arrays: ArrayRecord, config: Mapping[str, Any], grid: Grid) -> dict[str, Any]:
         """Return the running statistics of ``arrays`` on the nodes' data; none below ``min_replies`` usable answers.
@@ -95,7 +94,6 @@ class Recalibration:
 
         good, refused = read_replies(self._dispatcher.in_order(replies), read, report, "statistics")
         self._dispatcher.raise_shared_test_error(refused)
-        self._any_answered |= bool(good)
         self._refuse_apps_without_answer(replies)
         moments = self._protection.statistics(self._run, [(node, state) for node, _, state in good], before)
         enough = len(good) >= self._method.params.min_replies
@@ -107,9 +105,9 @@ class Recalibration:
         return statistics
 
     def _refuse_apps_without_answer(self, replies: Sequence[Message]) -> None:
-        """Raise ClientPartError if no app can answer, and none has yet: the statistics would be those of the start."""
+        """Raise ClientPartError if no app can answer: the statistics would be those of the start."""
         failed = [reply for reply in replies if reply.has_error() and is_app_error(reply)]
-        if not self._method.recalibrates or not failed or len(failed) < len(replies) or self._any_answered:
+        if not self._method.recalibrates or not failed or len(failed) < len(replies):
             return
         if lacks_function(failed[0], STATISTICS_QUERY):
             raise ClientPartError(

@@ -55,13 +55,13 @@ class TrainingReplies:
         warn_of_other_counts(found, self._method.weighted_by_key, self._run.other_counts)
         return usable, refused
 
-    def use(self, usable: Usable) -> None:
+    def note_used(self, usable: Usable) -> None:
         """Note what the senders keep: their replies were used."""
         if self._method.undoes_lost_rounds:
             self._note_kept([(node, message) for node, message, _ in usable])
             self._note_shared([reply for _, _, reply in usable])
 
-    def undo(self, usable: Usable) -> None:
+    def note_unused(self, usable: Usable) -> None:
         """Send the whole state again to clients whose first round is undone: they have nothing left of their own."""
         if self._method.undoes_lost_rounds:
             anew = {node.node_id for node, _, _ in usable if node.label not in self._run.local_hashes}

@@ -93,7 +93,7 @@ from fedbn_flwr.batchnorm.taken_forward import (
 )
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import setting
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import LatestBN
 from fedbn_flwr.strategies.scaffold import ControlVariates, Scaffold, ScaffoldParams

@@ -89,7 +89,8 @@ from fedbn_flwr.batchnorm.reestimation import Moments, pool, reestimate_statisti
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Method, RunSettings, setting
+from fedbn_flwr.server.method import Method, RunSettings
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.replies import Reply, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.batches import Batches

@@ -50,7 +50,7 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State, average
 from fedbn_flwr.server.common_options import CommonOptions
-from fedbn_flwr.server.method import Params
+from fedbn_flwr.server.params import Params
 from fedbn_flwr.server.replies import Reply
 
 __all__ = ["FedAvg", "FedAvgParams"]

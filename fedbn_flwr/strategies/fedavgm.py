@@ -42,7 +42,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.server.method import setting
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.strategies.fedopt import FedOpt
 

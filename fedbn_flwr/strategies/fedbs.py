@@ -57,7 +57,8 @@ from torch import nn
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import ReplyError
 from fedbn_flwr.messages.protocol import TRAIN_LOSS, VALIDATION_LOSS
-from fedbn_flwr.server.method import RunSettings, setting
+from fedbn_flwr.server.method import RunSettings
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
 from fedbn_flwr.training.client_hook import ClientHook

@@ -58,7 +58,7 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.server.method import setting
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, P
 

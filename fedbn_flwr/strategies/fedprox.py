@@ -43,7 +43,8 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Role, setting
+from fedbn_flwr.server.method import Role
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook
 

@@ -79,7 +79,8 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.sync import Backward, Exchanges, refuse_batch_renorm, synchronised
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
-from fedbn_flwr.server.method import HookContext, Method, Role, RunSettings, setting
+from fedbn_flwr.server.method import HookContext, Method, Role, RunSettings
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.synchronised_training import SynchronisedTraining
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook, Compute, LossAndOutputs

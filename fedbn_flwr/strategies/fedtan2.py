@@ -40,7 +40,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.server.method import setting
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.strategies.fedtan import FedTAN, FedTANParams
 from fedbn_flwr.strategies.fixbn import At, FreezePlan, Freezing, WindowParams, check_at
 

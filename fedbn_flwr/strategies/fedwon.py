@@ -48,7 +48,8 @@ import math
 from collections.abc import Mapping
 
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.server.method import Misfit, RunSettings, setting
+from fedbn_flwr.server.method import Misfit, RunSettings
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 
 __all__ = ["FedWon", "FedWonParams"]

@@ -72,7 +72,8 @@ from fedbn_flwr.batchnorm.averaging import State, to_shares
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import FROZEN, Key
-from fedbn_flwr.server.method import Method, Need, RunSettings, setting
+from fedbn_flwr.server.method import Method, Need, RunSettings
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.replies import Reply, no_batchnorm_hint, refuse_changed
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook

@@ -86,7 +86,7 @@ from fedbn_flwr.batchnorm.reestimation import Moments, pool
 from fedbn_flwr.batchnorm.taken_forward import batch_statistics, normalise, replaceable_layers, take_forward
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import setting
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.replies import Reply, refuse_misshapen
 from fedbn_flwr.strategies.fbn import WARM_UP, PooledParams, PooledStatistics, SurveyedStatistics
 from fedbn_flwr.training.client_hook import Entries, Extras

@@ -69,7 +69,8 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.averaging import State, weighted_sum, wide_type
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import HookFactory, Method, Role, RunSettings, setting
+from fedbn_flwr.server.method import HookFactory, Method, Role, RunSettings
+from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.replies import Reply, refuse_misshapen
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras

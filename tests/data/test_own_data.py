@@ -403,6 +403,10 @@ BAD = {
     ),
     "tables with other columns": (_mixed, r"two.csv and one.csv differ in the columns x, z"),
     "a column twice": (lambda p: _csv(p, "x,x ,target\n1,2,0\n2,3,1\n"), r"has two columns x\. Rename"),
+    "a parquet column twice": (
+        lambda p: _parquet(p, **{"x": [1, 2], "x ": [2, 3], "target": [0, 1]}),
+        r"has two columns x\. Rename",
+    ),
     "a target twice": (lambda p: _csv(p, "x,target,target\n1,0,0\n2,1,1\n"), r"has two columns target\. Rename"),
     "rows longer than the first": (
         lambda p: _csv(p, "x,target\n0,2,0\n1,3,1\n"),

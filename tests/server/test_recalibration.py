@@ -157,30 +157,6 @@ def test_a_numpy_client_without_statistics_is_named(federate, datasets, mlp) -> 
         federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=lambda make: one_other(make, [0, 1, 2]))
 
 
-def test_clients_that_answered_before_may_all_fail_in_a_later_query(federate, datasets, mlp) -> None:
-    asked: list[int] = []
-
-    def failing_after_a_round(make: Callable[[Context], Any]) -> ClientApp:
-        def client_fn(context: Context) -> Any:
-            client = make(context)
-            answer = client.statistics
-
-            def statistics(*args: Any) -> Any:
-                asked.append(1)
-                if len(asked) > len(datasets):
-                    raise OSError("the disk is gone")
-                return answer(*args)
-
-            client.statistics = statistics
-            return client
-
-        return client_app(client_fn)
-
-    strategy = FedAvg(recalibrate=True)
-    federate(strategy, mlp, datasets, rounds=3, wrap=failing_after_a_round)
-    assert [len(report.rejected) for report in strategy.reports] == [0, 3, 3]
-
-
 def test_statistics_have_the_weights_of_their_examples_whatever_weighs_the_models(federate, datasets, mlp) -> None:
     """Each answer was refused for want of the models' key, and the run ended with the statistics of its start."""
     plain, other = (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,10 @@ from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
+
+dispatcher_of = functools.partial(
+    Dispatcher, local=frozenset(), undoes_lost_rounds=False, arrays_key="arrays", config_key="config"
+)
 
 
 def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, monkeypatch) -> None:
@@ -190,7 +196,7 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, m
 
 def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     """What it holds may be what another message names, and "" would make it drop that."""
-    dispatcher = Dispatcher(FedAvg(), RunState("fedavg"), NodeRegistry(0, 1.0), 1.0)
+    dispatcher = dispatcher_of(RunState("fedavg"), NodeRegistry(0, 1.0), 1.0)
     dispatcher.expect_hashes({"0": "a" * 64})
     expected = [dispatcher._expected_hash(Node(7, partition)) for partition in (0, 1, None)]
     assert expected == [{"fedbn-flwr.local-sha256": "a" * 64}, {"fedbn-flwr.local-sha256": ""}, {}]
@@ -204,7 +210,7 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, 
     InProcessGrid(client_app(lambda context: None), 1).close()  # Flower makes messages only in a process of a run
     report = RoundReport(1, "train")
     run = RunState("fedavg", split_state({}), reports=[report])
-    dispatcher = Dispatcher(FedAvg(), run, NodeRegistry(0, 1.0), timeout)
+    dispatcher = dispatcher_of(run, NodeRegistry(0, 1.0), timeout)
     asked = [Node(7, 0), Node(8, 1)]
     first, _ = dispatcher.address(asked, "train", ArrayRecord(), {}, report.train)
     strange = Message(RecordDict(), 9, "train")
@@ -298,6 +304,17 @@ def test_a_message_beside_those_of_super_is_left_out_with_a_warning(federate, ml
             return made or [Message(content, node_id, "evaluate") for node_id in grid.get_node_ids()]
 
     assert federate(Mine(eval_every=2), mlp, [points(8), points(12, 1)], rounds=2).strategy.reports[1].evaluations
+
+
+def test_a_finished_run_is_freed_at_once(federate, mlp, points) -> None:
+    run = federate(FedAvg(), mlp, [points(8), points(12, 1)], rounds=1)
+    state = weakref.ref(run.strategy.run)
+    gc.disable()
+    try:
+        del run
+        assert state() is None
+    finally:
+        gc.enable()
 
 
 def test_a_strategy_object_takes_another_model_in_a_later_run() -> None:

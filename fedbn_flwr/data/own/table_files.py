@@ -87,14 +87,10 @@ def _table(request: OwnData, path: Path, rows: int | None = None) -> Any:
         if not path.stat().st_size:
             raise DataError(f"dataset={request.name!r}: {path} is empty.")
         if path.suffix.lower() == ".parquet":
-            return with_numbers(pd.read_parquet(path).rename(columns=lambda name: str(name).strip()))
-        read: dict[str, Any] = {"engine": "python", "skipinitialspace": True, "encoding": "utf-8-sig"}
-        read["sep"] = "\t" if path.suffix.lower() == ".tsv" else None
-        header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **read)
-        with warnings.catch_warnings():  # by default pandas takes the first of too many values for a row's name
-            warnings.simplefilter("error", pd.errors.ParserWarning)
-            read |= {"na_values": list(MISSING), "keep_default_na": False, "index_col": False}
-            table = pd.read_csv(path, nrows=rows, **read)
+            table = pd.read_parquet(path)
+            header = list(table.columns)
+        else:
+            header, table = _csv(path, rows)
     except DataError:
         raise
     except pd.errors.ParserWarning as error:
@@ -108,7 +104,20 @@ def _table(request: OwnData, path: Path, rows: int | None = None) -> Any:
     except Exception as error:  # csv.Error and Arrow's errors have no common base
         raise DataError(f"dataset={request.name!r}: {path} cannot be read: {type(error).__name__}: {error}") from error
     table.columns = [str(name).strip() for name in table.columns]
-    given = header.iloc[0].str.strip()  # pandas calls a second y y.1
-    if twice := sorted({name for name in given[given.duplicated()] if name}):
+    given = [str(name).strip() for name in header]
+    if twice := sorted({name for name in given if name and given.count(name) > 1}):
         raise DataError(f"dataset={request.name!r}: {path} has two columns {shown(twice)}. Rename one of them.")
-    return table
+    return with_numbers(table)
+
+
+def _csv(path: Path, rows: int | None) -> tuple[list[str], Any]:
+    """Return the names in the first line, and the table, in which pandas calls a second y y.1."""
+    import pandas as pd
+
+    read: dict[str, Any] = {"engine": "python", "skipinitialspace": True, "encoding": "utf-8-sig"}
+    read["sep"] = "\t" if path.suffix.lower() == ".tsv" else None
+    header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **read)
+    with warnings.catch_warnings():  # by default pandas takes the first of too many values for a row's name
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        read |= {"na_values": list(MISSING), "keep_default_na": False, "index_col": False}
+        return list(header.iloc[0]), pd.read_csv(path, nrows=rows, **read)

@@ -16,7 +16,8 @@ from fedbn_flwr.experiment.config.values import Values, check_known
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.models import MODELS, model_info
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.method import EVALUATIONS, TEST_BN, Role
+from fedbn_flwr.server.method import Role
+from fedbn_flwr.server.params import EVALUATIONS, TEST_BN
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
 

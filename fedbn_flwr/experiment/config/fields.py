@@ -13,7 +13,8 @@ from fedbn_flwr.norms import FeatureScale
 from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings
 from fedbn_flwr.privacy.record_server import RecordDPSettings
-from fedbn_flwr.server.method import Params, Role, setting
+from fedbn_flwr.server.method import Role
+from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.freezing import FrozenBN
 from fedbn_flwr.training.memory_format import MemoryFormat

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.method import Params, Settings, limits
+from fedbn_flwr.server.params import Params, Settings, limits
 from fedbn_flwr.strategies import FedAvg
 
 __all__ = ["fields_of", "method_fields", "methods_with", "own_default"]

@@ -16,7 +16,8 @@ from fedbn_flwr.models import input_shape
 from fedbn_flwr.privacy.differential import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings
 from fedbn_flwr.privacy.record_level import RecordLevel
-from fedbn_flwr.server.method import Params, Role, RunSettings, tests_in
+from fedbn_flwr.server.method import Role, RunSettings
+from fedbn_flwr.server.params import Params, tests_in
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training.settings import LearningRate, share_of
 from fedbn_flwr.training.tasks import TASKS, Task

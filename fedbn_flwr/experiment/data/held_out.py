@@ -22,7 +22,7 @@ from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 from fedbn_flwr.experiment.output.definitions import CLIENTS, HELD_OUT
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.server.method import TEST_BN
+from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training.evaluation import evaluate

@@ -19,12 +19,12 @@ from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, count_c
 from fedbn_flwr.experiment.data.report import doubtful_values, has_other_data
 from fedbn_flwr.experiment.finished_run.saved_model import SavedModel
 
-__all__ = ["DataPart", "Examples", "Joined", "Place", "choose_examples", "overlap"]
+__all__ = ["ChosenExamples", "DataPart", "WhereInData", "choose_examples", "overlap"]
 
 DataPart = Literal["train", "test", "all"]
 
 
-class Joined:
+class _Joined:
     """Several subsets as one, in order."""
 
     def __init__(self, subsets: Sequence[Subset]) -> None:
@@ -49,7 +49,7 @@ class Joined:
         return torch.cat(inputs), torch.cat(targets)
 
 
-class Place(NamedTuple):
+class WhereInData(NamedTuple):
     """Where the examples are in the user's data: the first column of ``predictions.csv``, and its order."""
 
     column: str
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Examples:
+class ChosenExamples:
     """The chosen examples of some data.
 
     Attributes:
@@ -71,11 +71,11 @@ class Examples:
     part: DataPart
     own: OwnRows | None
 
-    def everyone(self) -> Subset | Joined:
+    def everyone(self) -> Subset | _Joined:
         """Return the examples of all but held-out clients."""
         return _joined([piece.test_view() for piece in self._pieces()])
 
-    def groups(self) -> dict[str, Subset | Joined]:
+    def groups(self) -> dict[str, Subset | _Joined]:
         """Return the examples of each group by name, those of held-out clients, too."""
         found: dict[str, list[Subset]] = {}
         for piece in self._pieces():
@@ -88,7 +88,7 @@ class Examples:
         found = (doubtful_values(piece.dataset.test, scaled=bool(piece.dataset.mean)) for piece in self._pieces())
         return next(filter(None, found), [])
 
-    def place(self) -> Place:
+    def place(self) -> WhereInData:
         """Return where the examples of ``everyone`` are."""
         pieces = self._pieces()
         sizes = [len(piece.dataset.test) for piece in pieces]
@@ -97,7 +97,7 @@ class Examples:
             rows = {"train": [own.train], "test": [own.test], "all": [own.train, own.test]}[self.part]
         apart = [[tests for _, tests in piece.held_out] for piece in pieces]
         kept = [np.delete(row, np.concatenate(held)) if held else row for row, held in zip(rows, apart, strict=True)]
-        return Place(*(own.column, own.names) if own else ("index", range(sum(sizes))), np.concatenate(kept))
+        return WhereInData(*(own.column, own.names) if own else ("index", range(sum(sizes))), np.concatenate(kept))
 
     def _pieces(self) -> list[PartitionedData]:
         """Return data whose test examples are the chosen ones; two for the training and the test examples."""
@@ -107,11 +107,13 @@ class Examples:
         return {"train": [train], "test": [test], "all": [train, test]}[self.part]
 
 
-def _joined(subsets: Sequence[Subset]) -> Subset | Joined:
-    return subsets[0] if len(subsets) == 1 else Joined(subsets)
+def _joined(subsets: Sequence[Subset]) -> Subset | _Joined:
+    return subsets[0] if len(subsets) == 1 else _Joined(subsets)
 
 
-def choose_examples(saved: SavedModel, config: Config, data: PartitionedData, part: DataPart | Literal[""]) -> Examples:
+def choose_examples(
+    saved: SavedModel, config: Config, data: PartitionedData, part: DataPart | Literal[""]
+) -> ChosenExamples:
     """Return the examples of a part of the new data; those of the run's held-out clients count in their groups only.
 
     Args:
@@ -136,7 +138,7 @@ def choose_examples(saved: SavedModel, config: Config, data: PartitionedData, pa
         )
     if saved.config.held_out_clients and same and not changed:
         data = _with_held_out(data, saved.config, config)
-    return Examples(data, part, own)
+    return ChosenExamples(data, part, own)
 
 
 def _with_held_out(data: PartitionedData, ran: Config, config: Config) -> PartitionedData:

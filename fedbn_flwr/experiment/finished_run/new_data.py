@@ -14,7 +14,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.experiment.finished_run.saved_model import SavedModel
 from fedbn_flwr.experiment.output.model_description import ModelDescription
-from fedbn_flwr.server.method import TEST_BN
+from fedbn_flwr.server.params import TEST_BN
 
 __all__ = ["config_of_data", "data_for_model"]
 

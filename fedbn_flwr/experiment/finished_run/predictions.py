@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.experiment.finished_run.examples import Place
+from fedbn_flwr.experiment.finished_run.examples import WhereInData
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
 __all__ = ["LastOutputs", "predictions_csv"]
@@ -41,7 +41,7 @@ class LastOutputs:
         return torch.cat(self._found)[-count:]
 
 
-def predictions_csv(outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[str], place: Place) -> str:
+def predictions_csv(outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[str], place: WhereInData) -> str:
     """Return the text of the file; a probability names its class, of yes or no the positive one."""
     outputs = outputs.double().reshape(len(outputs), -1)
     values = {"target": targets.cpu().reshape(len(outputs), -1)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedbn_flwr.batchnorm.adaptation import TestBN
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
-from fedbn_flwr.server.method import TEST_BN
+from fedbn_flwr.server.params import TEST_BN
 
 __all__ = ["CLIENTS", "HELD_OUT", "definitions"]
 

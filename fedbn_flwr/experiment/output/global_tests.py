@@ -16,7 +16,7 @@ from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import VALIDATION
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.server.method import RECALIBRATED, TEST_BN
+from fedbn_flwr.server.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training.wrappers import load_state

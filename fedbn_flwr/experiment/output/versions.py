@@ -23,7 +23,7 @@ def versions(*more: str) -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
-    return {**found, "fedbn-flwr": found["fedbn-flwr"] + commit_of(Path(__file__).parents[1])}
+    return {**found, "fedbn-flwr": found["fedbn-flwr"] + commit_of(Path(__file__).parents[2])}
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from fedbn_flwr.experiment.config import CENTRALIZED, Config, from_older
 from fedbn_flwr.experiment.config.texts import read_overrides
 from fedbn_flwr.experiment.config.yaml_file import read_yaml
 from fedbn_flwr.experiment.setup import local_training
-from fedbn_flwr.server.method import EVALUATIONS
+from fedbn_flwr.server.params import EVALUATIONS
 from fedbn_flwr.strategies import STRATEGIES, combined
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ import pytest
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import RENAMED, Config
 from fedbn_flwr.experiment.config.method_settings import method_fields, methods_with, own_default
-from fedbn_flwr.server.method import Params, setting
+from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg
 
 

@@ -22,7 +22,7 @@ from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.finished_run.evaluate import evaluate_run
-from fedbn_flwr.experiment.finished_run.examples import Place
+from fedbn_flwr.experiment.finished_run.examples import WhereInData
 from fedbn_flwr.experiment.finished_run.export import export
 from fedbn_flwr.experiment.finished_run.predictions import predictions_csv
 from fedbn_flwr.experiment.run import run
@@ -223,7 +223,7 @@ _OTHERS = "model, learning-rate, partition: evaluate takes keys that describe th
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_predictions_of_each_task(task: Task, outputs: list, targets: list, lines: list[str]) -> None:
-    place = Place("index", range(len(targets)), np.arange(len(targets)))
+    place = WhereInData("index", range(len(targets)), np.arange(len(targets)))
     text = predictions_csv(torch.tensor(outputs), torch.tensor(targets), task, ("a", "b"), place)
     assert text.splitlines() == lines
 

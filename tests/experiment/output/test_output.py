@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+import fedbn_flwr
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.config import Config
@@ -110,10 +112,12 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file" / "run", Config.make({}))
 
 
-def test_versions_name_the_packages_that_a_result_depends_on() -> None:
+def test_versions_name_the_packages_that_a_result_depends_on(monkeypatch) -> None:
     found = versions()
     assert {"python", "fedbn-flwr", "flwr", "torch", "numpy"} <= set(found)
     assert "not installed" not in found.values()
+    monkeypatch.setattr(sys.modules[versions.__module__], "commit_of", lambda package: f"+g0.{package}")
+    assert versions()["fedbn-flwr"].endswith(f"+g0.{Path(fedbn_flwr.__file__).parent}"), "the whole package"
 
 
 def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from torch import nn
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["StoredModel"]
+__all__ = ["ModelAtStart"]
 
 
-class StoredModel:
+class ModelAtStart:
     """A model, with its device and its parameters at the start of the block."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -19,12 +19,12 @@ from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.shared_bn import SHARED_BN
 
-__all__ = ["CompletedModel"]
+__all__ = ["ModelCompletion"]
 
 logger = logging.getLogger("flwr")
 
 
-class CompletedModel:
+class ModelCompletion:
     """Completes the global model of a run, and warns where a test or the result has initial values instead.
 
     Args:
@@ -45,9 +45,9 @@ class CompletedModel:
 
     def complete(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model with the averages, if a test asks for them, and as ``recalibrate`` returns it."""
-        return self.recalibrate(_replaced(arrays, self.entries(SHARED_BN)))
+        return self.with_statistics(_replaced(arrays, self.entries(SHARED_BN)))
 
-    def recalibrate(self, arrays: ArrayRecord) -> ArrayRecord:
+    def with_statistics(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model with re-estimated statistics, if every test uses them."""
         return _replaced(arrays, self._run.reestimated) if self._method.recalibrates else arrays
 

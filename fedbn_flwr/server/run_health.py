@@ -1,4 +1,4 @@
-"""Whether a run has failed: it diverged, or no round had enough usable replies."""
+"""Whether a run works: it may diverge, or have no round with enough usable replies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedbn_flwr.server.failures import account, all_not_finite, divergence, noth
 from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.run_state import RunState
 
-__all__ = ["FailedRun"]
+__all__ = ["RunHealth"]
 
 logger = logging.getLogger("flwr")
 
 
-class FailedRun:
+class RunHealth:
     """Notes in the reports of a run what fails, and says whether the run ends for it.
 
     Args:
@@ -31,7 +31,7 @@ class FailedRun:
         self._run = run
 
     @property
-    def ends(self) -> bool:
+    def ends_run(self) -> bool:
         """Whether the run ends after this round because it diverged."""
         stops = self._method.params.on_divergence == "stop"
         return stops and bool(self._run.reports) and bool(self._run.report.diverged)
@@ -69,7 +69,7 @@ class FailedRun:
 
     def raise_if_ends(self, result: Result | None = None) -> None:
         """Raise DivergedError, with the result so far, if the run ends because it diverged."""
-        if self.ends:
+        if self.ends_run:
             report = self._run.report
             advice = " ".join(self._method.divergence_advice(report.server_round))
             raise DivergedError(divergence(report, advice), report.diverged_at, result)
