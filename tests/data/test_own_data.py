@@ -732,6 +732,12 @@ def test_a_data_set_of_the_hub_by_a_local_stand_in(tmp_path: Path) -> None:
         assert info.class_names == tuple(names.split(",") if names else three.names)
         data = load_dataset(info)
         assert sorted([*data.train.targets.tolist(), *data.test.targets.tolist()]) == sorted(targets)
+    gaps = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0], "label": [1, 0, 1], "site": ["a", None, "b"]})
+    (tmp_path / "gaps").mkdir()
+    gaps.to_parquet(str(tmp_path / "gaps/train.parquet"))
+    for key in ("client_column", "group_column"):
+        with pytest.raises(DataError, match=r"1 values of column 'site' are missing"):
+            own_info(OwnData("hf", str(tmp_path / "gaps"), **{key: "site"}))
     deep = [Image.fromarray(np.full((6, 6), 63000, np.uint16)) for _ in range(2)]
     (tmp_path / "deep").mkdir()
     rows = datasets.Dataset.from_dict(

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from fedbn_flwr.data.own.request import OwnData, is_number, listed, oddly_written, shown
+from fedbn_flwr.data.own.request import OwnData, is_number, listed, numbered, oddly_written, shown
 from fedbn_flwr.errors import DataError
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "as_text",
     "features_of",
     "note_of_filled",
+    "numbered_column",
     "problems_of_numbers",
     "refuse_lists_and_dates",
     "row_of",
@@ -211,6 +213,19 @@ def row_of(table: Any, at: int) -> str:
         return f"row {at}"
     file = table[FILE].iloc[at]
     return f"row {at - int(np.flatnonzero(table[FILE] == file)[0])} of {file}"
+
+
+def numbered_column(
+    request: OwnData, column: str, values: Sequence[Any]
+) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+    """Return the number of the client, or the unit, of each row and the names by number.
+
+    Raises:
+        DataError: values are missing (None or NaN).
+    """
+    if missing := sum(value is None or value != value for value in values):
+        raise DataError(f"dataset={request.name!r}: {missing} values of column {column!r} are missing.")
+    return numbered([as_text(value) if isinstance(value, (str, float)) else value for value in values])
 
 
 def as_text(value: Any) -> str:

@@ -10,8 +10,8 @@ import torch
 
 from fedbn_flwr.data.image_files import MODES
 from fedbn_flwr.data.own.arrays import as_inputs
-from fedbn_flwr.data.own.features import ReadFeatures, features_of, stated_features, with_numbers
-from fedbn_flwr.data.own.request import Found, OwnData, numbered, shown
+from fedbn_flwr.data.own.features import ReadFeatures, features_of, numbered_column, stated_features, with_numbers
+from fedbn_flwr.data.own.request import Found, OwnData, shown
 from fedbn_flwr.data.own.targets import ReadTargets, read_targets
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError, DataError
@@ -41,8 +41,8 @@ def read_hub(request: OwnData) -> Found:
         inputs = ReadFeatures(_images(request, [picture for part in rows for picture in part[image]]))
     else:
         inputs = _features(request, label, parts, tests)
-    clients, client_names = _numbered(request.client_column, rows)
-    units, _ = _numbered(request.group_column, rows)
+    clients, client_names = _numbered(request, request.client_column, rows)
+    units, _ = _numbered(request, request.group_column, rows)
     return Found(
         inputs=inputs.inputs,
         targets=read.targets,
@@ -122,9 +122,9 @@ def _features(request: OwnData, label: str, parts: Sequence[Any], tests: Any) ->
     return features_of(request, table, wanted, tests)
 
 
-def _numbered(column: str, rows: Sequence[Any]) -> tuple[Indices | None, tuple[str, ...]]:
+def _numbered(request: OwnData, column: str, rows: Sequence[Any]) -> tuple[Indices | None, tuple[str, ...]]:
     """Return the number of the client, or the unit, of each example and the names by number."""
-    return numbered([value for part in rows for value in part[column]]) if column else (None, ())
+    return numbered_column(request, column, [v for part in rows for v in part[column]]) if column else (None, ())
 
 
 def _images(request: OwnData, pictures: list[Any]) -> torch.Tensor:

@@ -13,13 +13,13 @@ import numpy as np
 from fedbn_flwr.data.own.arrays import as_tests
 from fedbn_flwr.data.own.features import (
     FILE,
-    as_text,
     features_of,
+    numbered_column,
     refuse_lists_and_dates,
     row_of,
     stated_features,
 )
-from fedbn_flwr.data.own.request import Found, OwnData, listed, numbered, shown
+from fedbn_flwr.data.own.request import Found, OwnData, listed, shown
 from fedbn_flwr.data.own.table_files import notes_of_others, read_tables
 from fedbn_flwr.data.own.targets import ReadTargets, read_targets
 from fedbn_flwr.data.splits import Indices
@@ -132,10 +132,7 @@ def _numbered(request: OwnData, table: Any, column: str) -> tuple[Indices | None
     """Return the number of the client, or the unit, of each row and the names by number; none may be missing."""
     if not column:
         return None, ()
-    values = table[column]
-    if missing := int(values.isna().sum()):
-        raise DataError(f"dataset={request.name!r}: {missing} values of column {column!r} are missing.")
-    return numbered([as_text(value) if isinstance(value, (str, float)) else value for value in values.tolist()])
+    return numbered_column(request, column, table[column].astype(object).where(table[column].notna(), None).tolist())
 
 
 def _values(column: Any) -> Any:
