@@ -126,14 +126,14 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         synchronised=tuple(channels for channels, _ in calls),
         phases=_phases(start, later, step, config.num_server_rounds, plan),
         reestimation=costs.reestimation(),
-        plain=costs.of(costs.everything, costs.everything),
+        plain=costs.one_round(costs.everything, costs.everything),
         warnings=(*refused, *partly_without_effect(costs.parts, method), *config.warnings(), *_uncounted(config)),
         frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
         fixed=tuple(path for path, module in model.named_modules() if holds_eval(module)),
     )
 
 
-Bytes = tuple[int, int]  # of floats and of counters
+Sizes = tuple[int, int]  # of floats and of counters
 
 
 class _Costs:
@@ -171,13 +171,13 @@ class _Costs:
             found[self.parts.part_of[name]] += array.size * (np.issubdtype(array.dtype, np.inexact) == floating)
         return found
 
-    def of(self, down: Bytes, up: Bytes) -> Traffic:
+    def one_round(self, down: Sizes, up: Sizes) -> Traffic:
         """Return the traffic of a round with one exchange: a broadcast, and a reply of each client."""
         return Traffic(1, down[0], self._num_clients * up[0], down[1], self._num_clients * up[1])
 
     def rounds(self) -> tuple[Traffic, Traffic]:
         """Return the traffic of round 1 and of each later one, without a synchronised step."""
-        start, later = self.of(self.everything, self.shared), self.of(self.shared, self.shared)
+        start, later = self.one_round(self.everything, self.shared), self.one_round(self.shared, self.shared)
         # Further records (variates, momentum) start at zero and are not sent down in the first round.
         extra = self._method.extra_copies(self._params) * self._trained
         rows_down, rows_up = self._method.extra_statistics(self._params)
@@ -202,7 +202,7 @@ class _Costs:
         if not (self._config.reestimates() and self._layers):
             return None
         tested = -(-self._config.num_server_rounds // self._config.eval_every)
-        return Phase("re-estimation", tested, self.of(self.shared, (self._statistics, 8 * self._layers)))
+        return Phase("re-estimation", tested, self.one_round(self.shared, (self._statistics, 8 * self._layers)))
 
 
 def _uncounted(config: Config) -> Iterator[str]:

@@ -22,7 +22,7 @@ from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.single_examples import takes_one_example
+from fedbn_flwr.training.single_examples import SingleExamples
 from fedbn_flwr.training.step_rule import StepRule, Stream
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import unwrap
@@ -98,7 +98,7 @@ def train(
         for hook in hooks:
             hook.start(bare, optimizer)
         augment = stream("augment")
-        totals, singles = _Totals(task), _SingleExamples(model, hooks)
+        totals, singles = _Totals(task), SingleExamples(model, hooks)
         with seeded(stream("dropout").initial_seed()):
             order = rule.batches(model, settings, len(data), stream("batches"))
             for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
@@ -135,25 +135,6 @@ def _begun(hooks: Sequence[ClientHook], model: nn.Module) -> Iterator[None]:
             with suppress(Exception):  # the first error is the one to see
                 hook.end(model)
         raise
-
-
-@dataclass
-class _SingleExamples:
-    """The batches of one example in a round: they are dropped if a BatchNorm would see one value per channel."""
-
-    model: nn.Module
-    hooks: Sequence[ClientHook]
-    dropped: int = 0
-    fit: bool | None = None
-
-    def drop(self, step: int, inputs: Tensor) -> bool:
-        """Return whether step ``step`` (from 0) leaves its batch out, and count it."""
-        if any(hook.synchronises(step) for hook in self.hooks):
-            return False
-        if self.fit is None:
-            self.fit = takes_one_example(self.model, inputs, self.hooks)
-        self.dropped += not self.fit
-        return not self.fit
 
 
 @dataclass

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,26 @@ from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
 
-__all__ = ["refusing_layers", "takes_one_example"]
+__all__ = ["SingleExamples", "refusing_layers", "takes_one_example"]
+
+
+@dataclass
+class SingleExamples:
+    """The batches of one example in a round: they are dropped if a BatchNorm would see one value per channel."""
+
+    model: nn.Module
+    hooks: Sequence[ClientHook]
+    dropped: int = 0
+    fit: bool | None = None
+
+    def drop(self, step: int, inputs: Tensor) -> bool:
+        """Return whether step ``step`` (from 0) leaves its batch out, and count it."""
+        if any(hook.synchronises(step) for hook in self.hooks):
+            return False
+        if self.fit is None:
+            self.fit = takes_one_example(self.model, inputs, self.hooks)
+        self.dropped += not self.fit
+        return not self.fit
 
 
 def takes_one_example(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> bool:

@@ -5,7 +5,7 @@ Each kind has a reader, which returns what it ``Found``; what follows from it is
 
 from __future__ import annotations
 
-from fedbn_flwr.data.own.info import decided_by_records, own_info
+from fedbn_flwr.data.own.description import decided_by_records, own_info
 from fedbn_flwr.data.own.request import KINDS, OwnData, is_own
 from fedbn_flwr.data.own.rows import OwnRows, own_rows, own_sha256
 from fedbn_flwr.data.own.table_files import table_columns
