@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedbn_flwr.data.own.features import note_of_filled, problems_of_numbers
-from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, numbered, shown
-from fedbn_flwr.data.own.targets import ReadTargets, read_targets
+from fedbn_flwr.data.own.found import Found, Inputs, Targets
+from fedbn_flwr.data.own.request import OwnData, chosen_task, numbered, shown
+from fedbn_flwr.data.own.targets import read_targets
 from fedbn_flwr.data.readers import READ_ERRORS
 from fedbn_flwr.errors import DataError
 
@@ -33,23 +33,19 @@ def read_arrays(request: OwnData) -> Found:
     arrays, others = _load(request)
     _check_lengths(request, arrays)
     inputs = as_inputs(request, arrays["x"], "x")
-    if inputs.ndim == 2:
+    if arrays["x"].ndim == 2:
         _check_features(request, arrays["x"])
     y = arrays["y"]
-    read = _pixels(request, inputs, y) if y.ndim == 3 else read_targets(request, y, "y")
+    targets = _pixels(request, inputs, y) if y.ndim == 3 else read_targets(request, y, "y")
     clients, client_names = numbered(arrays["client"].tolist()) if "client" in arrays else (None, ())
     return Found(
         inputs=inputs,
-        targets=read.targets,
-        task=read.task,
-        num_classes=read.num_classes,
-        class_names=read.class_names,
+        targets=targets,
         clients=clients,
         client_names=client_names,
         units=numbered(arrays["group"].tolist())[0] if "group" in arrays else None,
         tests=as_tests(request, arrays["split"], "split") if "split" in arrays else None,
-        size=tuple(inputs.shape[2:]) if inputs.dtype == torch.uint8 else (),
-        notes=(*(f"array {name!r} is not used" for name in others), *read.notes, *note_of_filled(inputs)),
+        notes=tuple(f"array {name!r} is not used" for name in others),
     )
 
 
@@ -109,7 +105,7 @@ def _check_features(request: OwnData, x: Any) -> None:
         raise DataError(f"dataset={request.name!r}:\n" + "\n".join(problems))
 
 
-def as_inputs(request: OwnData, x: Any, what: str) -> Tensor:
+def as_inputs(request: OwnData, x: Any, what: str) -> Inputs:
     """Return uint8 images as (N, C, H, W) and other numbers as float32 (N, ...).
 
     Raises:
@@ -122,7 +118,7 @@ def as_inputs(request: OwnData, x: Any, what: str) -> Tensor:
                 f"dataset={request.name!r}: {what} is uint8 of shape {x.shape}; images are (N, H, W), (N, H, W, 1) or "
                 "(N, H, W, 3)."
             )
-        return images.permute(0, 3, 1, 2).contiguous()
+        return Inputs(images.permute(0, 3, 1, 2).contiguous(), size=tuple(images.shape[1:3]))
     if (
         x.ndim == 4
         and min(x.shape[1:3]) >= 8
@@ -146,7 +142,8 @@ def as_inputs(request: OwnData, x: Any, what: str) -> Tensor:
             f"dataset={request.name!r}: {missing} numbers of {what} are missing (NaN). Use missing=mean for the mean "
             "of the training examples."
         )
-    return torch.from_numpy(numbers)
+    inputs = torch.from_numpy(numbers)
+    return Inputs(inputs, notes=note_of_filled(inputs))
 
 
 def as_tests(request: OwnData, values: Any, what: str) -> Any:
@@ -167,11 +164,11 @@ def as_tests(request: OwnData, values: Any, what: str) -> Any:
     return tests
 
 
-def _pixels(request: OwnData, inputs: Tensor, y: Any) -> ReadTargets:
+def _pixels(request: OwnData, inputs: Inputs, y: Any) -> Targets:
     task = chosen_task(request, "segmentation", ("segmentation",))
-    if inputs.dtype != torch.uint8 or tuple(inputs.shape[2:]) != y.shape[1:]:
+    if inputs.size != y.shape[1:]:
         raise DataError(
-            f"dataset={request.name!r}: y has shape {y.shape}, the classes of pixels, and x {tuple(inputs.shape)}; "
+            f"dataset={request.name!r}: y has shape {y.shape}, the classes of pixels, and x {(len(y), *inputs.shape)}; "
             "uint8 images of the same height and width needed."
         )
     if y.dtype.kind not in "iu" or y.min() < 0 or y.max() > 255:
@@ -184,4 +181,4 @@ def _pixels(request: OwnData, inputs: Tensor, y: Any) -> ReadTargets:
             f"dataset={request.name!r}: y has class {largest}; num-classes={request.num_classes} allows 0 to "
             f"{request.num_classes - 1}."
         )
-    return ReadTargets(torch.from_numpy(y.astype(np.uint8)), task, request.num_classes or largest + 1)
+    return Targets(torch.from_numpy(y.astype(np.uint8)), task, request.num_classes or largest + 1)

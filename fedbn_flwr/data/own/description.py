@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.data.own.features import stated_features
+from fedbn_flwr.data.own.found import Targets
 from fedbn_flwr.data.own.reading import load, read, stamp_of
-from fedbn_flwr.data.own.request import Found, OwnData, chosen_task, warning_of_gaps
+from fedbn_flwr.data.own.request import OwnData, chosen_task, warning_of_gaps
 from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.registry import IMAGENET, DatasetInfo
 from fedbn_flwr.data.shapes import Shape, per_channel
@@ -37,13 +38,14 @@ def own_info(request: OwnData) -> DatasetInfo:
 @functools.lru_cache(maxsize=8)
 def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
     found = read(request, stamp)
-    channels = found.channels
+    inputs, targets = found.inputs, found.targets
+    channels = inputs.channels
     mean, std = (per_channel(values, channels) for values in IMAGENET)
     return DatasetInfo(
         request.name,
-        found.num_classes,
+        targets.num_classes,
         channels,
-        min(found.size[0], _LARGEST) if channels else 0,
+        min(inputs.size[0], _LARGEST) if channels else 0,
         f"{len(found):,} examples of own data",
         "own data",
         functools.partial(load, request, stamp),
@@ -51,32 +53,32 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
         mean,
         std,
         grouped=found.clients is not None,
-        task=found.task,
+        task=targets.task,
         downloads=False,
-        input_shape=tuple(found.inputs.shape[1:]) if isinstance(found.inputs, Tensor) and not channels else (),
-        class_names=found.class_names,
-        feature_names=found.feature_names,
+        input_shape=() if channels else inputs.shape,
+        class_names=targets.class_names,
+        feature_names=inputs.feature_names,
         client_names=found.client_names,
-        by_file=not isinstance(found.inputs, Tensor),
-        notes=(*found.notes, *_note_of_positive(request, found)),
-        warnings=(*found.warnings, *_warning_of_gaps(request, found)),
+        by_file=not isinstance(inputs.values, Tensor),
+        notes=(*found.notes, *targets.notes, *inputs.notes, *_note_of_positive(request, targets)),
+        warnings=(*inputs.warnings, *targets.warnings, *_warning_of_gaps(request, targets)),
     )
 
 
-def _warning_of_gaps(request: OwnData, found: Found) -> tuple[str, ...]:
+def _warning_of_gaps(request: OwnData, targets: Targets) -> tuple[str, ...]:
     """Return the warning of numbers that are no class, of targets in memory."""
-    if not isinstance(found.targets, Tensor) or found.task.name not in ("classification", "segmentation"):
+    if not isinstance(targets.values, Tensor) or targets.task.name not in ("classification", "segmentation"):
         return ()
-    classes = torch.unique(found.targets)
-    classes = classes[classes != 255] if found.task.name == "segmentation" else classes
+    classes = torch.unique(targets.values)
+    classes = classes[classes != 255] if targets.task.name == "segmentation" else classes
     return warning_of_gaps(request, len(classes), int(classes.max())) if len(classes) else ()
 
 
-def _note_of_positive(request: OwnData, found: Found) -> tuple[str, ...]:
+def _note_of_positive(request: OwnData, targets: Targets) -> tuple[str, ...]:
     """Return which of two named classes is the positive one, where the order of their names alone says so."""
-    if found.task.name != "binary" or len(found.class_names) < 2 or request.class_names or request.positive_values:
+    if targets.task.name != "binary" or len(targets.class_names) < 2 or request.class_names or request.positive_values:
         return ()
-    zero, one = found.class_names
+    zero, one = targets.class_names
     return (f"positive (1) is {one!r}; class-names={one},{zero} makes it {zero!r}",)
 
 

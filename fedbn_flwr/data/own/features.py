@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedbn_flwr.data.own.found import Inputs
 from fedbn_flwr.data.own.request import OwnData, is_number, listed, numbered, oddly_written, shown
 from fedbn_flwr.errors import DataError
 
 __all__ = [
     "FILE",
     "MISSING",
-    "ReadFeatures",
     "as_text",
     "features_of",
     "note_of_filled",
@@ -59,16 +59,7 @@ class _Features:
     problems: list[str] = field(default_factory=list)
 
 
-class ReadFeatures(NamedTuple):
-    """What ``features_of`` returns; the fields are those of ``Found``, ``names`` its ``feature_names``."""
-
-    inputs: torch.Tensor
-    names: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-
-def features_of(request: OwnData, table: Any, wanted: list[tuple[str, tuple[str, ...]]], tests: Any) -> ReadFeatures:
+def features_of(request: OwnData, table: Any, wanted: list[tuple[str, tuple[str, ...]]], tests: Any) -> Inputs:
     """Return the features float32 (N, F), their names, notes, and warnings; a missing value is NaN.
 
     Categories that are not stated are those of all rows, or of the training rows of ``split-column``. Text that is none
@@ -102,8 +93,12 @@ def features_of(request: OwnData, table: Any, wanted: list[tuple[str, tuple[str,
     if not found.columns:
         raise DataError(f"dataset={request.name!r} has no columns for features; set feature-columns.")
     features = torch.from_numpy(np.stack(found.columns, 1).astype(np.float32))
-    notes = (*found.notes, *note_of_filled(features))
-    return ReadFeatures(features, tuple(found.names), notes, tuple(found.warnings))
+    return Inputs(
+        features,
+        feature_names=tuple(found.names),
+        notes=(*found.notes, *note_of_filled(features)),
+        warnings=tuple(found.warnings),
+    )
 
 
 def note_of_filled(inputs: torch.Tensor) -> tuple[str, ...]:

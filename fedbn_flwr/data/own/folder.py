@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.data.image_files.inspection import first_of, look_at_files
 from fedbn_flwr.data.own.folder_layout import PARTS, FolderFiles, find_images
+from fedbn_flwr.data.own.found import Found, Inputs, Targets
 from fedbn_flwr.data.own.request import (
-    Found,
     OwnData,
     chosen_task,
     left_out,
@@ -21,7 +21,6 @@ from fedbn_flwr.data.own.request import (
     shown,
     warning_of_gaps,
 )
-from fedbn_flwr.data.own.targets import ReadTargets
 from fedbn_flwr.errors import ConfigError, DataError
 
 __all__ = ["read_folder"]
@@ -53,20 +52,13 @@ def read_folder(request: OwnData) -> Found:
     has_clients = client_names != ("",)
     with Image.open(files.paths[0]) as first:
         width, height = first.size
-    read = _segmentation(request, files.masks, values) if files.by_pixel else _classes(request, files)
-    classes = values - {255}
     return Found(
-        inputs=files.paths,
-        targets=read.targets,
-        task=read.task,
-        num_classes=read.num_classes,
-        class_names=read.class_names,
+        inputs=Inputs(files.paths, size=(height, width)),
+        targets=_segmentation(request, files.masks, values) if files.by_pixel else _classes(request, files),
         clients=clients if has_clients else None,
         client_names=client_names if has_clients else (),
         tests=_tests(request, [place.part for place in files.places]),
-        size=(height, width),
         notes=notes,
-        warnings=warning_of_gaps(request, len(classes), max(classes, default=0)),
     )
 
 
@@ -130,7 +122,7 @@ def _note_of_empty_classes(request: OwnData, files: FolderFiles) -> tuple[str, .
     return (f"no usable image in {named}: a class without another folder is left out",) if unused else ()
 
 
-def _segmentation(request: OwnData, masks: Sequence[Path], values: set[int]) -> ReadTargets:
+def _segmentation(request: OwnData, masks: Sequence[Path], values: set[int]) -> Targets:
     """Return the masks, which have these values, as targets."""
     classes = values - {255}
     largest = max(classes, default=0)
@@ -145,10 +137,11 @@ def _segmentation(request: OwnData, masks: Sequence[Path], values: set[int]) -> 
             f"dataset={request.name!r}: the masks have the values 0 and 255, and 255 is for pixels that do not "
             "count. Save the classes as 0 and 1."
         )
-    return ReadTargets(masks, task, request.num_classes or max(largest + 1, 2))
+    outputs = request.num_classes or max(largest + 1, 2)
+    return Targets(masks, task, outputs, warnings=warning_of_gaps(request, len(classes), largest))
 
 
-def _classes(request: OwnData, files: FolderFiles) -> ReadTargets:
+def _classes(request: OwnData, files: FolderFiles) -> Targets:
     """Return the targets of images in class folders."""
     labels, names = numbered_classes(request, [place.label for place in files.places], "class folders")
     allowed = ("classification", *(("binary",) if len(names) == 2 else ()))
@@ -164,7 +157,7 @@ def _classes(request: OwnData, files: FolderFiles) -> ReadTargets:
             f"{request.name!r} ({shown(names)})."
         )
     outputs = 1 if task.name == "binary" else max(len(names), request.num_classes)
-    return ReadTargets(torch.from_numpy(labels), task, outputs, names)
+    return Targets(torch.from_numpy(labels), task, outputs, names)
 
 
 def _tests(request: OwnData, parts: Sequence[str]) -> NDArray[np.bool_] | None:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from fedbn_flwr.data.image_files import MODES
 from fedbn_flwr.data.own.arrays import as_inputs
-from fedbn_flwr.data.own.features import ReadFeatures, features_of, numbered_column, stated_features, with_numbers
-from fedbn_flwr.data.own.request import Found, OwnData, shown
-from fedbn_flwr.data.own.targets import ReadTargets, read_targets
+from fedbn_flwr.data.own.features import features_of, numbered_column, stated_features, with_numbers
+from fedbn_flwr.data.own.found import Found, Inputs, Targets
+from fedbn_flwr.data.own.request import OwnData, shown
+from fedbn_flwr.data.own.targets import read_targets
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError, DataError
 
@@ -35,28 +35,21 @@ def read_hub(request: OwnData) -> Found:
     label = _label_column(request, columns)
     rows = [part.with_format(None)[:] for part in parts]
     tests = np.concatenate([np.full(len(part), at > 0) for at, part in enumerate(parts)]) if len(parts) > 1 else None
-    read = _targets(request, label, getattr(parts[0].features[label], "names", None) or (), rows)
+    targets = _targets(request, label, getattr(parts[0].features[label], "names", None) or (), rows)
     image = next((name for name in columns if type(parts[0].features[name]).__name__ == "Image"), "")
     if image:
-        inputs = ReadFeatures(_images(request, [picture for part in rows for picture in part[image]]))
+        inputs = _images(request, [picture for part in rows for picture in part[image]])
     else:
         inputs = _features(request, label, parts, tests)
     clients, client_names = _numbered(request, request.client_column, rows)
     units, _ = _numbered(request, request.group_column, rows)
     return Found(
-        inputs=inputs.inputs,
-        targets=read.targets,
-        task=read.task,
-        num_classes=read.num_classes,
-        class_names=read.class_names,
+        inputs=inputs,
+        targets=targets,
         clients=clients,
         client_names=client_names,
         units=units,
         tests=tests,
-        feature_names=inputs.names,
-        size=tuple(inputs.inputs.shape[2:]) if image else (),
-        notes=(*read.notes, *inputs.notes),
-        warnings=inputs.warnings,
     )
 
 
@@ -98,7 +91,7 @@ def _label_column(request: OwnData, columns: list[str]) -> str:
     return label
 
 
-def _targets(request: OwnData, label: str, names: Sequence[str], rows: Sequence[Any]) -> ReadTargets:
+def _targets(request: OwnData, label: str, names: Sequence[str], rows: Sequence[Any]) -> Targets:
     """Return the targets from a column, whose numbers stand for these names if there are any."""
     values = np.concatenate([np.asarray(part[label]) for part in rows])
     if names and (values < 0).any():
@@ -111,7 +104,7 @@ def _targets(request: OwnData, label: str, names: Sequence[str], rows: Sequence[
     return read_targets(request, values, f"column {label!r}", names=names)
 
 
-def _features(request: OwnData, label: str, parts: Sequence[Any], tests: Any) -> ReadFeatures:
+def _features(request: OwnData, label: str, parts: Sequence[Any], tests: Any) -> Inputs:
     """Return the features of rows: the columns of the config, else all that no key names."""
     import pandas as pd
 
@@ -127,7 +120,7 @@ def _numbered(request: OwnData, column: str, rows: Sequence[Any]) -> tuple[Indic
     return numbered_column(request, column, [v for part in rows for v in part[column]]) if column else (None, ())
 
 
-def _images(request: OwnData, pictures: list[Any]) -> torch.Tensor:
+def _images(request: OwnData, pictures: list[Any]) -> Inputs:
     """Return the images as bytes; they must have one size."""
     sizes = {picture.size for picture in pictures}
     if len(sizes) > 1:

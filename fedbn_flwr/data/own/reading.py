@@ -13,8 +13,9 @@ from torch import Tensor
 from fedbn_flwr.data.image_files import hold
 from fedbn_flwr.data.own.arrays import read_arrays
 from fedbn_flwr.data.own.folder import read_folder
+from fedbn_flwr.data.own.found import Found
 from fedbn_flwr.data.own.hub import read_hub
-from fedbn_flwr.data.own.request import Found, OwnData
+from fedbn_flwr.data.own.request import OwnData
 from fedbn_flwr.data.own.table import read_table
 from fedbn_flwr.data.readers import Loaded
 from fedbn_flwr.data.samples import Examples, Samples
@@ -75,14 +76,15 @@ def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:
 
 def _examples(found: Found, parts: Sequence[Indices], shape: Shape) -> list[Examples]:
     """Return the examples of each part: arrays in memory as they are, image files in this shape."""
-    if isinstance(found.inputs, Tensor):
-        if not isinstance(found.targets, Tensor):
+    inputs, targets = found.inputs.values, found.targets.values
+    if isinstance(inputs, Tensor):
+        if not isinstance(targets, Tensor):
             raise TypeError("arrays have arrays of targets")
-        return [Samples(found.inputs[part], found.targets[part]) for part in map(torch.from_numpy, parts)]
+        return [Samples(inputs[part], targets[part]) for part in map(torch.from_numpy, parts)]
     order = np.concatenate(parts).tolist()
-    masks = () if isinstance(found.targets, Tensor) else [found.targets[at] for at in order]
-    labels = found.targets[order].tolist() if isinstance(found.targets, Tensor) else [0] * len(order)
-    paths = [found.inputs[at] for at in order]
+    masks = () if isinstance(targets, Tensor) else [targets[at] for at in order]
+    labels = targets[order].tolist() if isinstance(targets, Tensor) else [0] * len(order)
+    paths = [inputs[at] for at in order]
     return hold(paths, labels, [len(part) for part in parts], shape, masks=masks, checked=True)
 
 
@@ -101,8 +103,9 @@ def parts_of(request: OwnData, found: Found) -> tuple[Indices, Indices]:
                 "that the data have. Correct the split, or leave split-column out: then a split by group is made."
             )
         return everything[~found.tests], everything[found.tests]
-    by_class = isinstance(found.targets, Tensor) and found.targets.dtype == torch.int64
-    cells = found.targets.numpy() if by_class and isinstance(found.targets, Tensor) else np.zeros(len(found), np.int64)
+    targets = found.targets.values
+    by_class = isinstance(targets, Tensor) and targets.dtype == torch.int64
+    cells = targets.numpy() if by_class and isinstance(targets, Tensor) else np.zeros(len(found), np.int64)
     if found.clients is not None:  # every client has its share of test examples
         cells = cells * len(found.client_names) + found.clients
     return split_off(everything, cells, request.test_share, _TEST_SEED, found.units)

@@ -1,23 +1,19 @@
-"""What a config says of own data, and what was found there."""
+"""What a config says of own data, and how its readers name and number what they find."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = ["KINDS", "Found", "OwnData", "Targets", "is_number", "is_own", "left_out", "oddly_written"]
-
-Targets = Tensor | Sequence[Path]
+__all__ = ["KINDS", "OwnData", "is_number", "is_own", "left_out", "oddly_written"]
 
 _MANY = 20  # a number of classes from which gaps are no accident
 _NUMBER = re.compile(r"[-+]?(\d{1,3}([., '\xa0]\d{3})+|\d+)([.,]\d+)?\s*%?")
@@ -107,51 +103,6 @@ class OwnData:
             beside = f" {near} has {shown(sorted(p.name for p in near.iterdir()))}." if near else ""
             raise DataError(f"dataset={self.name!r}: there is no such file or folder.{beside}")
         return path
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Found:
-    """Own data as they were found, N examples.
-
-    Attributes:
-        inputs: paths of N image files; or uint8 images (N, C, H, W) or float32 (N, ...), NaN = missing.
-        targets: int64 (N,), float32 (N,) or (N, K), or uint8 (N, H, W); paths of N files with classes of pixels.
-        task: the learning task.
-        num_classes: outputs of the model: classes, labels or target columns.
-        class_names: their names, () = numbers.
-        clients: client of each example, (N,), and ``client_names``; None if the data have no clients.
-        units: unit (patient) of each example, (N,), or None.
-        tests: whether each example is a test example, bool (N,); None if the data do not say.
-        feature_names: names of the features of rows, or ().
-        size: (height, width) of the images as stored, or ().
-        notes: what a user must know: files left out, columns made of text, and so on.
-        warnings: what looks wrong.
-    """
-
-    inputs: Tensor | Sequence[Path]
-    targets: Targets
-    task: Task
-    num_classes: int
-    class_names: tuple[str, ...] = ()
-    clients: npt.NDArray[np.int64] | None = None
-    client_names: tuple[str, ...] = ()
-    units: npt.NDArray[np.int64] | None = None
-    tests: npt.NDArray[np.bool_] | None = None
-    feature_names: tuple[str, ...] = ()
-    size: tuple[int, ...] = ()
-    notes: tuple[str, ...] = field(default=())
-    warnings: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        """Return the number of examples."""
-        return len(self.targets)
-
-    @property
-    def channels(self) -> int:
-        """Channels of the images, 3 for image files; 0 for other examples."""
-        if not isinstance(self.inputs, Tensor):
-            return 3
-        return self.inputs.shape[1] if self.inputs.dtype == torch.uint8 else 0
 
 
 def listed(text: str) -> list[str]:

@@ -46,8 +46,9 @@ def own_rows(request: OwnData) -> OwnRows:
     """
     found = read(request, stamp_of(request))
     column, names = "row", list[int | str](range(len(found)))
-    if not isinstance(found.inputs, Tensor):
-        column, names = "file", [path.relative_to(request.path).as_posix() for path in found.inputs]
+    inputs = found.inputs.values
+    if not isinstance(inputs, Tensor):
+        column, names = "file", [path.relative_to(request.path).as_posix() for path in inputs]
     elif request.kind == "csv" and Path(request.path).is_dir() and found.clients is not None:
         starts = np.unique(found.clients, return_index=True)[1]  # the tables follow one another, in any order
         names = [f"{found.client_names[c]}:{at - starts[c]}" for at, c in enumerate(found.clients)]
@@ -69,7 +70,7 @@ def own_sha256(request: OwnData) -> str:
 @functools.lru_cache(maxsize=8)
 def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
     found, digest = read(request, stamp), hashlib.sha256()
-    for part in (found.inputs, found.targets):
+    for part in (found.inputs.values, found.targets.values):
         if isinstance(part, Tensor):
             digest.update(part.contiguous().numpy().tobytes())
         else:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from fedbn_flwr.data.own.features import (
     row_of,
     stated_features,
 )
-from fedbn_flwr.data.own.request import Found, OwnData, listed, shown
+from fedbn_flwr.data.own.found import Found, Targets
+from fedbn_flwr.data.own.request import OwnData, listed, shown
 from fedbn_flwr.data.own.table_files import notes_of_others, read_tables
-from fedbn_flwr.data.own.targets import ReadTargets, read_targets
+from fedbn_flwr.data.own.targets import read_targets
 from fedbn_flwr.data.splits import Indices
 from fedbn_flwr.errors import ConfigError, DataError
 
@@ -46,30 +48,23 @@ def read_table(request: OwnData) -> Found:
     _refuse_unusable(request, columns, used, from_files)
     if not len(table):
         raise DataError(f"dataset={request.name!r} has no rows.")
-    read = _targets(request, table, used["label-column"])
+    targets = _targets(request, table, used["label-column"])
     tests = as_tests(request, _values(table[request.split_column]), "split-column") if request.split_column else None
     wanted, nameless = _feature_columns(request, columns, used)
-    features = features_of(request, table, wanted, tests)
+    inputs = features_of(request, table, wanted, tests)
     clients, client_names = _numbered(request, table, FILE if from_files else request.client_column)
     units, _ = _numbered(request, table, request.group_column)
     return Found(
-        inputs=features.inputs,
-        targets=read.targets,
-        task=read.task,
-        num_classes=read.num_classes,
-        class_names=read.class_names,
+        inputs=inputs,
+        targets=targets,
         clients=clients,
         client_names=client_names,
         units=units,
         tests=tests,
-        feature_names=features.names,
         notes=(
             *notes_of_others(request),
             *(f"column {name!r} has no name in the file and is left out" for name in nameless),
-            *read.notes,
-            *features.notes,
         ),
-        warnings=features.warnings,
     )
 
 
@@ -104,12 +99,12 @@ def _refuse_unusable(
         raise ConfigError("\n".join(problems))
 
 
-def _targets(request: OwnData, table: Any, labels: list[str]) -> ReadTargets:
+def _targets(request: OwnData, table: Any, labels: list[str]) -> Targets:
     """Return the targets from the column, or columns, of these names."""
     refuse_lists_and_dates(request, table, labels)
     values = _values(table[labels[0]] if len(labels) == 1 else table[labels])
     read = read_targets(request, values, f"column {request.label_column!r}", functools.partial(row_of, table))
-    return read._replace(class_names=tuple(labels)) if len(labels) > 1 else read
+    return replace(read, class_names=tuple(labels)) if len(labels) > 1 else read
 
 
 def _feature_columns(

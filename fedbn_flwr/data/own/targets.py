@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from fedbn_flwr.data.own.request import OwnData, Targets, chosen_task, listed, numbered_classes, oddly_written, shown
+from fedbn_flwr.data.own.found import Targets
+from fedbn_flwr.data.own.request import OwnData, chosen_task, listed, numbered_classes, oddly_written, shown
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.training.tasks import Task
 
-__all__ = ["ReadTargets", "read_targets"]
+__all__ = ["read_targets"]
 
 _MOST_CLASSES = 1000
 _FEW = 20  # values that may be classes
 
 
-class ReadTargets(NamedTuple):
-    """Targets and what follows from them; the fields are those of ``Found``."""
-
-    targets: Targets
-    task: Task
-    num_classes: int
-    class_names: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 def read_targets(
     request: OwnData, values: Any, what: str, row: Callable[[int], str] = "row {}".format, names: Sequence[str] = ()
-) -> ReadTargets:
-    """Return targets, task, number of outputs, names of the classes, and notes.
+) -> Targets:
+    """Return the targets, and what follows from them.
 
     Args:
         request: the task and the positive values.
@@ -98,7 +88,7 @@ def _are_labels(request: OwnData, values: Any, what: str) -> bool:
     return False
 
 
-def _classes(request: OwnData, values: Any, what: str, text: bool, known: Sequence[str]) -> ReadTargets:
+def _classes(request: OwnData, values: Any, what: str, text: bool, known: Sequence[str]) -> Targets:
     counts = len(np.unique(values))
     if text and (odd := oddly_written(values.tolist())) and not (request.classes or known):
         raise DataError(f"dataset={request.name!r}: {what} are {odd}, or state them as class-names.")
@@ -127,10 +117,10 @@ def _classes(request: OwnData, values: Any, what: str, text: bool, known: Sequen
             f"dataset={request.name!r}: {what} have one class only ({shown([str(v) for v in values[:1]])})."
         )
     outputs = 1 if task.name == "binary" else max(found, request.num_classes)
-    return ReadTargets(torch.from_numpy(labels), task, outputs, names)
+    return Targets(torch.from_numpy(labels), task, outputs, names)
 
 
-def _several(request: OwnData, values: Any, what: str, row: Callable[[int], str]) -> ReadTargets:
+def _several(request: OwnData, values: Any, what: str, row: Callable[[int], str]) -> Targets:
     if values.dtype.kind not in "biuf":
         raise DataError(f"dataset={request.name!r}: {what} hold text; several targets must be numbers.")
     labels = bool(np.isin(values, (0, 1)).all())
@@ -151,10 +141,10 @@ def _several(request: OwnData, values: Any, what: str, row: Callable[[int], str]
     task = chosen_task(
         request, "multi-label" if labels else "regression", (*(("multi-label",) if labels else ()), "regression")
     )
-    return ReadTargets(torch.from_numpy(values.astype(np.float32)), task, values.shape[1])
+    return Targets(torch.from_numpy(values.astype(np.float32)), task, values.shape[1])
 
 
-def _of_columns(request: OwnData, values: Any, what: str) -> ReadTargets:
+def _of_columns(request: OwnData, values: Any, what: str) -> Targets:
     """Return classes from one-hot rows: a class for each column."""
     columns = values.shape[1]
     if request.classes and len(request.classes) != columns:
@@ -162,20 +152,20 @@ def _of_columns(request: OwnData, values: Any, what: str) -> ReadTargets:
     if request.num_classes and request.num_classes < columns:
         raise ConfigError(f"num-classes={request.num_classes} is fewer than the {columns} columns of {what}.")
     task = chosen_task(request, "classification", ("classification",))
-    return ReadTargets(torch.from_numpy(values.argmax(1)), task, max(columns, request.num_classes), request.classes)
+    return Targets(torch.from_numpy(values.argmax(1)), task, max(columns, request.num_classes), request.classes)
 
 
-def _numbers(request: OwnData, values: Any) -> ReadTargets:
+def _numbers(request: OwnData, values: Any) -> Targets:
     task = chosen_task(request, "regression", ("regression",))
-    return ReadTargets(torch.from_numpy(values.astype(np.float32)), task, 1)
+    return Targets(torch.from_numpy(values.astype(np.float32)), task, 1)
 
 
-def _binary(request: OwnData, values: Any, what: str) -> ReadTargets:
+def _binary(request: OwnData, values: Any, what: str) -> Targets:
     """Return the classes 0 and 1 by ``positive-values``."""
     positive, notes = _positive(request, values, what)
     task = chosen_task(request, "binary", ("binary", "classification"))
     outputs = 1 if task.name == "binary" else 2
-    return ReadTargets(torch.from_numpy(positive.astype(np.int64)), task, outputs, ("negative", "positive"), notes)
+    return Targets(torch.from_numpy(positive.astype(np.int64)), task, outputs, ("negative", "positive"), notes)
 
 
 def _positive(request: OwnData, values: Any, what: str) -> tuple[Any, tuple[str, ...]]:
