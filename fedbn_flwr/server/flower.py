@@ -63,7 +63,7 @@ class Server(Method[P]):
         on_replies: called with the replies that a round used, and the global state before and after it; it reads only.
         on_round_end: called at the end of each round, with the model to test or save and the round's metrics.
         completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
-            model with ``completion`` sets it to False.
+            model with ``model_completion`` sets it to False.
         input_scale: mean and std of inputs that only the nodes have; every message with the model has them.
         stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round.
         protection: what happens to the replies before the method sees them.
@@ -128,7 +128,8 @@ class Server(Method[P]):
         return Recalibration(self, self.dispatcher, self.protection)
 
     @property
-    def _model_completion(self) -> ModelCompletion:
+    def model_completion(self) -> ModelCompletion:
+        """The completed global model, which is tested and returned."""
         return ModelCompletion(self, self.run)
 
     @property
@@ -176,9 +177,9 @@ class Server(Method[P]):
         last = self.reports[-1].server_round if self.reports else num_rounds
         if self.recalibrates and not self._health.ends_run and not self._tests_after(last):
             self._reestimate(last, arrays, polled)  # the run was stopped between two tests
-        result.arrays = self._model_completion.complete(arrays)
+        result.arrays = self.model_completion.complete(arrays)
         if self.completes_tests:
-            self._model_completion.warn_of_nothing_shared()
+            self.model_completion.warn_of_nothing_shared()
         self._health.raise_if_failed(result)
         return result
 
@@ -236,11 +237,11 @@ class Server(Method[P]):
         self.begin()
         self.protection.begin(self)
         if self.completes_tests:
-            self._model_completion.warn_of_initial_values()
+            self.model_completion.warn_of_initial_values()
 
     def _end_round(self, server_round: int) -> None:
         if self.on_round_end is not None:
-            self.on_round_end(server_round, self._model_completion.complete(self.run.arrays), dict(self.run.metrics))
+            self.on_round_end(server_round, self.model_completion.complete(self.run.arrays), dict(self.run.metrics))
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -260,7 +261,7 @@ class Server(Method[P]):
             self._begin()
             self.run.count_start(grid)
             if self.completes_tests and self.on_round_end is None:
-                self._model_completion.warn_of_own_start()
+                self.model_completion.warn_of_own_start()
         self.run.before, self.run.metrics = views(arrays), {}
         self.run.begin_round_statistics()
         self.run.reports.append(RoundReport(server_round, self.phase(server_round)))
@@ -369,7 +370,7 @@ class Server(Method[P]):
         nodes = self.nodes.sample(present, count, "evaluate", server_round)
         sent = {**config, **self._common(server_round).write()}
         # A client without BN parts of its own is tested with the averaged ones, and with the initial ones before these.
-        arrays = self._model_completion.complete(arrays)
+        arrays = self.model_completion.complete(arrays)
         return self.dispatcher.address(nodes, MessageType.EVALUATE, arrays, sent, self.run.report.evaluate)
 
     def _tests_after(self, server_round: int) -> bool:
@@ -466,18 +467,11 @@ class Server(Method[P]):
         """Note and log that losses of this round, in words (``losses_not_finite``), are not finite; empty = all are."""
         self._health.note_losses(losses)
 
-    def completion(self, test: str) -> State:
-        """Return the entries that replace the global ones in test "recalibrated" or "averaged-bn"; else empty.
-
-        The entries of "recalibrated" exist after ``configure_evaluate`` of a round with a test.
-        """
-        return self._model_completion.entries(test)
-
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the global model for the test after a round, with averaged BN parts if these are asked for."""
         if not self.completes_tests:
-            return self._model_completion.with_statistics(arrays)
-        return self._model_completion.for_evaluate_fn(server_round, arrays, self._tests_after(server_round))
+            return self.model_completion.with_statistics(arrays)
+        return self.model_completion.for_evaluate_fn(server_round, arrays, self._tests_after(server_round))
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:
         """Return what the summary of a run says of the method and of the protection."""
@@ -519,4 +513,4 @@ class Server(Method[P]):
         self.load_state_dict(state, server_round)
         self.prepare(arrays, self.run.num_rounds, self.dispatcher.timeout)
         self.run.reports = reports
-        return self._model_completion.complete(arrays)
+        return self.model_completion.complete(arrays)

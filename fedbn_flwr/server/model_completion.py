@@ -38,7 +38,10 @@ class ModelCompletion:
         self._averages = SHARED_BN in method.tests
 
     def entries(self, test: str) -> State:
-        """Return the entries that replace the global ones in test "recalibrated" or "averaged-bn"; else empty."""
+        """Return the entries that replace the global ones in test "recalibrated" or "averaged-bn"; else empty.
+
+        Those of "recalibrated" exist after ``configure_evaluate`` of a round with a test.
+        """
         if test == SHARED_BN and self._averages:
             return self._run.latest_bn.average(self._run.parts, self._method.params.variance)
         return self._run.reestimated if test == RECALIBRATED else {}

@@ -61,8 +61,8 @@ def test_recalibration_asks_every_client_and_does_not_change_training(federate, 
             np.testing.assert_allclose(found[name], value, rtol=1e-12)
     for name in STATISTICS:  # beside the plain model: offered, and not put into it
         assert beside.state[name].tobytes() == plain.state[name].tobytes()
-        assert beside.strategy.completion("recalibrated")[name].tobytes() == mine.state[name].tobytes()
-    assert plain.strategy.completion("recalibrated") == {}
+        assert beside.strategy.model_completion.entries("recalibrated")[name].tobytes() == mine.state[name].tobytes()
+    assert plain.strategy.model_completion.entries("recalibrated") == {}
 
 
 def test_recalibration_does_not_change_the_training_of_fedtan(run_step, mlp) -> None:
@@ -164,4 +164,6 @@ def test_statistics_have_the_weights_of_their_examples_whatever_weighs_the_model
         for key in ({}, {"weighted_by_key": "steps"})
     )
     assert other.strategy.reports[0].rejected == {}
-    assert list(other.strategy.completion("recalibrated")) == list(plain.strategy.completion("recalibrated"))
+    assert list(other.strategy.model_completion.entries("recalibrated")) == list(
+        plain.strategy.model_completion.entries("recalibrated")
+    )

@@ -134,7 +134,7 @@ def test_the_users_own_test_gets_the_average_or_a_warning(
     start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
     strategy = FedBN(eval_on=AVERAGED)
     seen = history(strategy)
-    average = strategy.completion(AVERAGED)
+    average = strategy.model_completion.entries(AVERAGED)
     assert len(average) == 5
     assert all(np.array_equal(seen[-1][name], average[name]) for name in average)
     assert not np.array_equal(seen[1]["1.running_mean"], start["1.running_mean"])
@@ -198,7 +198,7 @@ def test_a_second_run_of_the_strategy_starts_without_shared_parts(federate, data
 
 def test_recalibrated_statistics_replace_averaged_ones(federate, datasets, mlp) -> None:
     run = federate(SiloBN(eval_on=AVERAGED, recalibrate=True), mlp, datasets, rounds=2)
-    reestimated = run.strategy.completion("recalibrated")
+    reestimated = run.strategy.model_completion.entries("recalibrated")
     assert all(run.state[name].tobytes() == reestimated[name].tobytes() for name in reestimated)
     assert len(reestimated) == 2
 

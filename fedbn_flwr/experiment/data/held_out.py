@@ -64,7 +64,7 @@ class HeldOut:
             state: the global model's state.
             strategy: knows the clients' BN parts; None for the centralized reference.
         """
-        entries = strategy.completion(SHARED_BN) if strategy else {}
+        entries = strategy.model_completion.entries(SHARED_BN) if strategy else {}
         which = "averaged" if entries else "global"
         shared = _shared_parts(strategy)
         found: dict[str, dict[str, Any]] = {}

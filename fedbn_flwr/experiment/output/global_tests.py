@@ -103,7 +103,7 @@ class GlobalTests:
             return found, domains
         for name in self._names:
             completed = name.removesuffix(TEST_BN)
-            entries = self._strategy.completion(completed) if self._strategy else {}
+            entries = self._strategy.model_completion.entries(completed) if self._strategy else {}
             if completed in _COMPLETED and not entries:
                 continue  # no statistics were re-estimated or shared; the log gives the reason
             if state is not None:

@@ -22,7 +22,7 @@ def contents_of_model(strategy: FedAvg[Any] | None) -> dict[str, str]:
     """Return the content of each part of ``model.safetensors``: its metadata, and ``model`` of the summary."""
     about = {part.value: "global" for part in Part}
     if strategy:
-        averaged = strategy.completion(SHARED_BN)
+        averaged = strategy.model_completion.entries(SHARED_BN)
         kept = {part for part in strategy.local if strategy.run.parts.select([part])}
         about |= dict.fromkeys(kept, AVERAGED if averaged else ABSENT)
         if strategy.recalibrates and strategy.run.reestimated:
