@@ -24,6 +24,7 @@ from fedbn_flwr.experiment.studies.cell import Cell
 from fedbn_flwr.experiment.studies.comparisons import difference
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 
 Curve = list[tuple[int, float, float]]  # round, MB so far, accuracy in per cent
 BASELINE = "FedAvg+BN"
@@ -38,7 +39,7 @@ def main(
 ) -> None:
     """Print the tables, and draw accuracy against bytes."""
     for folder in studies:
-        study = Study.load(folder / "study.yaml")
+        study = load_study(folder / "study.yaml")
         results = StudyResults(study, folder)
         for split in dict.fromkeys(cell.split for cell in study.cells()):
             curves = _curves(study, results, split)

@@ -16,7 +16,7 @@ from rich.table import Table
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.studies.cell import Cell
-from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.experiment.studies.sweep import LogFollower, sweep
 
 __all__ = ["demo"]
@@ -28,7 +28,7 @@ def demo(out: Path) -> int:
     """Run the demo into ``out``; return the exit code."""
     console = Console()
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    study = Study.load(ROOT / "apps/main/recipes/demo.yaml")
+    study = load_study(ROOT / "apps/main/recipes/demo.yaml")
     first = next(study.cells())
     try:
         console.print(f"1. {first.method} through `flwr run` (Flower's Ray simulation, 5 SuperNodes) ...")

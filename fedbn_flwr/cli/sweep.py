@@ -51,13 +51,13 @@ def sweep(
     from fedbn_flwr.experiment.studies.done import is_done
     from fedbn_flwr.experiment.studies.parallel import default_parallel, in_parallel
     from fedbn_flwr.experiment.studies.selection import Selection
-    from fedbn_flwr.experiment.studies.study import Study
+    from fedbn_flwr.experiment.studies.study_checks import load_study
     from fedbn_flwr.experiment.studies.sweep import in_series
     from fedbn_flwr.experiment.studies.sweep import sweep as launch
 
     with exit_codes():
         quiet_flower()
-        grid = Study.load(study, set_ or [])
+        grid = load_study(study, set_ or [])
         selection = Selection(method or (), split or (), seed or ())
         selection.check(grid)
         selected = [cell for cell in (*grid.trials(), *grid.cells()) if cell in selection]

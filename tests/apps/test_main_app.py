@@ -17,6 +17,7 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,11 +43,10 @@ def test_an_app_file_holds_only_its_entry_point(path: Path) -> None:
 def short_demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """``flower_run`` does the run in process with the settings it was given; ``seen["change"]`` is added to them."""
     seen: dict[str, Any] = {"change": {}}
-    load = Study.load
 
     def short(path: Path) -> Study:
         seen["study"] = path
-        return load(path, ["num-server-rounds=2", "local-steps=1", "eval-every=1"])
+        return load_study(path, ["num-server-rounds=2", "local-steps=1", "eval-every=1"])
 
     def flower_run(app: Path, *, run_config: Any, federation_config: Any, on_line: Any) -> None:
         seen.update(app=app, federation=federation_config)
@@ -55,7 +55,7 @@ def short_demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         run(Config.make({**settings, **nodes, **seen["change"]}), Path(run_config["out"]))
         on_line("INFO :      round 2/2: test-accuracy 0.5 train-loss 1.0")
 
-    monkeypatch.setattr(module.Study, "load", short)
+    monkeypatch.setattr(module, "load_study", short)
     monkeypatch.setattr(module, "flower_run", flower_run)
     return seen
 

@@ -10,7 +10,7 @@ import pytest
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.start_checks import check
-from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.strategies import STRATEGIES
 
 FOLDER = Path(__file__).parents[2] / "apps/main/recipes"
@@ -43,7 +43,7 @@ def test_a_recipe_loads_and_says_how_to_run_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_loads(name: str) -> None:
-    assert list(Study.load(FOLDER / f"{name}.yaml").cells())
+    assert list(load_study(FOLDER / f"{name}.yaml").cells())
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.studies import parallel
 from fedbn_flwr.experiment.studies.cell import Cell
 from fedbn_flwr.experiment.studies.parallel import in_parallel
-from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.experiment.studies.sweep import LogFollower, sweep
 from tests.support.ray_nodes import can_hide, two_nodes
 
@@ -354,7 +354,7 @@ def test_a_sweep_on_a_cluster_gives_the_tables_of_one_in_series(
     (tmp_path / "study.yaml").write_text(
         yaml.safe_dump({"name": "small", "base": {**SMALL, **own}, "methods": {"A": {}, "B": {"strategy": "fedbn"}}})
     )
-    study = Study.load(tmp_path / "study.yaml")
+    study = load_study(tmp_path / "study.yaml")
     tables = sweep(study, tmp_path / "series")
     assert sweep(study, scratch / "seen", in_parallel(ray_address=address)) == tables
     if can_hide():

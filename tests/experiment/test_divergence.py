@@ -18,7 +18,7 @@ from fedbn_flwr.experiment import simulation
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.experiment.studies.sweep import sweep
 
 HUGE: Mapping[str, Any] = {"learning-rate": 1e6, "num-server-rounds": 6, "local-steps": 3}
@@ -113,9 +113,9 @@ def test_a_trial_of_which_no_reply_can_be_used_is_one_that_diverged(tmp_path: Pa
     grid = "tune: {grid: {learning-rate: [0.1, 1.0e+30]}, base: {validation-share: 0.2, num-server-rounds: 3}}"
     base = "{num-clients: 2, num-server-rounds: 1, partition: iid, on-divergence: continue}"
     (tmp_path / "study.yaml").write_text(f"name: rates\nbase: {base}\nmethods: {{A: {{}}}}\n{grid}\n")
-    sweep(Study.load(tmp_path / "study.yaml"), tmp_path / "out")
+    sweep(load_study(tmp_path / "study.yaml"), tmp_path / "out")
     assert "| A/all | validation-accuracy | **" in (tmp_path / "out/tuning.md").read_text()
-    assert Study.load(tmp_path / "out/study.yaml").overrides == {"A/all": {"learning-rate": 0.1}}
+    assert load_study(tmp_path / "out/study.yaml").overrides == {"A/all": {"learning-rate": 0.1}}
 
 
 def test_fixbn_with_statistics_far_from_the_batches_names_them(diverge) -> None:
@@ -195,13 +195,13 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(tmp_path: Path, monk
         assert bad.startswith("| bad | all | test-accuracy | - | - |")
         assert bad.endswith("| 0, 1 diverged |")
     assert not list(out.rglob("*unfinished*"))
-    study = Study.load(tmp_path / "study.yaml", ["on-divergence=continue"])
+    study = load_study(tmp_path / "study.yaml", ["on-divergence=continue"])
     assert "| 0, 1 diverged |" in sweep(study, tmp_path / "again")
 
 
 def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
-    study = Study.load(tmp_path / "study.yaml", ["min-replies=3"])  # of 2 clients
+    study = load_study(tmp_path / "study.yaml", ["min-replies=3"])  # of 2 clients
     with pytest.raises(RunFailedError, match=r"^2 of 2 runs failed or diverged: good/all/seed-0") as caught:
         sweep(study, tmp_path / "out")
     assert caught.value.result == (tmp_path / "out" / "table.md").read_text()

@@ -38,7 +38,7 @@ from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.experiment.setup import make_model
 from fedbn_flwr.experiment.start_checks import check
-from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.experiment.studies.sweep import sweep
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.training.evaluation import evaluate
@@ -440,7 +440,7 @@ base: {dataset: mine, partition: iid, num-clients: 3, num-server-rounds: 3, loca
 methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}, centralized: {strategy: centralized}}
 """)
     out = tmp_path / "out"
-    table = sweep(Study.load(path), out)
+    table = sweep(load_study(path), out)
     for method, headline in (("FedAvg", "test-mae"), ("FedBN", "personal-own-mae"), ("centralized", "test-mae")):
         folder = out / method / "all/seed-0"
         summary, lines = json.loads((folder / "summary.json").read_text()), read_metrics(folder / "metrics.jsonl")

@@ -36,13 +36,13 @@ group.write_text(str(os.getpid()))
 
 from fedbn_flwr.experiment import run
 from fedbn_flwr.experiment.studies import tables
-from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.experiment.studies.sweep import sweep
 
 os.fsync = lambda handle: None  # a kill loses nothing that was written; a power cut is not meant here
 tables.draw_curves = lambda *_: b""
 run.default_workers = lambda config: 2
-sweep(Study.load(study), out)
+sweep(load_study(study), out)
 """
 TABLES = ("results.jsonl", "results.csv", "table.md", "table.csv", "comparisons.md", "comparisons.csv", "study.yaml")
 

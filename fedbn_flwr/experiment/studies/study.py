@@ -51,7 +51,6 @@ from fedbn_flwr.experiment.config import Scalar, number, read_overrides
 from fedbn_flwr.experiment.config.yaml_file import read_yaml
 from fedbn_flwr.experiment.studies.cell import Cell, trial_name
 from fedbn_flwr.experiment.studies.numbers import WHOLE, PaperNumber
-from fedbn_flwr.experiment.studies.study_checks import problems_of
 
 __all__ = ["Study", "StudySettings", "Tuning"]
 
@@ -110,28 +109,12 @@ class Study(BaseModel):
         return paper
 
     @classmethod
-    def load(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
-        """Read a study file and check the config of every run in it.
-
-        Args:
-            path: the YAML file.
-            overrides: ``key=value`` settings that override its ``base``, such as a data folder.
-
-        Raises:
-            ConfigError: all problems, each with the name of the run.
-        """
-        study = cls.read(path, overrides)
-        if problems := [f"study {path}: {problem}" for problem in problems_of(study, read_overrides(overrides))]:
-            raise ConfigError("\n".join(problems))
-        return study
-
-    @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
         """Read a study file; the configs of its runs are not made, so that their data may be elsewhere.
 
         Args:
-            path: as for ``load``.
-            overrides: as for ``load``.
+            path: the YAML file.
+            overrides: ``key=value`` settings that override its ``base``, such as a data folder.
 
         Raises:
             ConfigError: the file is no study.
@@ -156,7 +139,7 @@ class Study(BaseModel):
         return {domain: PaperNumber.read(value) for domain, value in by_domain.items()}
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the content of a study file that ``load`` reads as this study."""
+        """Return the content of a study file that ``read`` reads as this study."""
         return self.model_dump(exclude_defaults=True)
 
     def names(self) -> list[str]:

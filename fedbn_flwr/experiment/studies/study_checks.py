@@ -1,26 +1,41 @@
-"""What is wrong in a study file: names, settings and numbers, before any work."""
+"""A study file, read and checked before any work: its names, settings and numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment.config import read_overrides
 from fedbn_flwr.experiment.output.global_tests import headlines
+from fedbn_flwr.experiment.studies.study import Study
 from fedbn_flwr.strategies import FedBS
 from fedbn_flwr.training.tasks import in_percent
 
-if TYPE_CHECKING:
-    from fedbn_flwr.experiment.studies.study import Study
-
-__all__ = ["problems_of"]
+__all__ = ["load_study"]
 
 _LONGEST = 200  # characters of a folder's name; file systems take 255 bytes
 _ENDINGS = (".csv", ".html", ".jsonl", ".md", ".png", ".yaml")
 
 
-def problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
+def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
+    """Read a study file and check the config of every run in it.
+
+    Args:
+        path: as for ``Study.read``.
+        overrides: as for ``Study.read``.
+
+    Raises:
+        ConfigError: all problems, each with the name of the run.
+    """
+    study = Study.read(path, overrides)
+    if problems := [f"study {path}: {problem}" for problem in _problems_of(study, read_overrides(overrides))]:
+        raise ConfigError("\n".join(problems))
+    return study
+
+
+def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""
     yield from _wrong_names(study)
     yield from dict.fromkeys(_unusable_names(study))

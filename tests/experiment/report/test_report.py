@@ -46,7 +46,7 @@ from fedbn_flwr.experiment.report.study import _best, split_section
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.studies.comparisons import comparisons
-from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.experiment.studies.sweep import sweep
 
 pytestmark = pytest.mark.xdist_group("report")  # one process, and so one run and one study to report
@@ -384,7 +384,7 @@ paper: {{FedAvg/all: 91.5 ± 0.4}}
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("study") / "study.yaml"
     path.write_text(STUDY)
-    sweep(Study.load(path), path.parent / "out")
+    sweep(load_study(path), path.parent / "out")
     return path.parent / "out"
 
 

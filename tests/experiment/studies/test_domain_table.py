@@ -13,6 +13,7 @@ from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.studies.domain_table import domain_markdown, domain_rows, is_average
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.experiment.studies.sweep import sweep
 from fedbn_flwr.experiment.studies.tables import table_rows
 
@@ -87,7 +88,7 @@ def test_a_sweep_writes_the_domain_table_beside_the_other(tmp_path: Path) -> Non
     path = tmp_path / "study.yaml"
     average = "{noisy: 50, average: 66.3 ± 0.7}"
     path.write_text(STUDY + f"paper: {{FedAvg/all: {average}, FedBN/all: {average}}}\n")
-    study, out = Study.load(path), tmp_path / "out"
+    study, out = load_study(path), tmp_path / "out"
     table = sweep(study, out)
     assert table == "\n".join((out / f"{name}.md").read_text() for name in ("table", "domains", "comparisons"))
     with (out / "domains.csv").open() as file:
@@ -115,7 +116,7 @@ def test_a_study_names_the_metrics_of_its_tables(tmp_path: Path, caplog: pytest.
     path, out = tmp_path / "study.yaml", tmp_path / "out"
     wanted = ["personal-own-balanced-accuracy", "test-accuracy", "personal-own-accuracy", "test-auprc"]
     path.write_text(STUDY.replace("base: {", "base: {metrics: balanced-accuracy, ") + f"metrics: {wanted}\n")
-    table = sweep(Study.load(path), out)
+    table = sweep(load_study(path), out)
     final = json.loads((out / "FedBN/all/seed-0/summary.json").read_text())["final"]
     with (out / "table.csv").open() as file:
         rows = {(row["method"], row["metric"]): row for row in csv.DictReader(file)}

@@ -12,7 +12,7 @@ import yaml
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.experiment.studies.sweep import sweep
 
 FOLDER = Path(__file__).parents[3] / "studies"
@@ -44,7 +44,7 @@ def checked(path: Path, tmp_path: Path) -> None:
     left_out = ["/".join(name) for name in names if name not in chosen]
     thin = {**content, "seeds": content["seeds"][:1], "skip": content["skip"] + left_out}
     (tmp_path / path.name).write_text(yaml.safe_dump(thin, sort_keys=False))
-    Study.load(tmp_path / path.name)
+    load_study(tmp_path / path.name)
 
 
 def examples(path: Path) -> float:
@@ -130,7 +130,7 @@ def test_two_rounds_of_a_small_study_run(full: Path, tmp_path: Path) -> None:
     content["base"] |= {"num-server-rounds": 2, "local-steps": 2, "eval-every": 2, "data-dir": DATA}
     content.pop("target", None)
     (tmp_path / path.name).write_text(yaml.safe_dump(content, sort_keys=False))
-    study = Study.load(tmp_path / path.name)
+    study = load_study(tmp_path / path.name)
     cells = list(study.cells())
     if not DATA:
         pytest.skip("FEDBN_DATA names no folder with the data")

@@ -18,6 +18,7 @@ from fedbn_flwr.experiment.studies.numbers import PaperNumber, table_line
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.selection import Selection
 from fedbn_flwr.experiment.studies.study import Study
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.experiment.studies.sweep import sweep
 from fedbn_flwr.experiment.studies.tables import table_rows, write_tables
 from fedbn_flwr.experiment.studies.tuning import tuned, tuning_markdown
@@ -25,7 +26,7 @@ from fedbn_flwr.experiment.studies.tuning import tuned, tuning_markdown
 
 def load(folder: Path, text: str, *overrides: str) -> Study:
     (folder / "study.yaml").write_text(text)
-    return Study.load(folder / "study.yaml", overrides)
+    return load_study(folder / "study.yaml", overrides)
 
 
 def row(method: str, seed: int, final: float | None, **more: object) -> dict[str, object]:
@@ -218,7 +219,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplo
     assert Study.read(out / "study.yaml").overrides == {**study.overrides, "FedBN/all": {"learning-rate": 0.1}}
     caplog.clear()
     table = sweep(study, out)
-    rates = {cell.config.learning_rate for cell in Study.load(out / "study.yaml").cells()}
+    rates = {cell.config.learning_rate for cell in load_study(out / "study.yaml").cells()}
     assert rates == {0.1}
     for cell in trials:
         assert (cell.config.validation_share, cell.config.num_server_rounds) == (0.3, 2)

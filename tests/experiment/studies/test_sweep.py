@@ -25,6 +25,7 @@ from fedbn_flwr.experiment.studies.parallel import in_parallel, memory_need
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.selection import Selection
 from fedbn_flwr.experiment.studies.study import Study, Tuning
+from fedbn_flwr.experiment.studies.study_checks import load_study
 from fedbn_flwr.experiment.studies.sweep import LogFollower, sweep
 from fedbn_flwr.experiment.studies.tables import table_rows
 from tests.support.pictures import drawn
@@ -62,7 +63,7 @@ class Noted(LogFollower):
 
 @pytest.fixture
 def study(tmp_path: Path) -> Study:
-    return Study.load(written(tmp_path, TEXT))
+    return load_study(written(tmp_path, TEXT))
 
 
 def written(folder: Path, text: str) -> Path:
@@ -84,7 +85,7 @@ def test_a_study_whose_runs_would_start_with_the_parts_of_others_is_refused(
 ) -> None:
     """Seed 1 would start with what the clients of seed 0 kept, and parallel runs with whatever is there."""
     with pytest.raises(ConfigError, match=rf"{named}.*series=ties.*one after another with `fedbn-flwr run`") as caught:
-        Study.load(written(tmp_path, text))
+        load_study(written(tmp_path, text))
     assert len(str(caught.value).splitlines()) == 1, "once for all runs"
 
 
@@ -94,7 +95,7 @@ def test_a_key_of_base_without_effect_is_left_out_and_the_log_says_so(
     text = TEXT.replace("learning-rate: 0.3}", "learning-rate: 0.3, variance: pooled}").replace(
         "seeds: [0, 1]", "seeds: [0]"
     )
-    study = Study.load(written(tmp_path, text))
+    study = load_study(written(tmp_path, text))
     assert {cell.method: cell.config.variance for cell in study.cells()} == {"FedAvg": "pooled", "FedBN/own": "mean"}
     sweep(study, tmp_path / "out")
     assert [m for m in caplog.messages if "left out" in m] == [
@@ -102,13 +103,13 @@ def test_a_key_of_base_without_effect_is_left_out_and_the_log_says_so(
     ]
     wrong = text.replace("{strategy: fedbn, ", "{strategy: fedbn, variance: pooled, ")
     with pytest.raises(ConfigError, match="variance='pooled' has no effect: fedbn averages"):
-        Study.load(written(tmp_path, wrong))
+        load_study(written(tmp_path, wrong))
 
 
 def test_an_override_that_every_run_overrides_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, TEXT)
     with pytest.raises(ConfigError) as caught:
-        Study.load(path, ["seed=7", "strategy=fedbn", "num-clients=3"])
+        load_study(path, ["seed=7", "strategy=fedbn", "num-clients=3"])
     assert str(caught.value).split("\n") == [
         f"study {path}: --set seed has no effect: every run has its own, in seeds; --seed 7 does the runs of that one",
         f"study {path}: --set strategy has no effect: every run has its own, in methods or splits",
@@ -132,7 +133,7 @@ def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
 
 
 def test_overrides_replace_the_base(tmp_path: Path) -> None:
-    study = Study.load(written(tmp_path, TEXT), ["num-server-rounds=3", "learning-rate=0.9"])
+    study = load_study(written(tmp_path, TEXT), ["num-server-rounds=3", "learning-rate=0.9"])
     assert {cell.config.num_server_rounds for cell in study.cells()} == {3}
     assert next(study.cells()).config.learning_rate == 0.2, "under the split"
 
@@ -163,7 +164,7 @@ def test_overrides_replace_the_base(tmp_path: Path) -> None:
 )
 def test_a_wrong_study_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Study.load(written(tmp_path, TEXT.replace(*change)))
+        load_study(written(tmp_path, TEXT.replace(*change)))
 
 
 def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path
     assert again.begun == []
     assert {path: path.read_bytes() for path in made} == made
     check_tables(study, out)
-    again = Study.load(out / "study.yaml")
+    again = load_study(out / "study.yaml")
     assert [cell.config for cell in again.cells()] == [cell.config for cell in cells]
 
 
@@ -231,12 +232,12 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path:
             return on_round
 
     text = "{name: s, base: {num-clients: 2, local-steps: 1, batch-size: 4, checkpoint-every: 1, num-server-rounds: 3}"
-    study = Study.load(written(tmp_path, text + ", methods: {FedBN: {strategy: fedbn}}}"))
+    study = load_study(written(tmp_path, text + ", methods: {FedBN: {strategy: fedbn}}}"))
     for changed in (False, True):
         out = tmp_path / f"out-{changed}"
         with pytest.raises(Cut):
             sweep(study, out, follower=Cutting())
-        then = Study.load(tmp_path / "study.yaml", ["learning-rate=0.3"] * changed)
+        then = load_study(tmp_path / "study.yaml", ["learning-rate=0.3"] * changed)
         sweep(then, out)
         (folder,) = (cell.folder(out) for cell in then.cells())
         summary = json.loads((folder / "summary.json").read_text())
@@ -252,7 +253,7 @@ def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(study: S
     changed = TEXT.replace("learning-rate: 0.2", "learning-rate: 0.25")
     changed = changed.replace("two classes: {", "two classes: {eval-every: 1, ")  # the default, written out
     former = (out / "FedAvg/iid/seed-0/summary.json").read_bytes()
-    sweep(Study.load(written(tmp_path, changed)), out, follower=(noted := Noted()))
+    sweep(load_study(written(tmp_path, changed)), out, follower=(noted := Noted()))
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
     assert (out / "FedAvg/iid/seed-0.earlier-1/summary.json").read_bytes() == former
     assert (
@@ -262,12 +263,12 @@ def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(study: S
     # Places and timeouts make no other run, and the reference's own tests are no change.
     assert sweep(study, out, follower=(noted := Noted())) == table
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
-    again = Study.load(written(tmp_path, TEXT), ["round-timeout=9", "tensorboard=false", "checkpoint-every=3"])
+    again = load_study(written(tmp_path, TEXT), ["round-timeout=9", "tensorboard=false", "checkpoint-every=3"])
     noted = Noted()
     assert sweep(again, out, follower=noted) == table
     reference = "{name: r, base: {num-server-rounds: 1, eval-on: personal-own}, methods: {C: {strategy: centralized}}}"
     for _ in range(2):
-        sweep(Study.load(written(tmp_path, reference)), tmp_path / "reference", follower=noted)
+        sweep(load_study(written(tmp_path, reference)), tmp_path / "reference", follower=noted)
     assert noted.begun == ["C/all/seed-0"]
 
 
@@ -344,7 +345,7 @@ def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(study,
 
 
 def test_data_that_cannot_be_split_is_an_error_before_any_run(study: Study, tmp_path: Path) -> None:
-    many = Study.load(written(tmp_path, TEXT), ["num-clients=900"])
+    many = load_study(written(tmp_path, TEXT), ["num-clients=900"])
     with pytest.raises(ConfigError, match=r"FedBN/own/two classes/seed-0: .*leaves clients without examples"):
         sweep(many, tmp_path / "out", follower=(noted := Noted()))
     assert noted.begun == []
@@ -358,7 +359,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
     small = {"name": "own", "base": {**base, "batch-size": 4}, "methods": {"FedAvg": {"strategy": "fedavg"}}}
 
     def loaded(seeds: list[int]) -> Study:
-        return Study.load(written(tmp_path, json.dumps({**small, "seeds": seeds})))
+        return load_study(written(tmp_path, json.dumps({**small, "seeds": seeds})))
 
     sweep(loaded([0]), tmp_path / "out")
     table.write_text("\n".join(["a,b,y", *rows[:-1]]) + "\n")
@@ -370,7 +371,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
 @pytest.mark.simulation
 def test_runs_in_parallel_have_the_bits_of_runs_in_series(study: Study, tmp_path: Path, monkeypatch, caplog) -> None:
     changed = TEXT.replace("seeds: [0, 1]", "seeds: [0]").replace("FedAvg: {", "FedAvg: {fraction-train: 0.1, ")
-    study = Study.load(written(tmp_path, changed))
+    study = load_study(written(tmp_path, changed))
     tables = [sweep(study, tmp_path / "series")]
     monkeypatch.chdir(tmp_path)
     tables.append(sweep(study, Path("parallel"), in_parallel(2, 8.0), noted := Noted()))
@@ -407,7 +408,7 @@ def test_a_process_that_is_killed_is_recorded_and_the_other_runs_go_on(tmp_path:
     (tmp_path / "fatal").write_text(str(os.getpid()))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    study, out = Study.load(tmp_path / "study.yaml"), tmp_path / "out"
+    study, out = load_study(tmp_path / "study.yaml"), tmp_path / "out"
     with pytest.raises(RunFailedError, match="1 of 2 runs failed or diverged: dies/all/seed-0"):
         sweep(study, out, in_parallel(2, 8.0), noted := Noted())
     assert noted.ended["dies/all/seed-0"].startswith("its process ended: ")
@@ -426,17 +427,17 @@ def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None
     study = tmp_path / "study.yaml"
     study.write_text('name: dots\nmethods: {"..": {}, "__": {}}\n')
     with pytest.raises(ConfigError, match=r"'\.\.' on split 'all' and method '__' on split 'all' would share the"):
-        Study.load(study)
+        load_study(study)
 
 
 def test_names_that_share_a_folder_are_refused(tmp_path: Path) -> None:
     study = tmp_path / "study.yaml"
     study.write_text('name: twins\nmethods: {"M=1 a": {}, "M=1_a": {}}\n')
     with pytest.raises(ConfigError, match="'M=1 a' on split 'all' and method 'M=1_a' on split 'all' would share the"):
-        Study.load(study)
+        load_study(study)
     study.write_text("name: twins\nmethods: {A: {}, A/b: {}}\nsplits: {b/c: {}, c: {partition: iid}}\n")
     with pytest.raises(ConfigError, match="'A/b' on split 'c' would share the folder A/b/c/seed-0"):
-        Study.load(study)
+        load_study(study)
 
 
 def test_a_seed_among_the_settings_is_refused_and_not_left_out(tmp_path: Path) -> None:
@@ -446,7 +447,7 @@ def test_a_seed_among_the_settings_is_refused_and_not_left_out(tmp_path: Path) -
         "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}\n"
     )
     with pytest.raises(ConfigError) as raised:
-        Study.load(study)
+        load_study(study)
     said = str(raised.value)
     assert all(f"{what}: seed has no effect here; list the seeds under" in said for what in ("base", "methods.B"))
     assert "tune.grid: seed has no effect here; list the seeds under tune.seeds" in said
@@ -457,7 +458,7 @@ def test_equal_points_of_a_grid_are_found_however_they_are_written(tmp_path: Pat
     grid = "tune: {grid: {learning-rate: [1e-2, 0.01, 0.1]}, base: {validation-share: 0.2}}\n"
     study.write_text(f"name: grid\nmethods: {{A: {{}}}}\n{grid}")
     with pytest.raises(ConfigError, match=r"grid: learning-rate: 0\.01 is listed twice"):
-        Study.load(study)
+        load_study(study)
 
 
 def test_the_tables_of_a_repeated_run_have_its_new_results(study: Study, tmp_path: Path, monkeypatch) -> None:
