@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.memory_format import MemoryFormat, set_memory_format
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, unwrap
 
-__all__ = ["BuildModel", "LentModel", "lender"]
+__all__ = ["BuildModel", "LentModel", "lender", "two_inputs"]
 
 BuildModel = Callable[[], nn.Module]
 
@@ -89,6 +91,13 @@ def lender(
         own = functools.cache(lambda: _lendable(model, memory_format, example))
         return lambda: nullcontext(own())
     return lambda: _built(model, memory_format, example)
+
+
+def two_inputs(sets: Iterable[Batches]) -> Tensor:
+    """Return the inputs of two examples of the first set that has any, for ``lender(example=...)``."""
+    data = next(data for data in sets if len(data))
+    # With a generator: without one a data set with random transforms is warned of.
+    return data.batch(torch.tensor([0, min(1, len(data) - 1)]), torch.Generator())[0]
 
 
 def _lendable(model: nn.Module, memory_format: MemoryFormat, example: Callable[[], Tensor] | None) -> LentModel:

@@ -19,8 +19,8 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
-from fedbn_flwr.client.inputs import input_moments, scaled, two_inputs
-from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender
+from fedbn_flwr.client.input_scale import input_moments, scaled
+from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender, two_inputs
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.received import Received, entries_that_stay, load_received
 from fedbn_flwr.client.record_privacy import RecordPrivacy, unchanged_buffers

@@ -1,0 +1,39 @@
+"""One mean and std for the inputs of all clients: the server finds them from the sums of each client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.training.batches import Batches
+
+__all__ = ["input_moments", "scaled"]
+
+
+def input_moments(data: Batches) -> FeatureMoments:
+    """Return the sums of the training inputs.
+
+    Raises:
+        DataError: the inputs are not in memory.
+    """
+    if not isinstance(data, Subset):
+        raise DataError(f"the training data are a {type(data).__name__}; fedbn_flwr.data.Subset needed")
+    return moments_of_inputs(data.samples, data.indices)
+
+
+def scaled(sets: Mapping[str, Batches], mean: Sequence[float], std: Sequence[float]) -> dict[str, Batches]:
+    """Return the data sets by name with the mean and std of inputs that the server sends.
+
+    Raises:
+        DataError: data are not in memory, so that they cannot be scaled.
+    """
+    found: dict[str, Batches] = {}
+    for name, data in sets.items():
+        if not isinstance(data, Subset):
+            raise DataError(
+                f"the server sends one mean and std for the inputs of all clients, and the {name} data are a "
+                f"{type(data).__name__}; fedbn_flwr.data.Subset needed"
+            )
+        found[name] = data.scaled(mean, std)
+    return found
