@@ -106,7 +106,7 @@ def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
 
 def test_every_kind_is_listed_above() -> None:
     assert {kind.value for kind in Kind} == {"strategies", "norms", "models", "datasets", "partitions"}
-    assert {engine.value for engine in EngineChoice} == set(run_module.ENGINES)
+    assert {engine.value for engine in EngineChoice} == set(get_args(run_module.Engine))
     assert {part.value for part in PartChoice} == set(get_args(DataPart))
 
 

@@ -173,7 +173,8 @@ def split_classes(request: PartitionRequest) -> list[Indices]:
     return [np.concatenate(part) for part in parts]
 
 
-def listed(sizes: dict[int, int], shown: int = 5) -> str:
-    """Return 'partition 3: 0 examples, ...' for the first partitions."""
-    text = ", ".join(f"partition {client}: {size} examples" for client, size in list(sizes.items())[:shown])
-    return text if len(sizes) <= shown else f"{text} and {len(sizes) - shown} more"
+def listed(sizes: dict[int, int]) -> str:
+    """Return 'partition 3: 0 examples, ...' for the first five partitions."""
+    first, more = list(sizes.items())[:5], len(sizes) - 5
+    text = ", ".join(f"partition {client}: {size} examples" for client, size in first)
+    return f"{text} and {more} more" if more > 0 else text

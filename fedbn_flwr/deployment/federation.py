@@ -153,20 +153,20 @@ class Federation:
         """Kill a service and all processes that it started, like a power failure."""
         self._processes[name].kill()
 
-    def restart(self, name: str, seconds: float = _START_SECONDS) -> None:
+    def restart(self, name: str) -> None:
         """Start a service again, repeatedly until it is healthy (Flower refuses the node's key for some time).
 
         Raises:
             EngineError: the service is not healthy in time.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             self.launch(name)
             try:
                 return self._await(name, "service_healthy")
             except EngineError:
                 time.sleep(1)
-        raise EngineError(f"{name} did not come back within {seconds:g} s:\n{self._processes[name].said()}")
+        raise EngineError(f"{name} did not come back within {_START_SECONDS:g} s:\n{self._processes[name].said()}")
 
     def log(self, name: str) -> str:
         """Return a service's log."""

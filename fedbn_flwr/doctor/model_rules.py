@@ -159,5 +159,5 @@ def extreme_variance(m: Measured) -> Finding | None:
     )
 
 
-def _first(found: Mapping[str, V], count: int = 3) -> list[tuple[str, V]]:
-    return [(shown_path(path), value) for path, value in list(found.items())[:count]]
+def _first(found: Mapping[str, V]) -> list[tuple[str, V]]:
+    return [(shown_path(path), value) for path, value in list(found.items())[:3]]

@@ -22,10 +22,9 @@ from fedbn_flwr.experiment.start_checks import check, refuse_too_few_clients
 from fedbn_flwr.machine import num_cores
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["ENGINES", "Engine", "default_workers", "preflight", "run", "work_of"]
+__all__ = ["Engine", "default_workers", "preflight", "run", "work_of"]
 
 Engine = Literal["in-process", "simulation"]
-ENGINES: tuple[Engine, ...] = ("in-process", "simulation")
 
 _WORTH_PROCESSES = 1e8  # of ``work_of``, a tenth of a second of the smallest models
 

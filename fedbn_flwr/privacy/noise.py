@@ -1,7 +1,7 @@
 """Gaussian noise from the operating system's entropy. NumPy only.
 
 A run's seed is in its config: whoever knows it could compute a noise that comes from it, and subtract it. So the
-noise comes from ChaCha20 with a fresh key for each draw, and no run repeats it. ``SeededNoise`` is for tests.
+noise comes from ChaCha20 with a fresh key for each draw, and no run repeats it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.seeds import numpy_generator
 
-__all__ = ["Noise", "SeededNoise", "SystemNoise", "keystream"]
+__all__ = ["Noise", "SystemNoise", "keystream"]
 
 _BLOCK = 2**20  # values
 
@@ -63,20 +62,3 @@ class SystemNoise:
         """Return values in [0, 1), multiples of 2^-53, in float64."""
         words = np.frombuffer(keystream(os.urandom(32), 8 * size), np.uint64) >> np.uint64(11)
         return words * 2.0**-53
-
-
-class SeededNoise:
-    """Noise that repeats, for tests: it protects nothing."""
-
-    secret = False
-
-    def __init__(self, seed: int) -> None:
-        self._generator = numpy_generator(seed, "noise")
-
-    def normal(self, shape: Sequence[int]) -> Array:
-        """Return standard normal values in float64."""
-        return self._generator.standard_normal(tuple(shape))
-
-    def uniform(self, size: int) -> Array:
-        """Return values in [0, 1) in float64."""
-        return self._generator.random(size)

@@ -30,12 +30,13 @@ from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release
 from fedbn_flwr.privacy.coordinates import Coordinates, norm
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
-from fedbn_flwr.privacy.noise import SeededNoise, SystemNoise
+from fedbn_flwr.privacy.noise import SystemNoise
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FixBN, combined
+from tests.support.noise import SeededNoise
 
 SIZES = (9, 4, 12)
 IMAGES = (3, 32, 32)

@@ -29,7 +29,6 @@ from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings, uncovered
 from fedbn_flwr.privacy.masks import Party, PublicKeys
-from fedbn_flwr.privacy.noise import SeededNoise
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
@@ -49,6 +48,7 @@ from fedbn_flwr.strategies import (
     combined,
 )
 from fedbn_flwr.transport import wrapped
+from tests.support.noise import SeededNoise
 from tests.support.synchronised import TRANSPORTS, Branches, client_data, synchronised, trained
 
 SIZES = (12, 5, 8, 21)

@@ -37,7 +37,6 @@ from fedbn_flwr.privacy import record_level
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, Steps, epsilon_of_steps
 from fedbn_flwr.privacy.differential import CLIP, ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
-from fedbn_flwr.privacy.noise import SeededNoise
 from fedbn_flwr.privacy.record_level import DPSGD, NOISE, RecordLevel, clipped_sum, mixes_examples
 from fedbn_flwr.privacy.record_server import RecordLevelDP
 from fedbn_flwr.server.nodes import Node
@@ -50,6 +49,7 @@ from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs
 from fedbn_flwr.training.step_rule import StepRule
+from tests.support.noise import SeededNoise
 from tests.support.points import Points
 
 IMAGES = (3, 32, 32)

@@ -20,8 +20,7 @@ from fedbn_flwr.experiment.report.study_files import StudyFiles
 __all__ = ["REPORT_FILE", "follow_report", "write_report"]
 
 REPORT_FILE = "report.html"
-INTERVAL = 5
-"""Seconds between two looks at a running folder, and after which an open page is loaded again."""
+_INTERVAL = 5  # seconds between two looks at a running folder, and after which an open page is loaded again
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -37,9 +36,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     return _write(folder, _target(folder, out), live=0)[0]
 
 
-def follow_report(
-    folder: Path, out: Path | None = None, *, interval: float = INTERVAL, wait: Callable[[float], None] = time.sleep
-) -> Path:
+def follow_report(folder: Path, out: Path | None = None, *, wait: Callable[[float], None] = time.sleep) -> Path:
     """Write the report whenever the folder has changed, until its run or study is finished; return the file.
 
     While it is followed, the page in an open browser loads itself again. Ctrl-C ends with a page that does not.
@@ -47,7 +44,6 @@ def follow_report(
     Args:
         folder: as for ``write_report``.
         out: as for ``write_report``.
-        interval: seconds between two looks.
         wait: sleeps so many seconds.
 
     Raises:
@@ -58,11 +54,11 @@ def follow_report(
         while True:
             now = _state(folder)
             if now != seen:
-                _, finished = _write(folder, target, live=max(1, round(interval)))
+                _, finished = _write(folder, target, live=_INTERVAL)
                 if finished:
                     break
                 seen = now
-            wait(interval)
+            wait(_INTERVAL)
     finally:
         _write(folder, target, live=0)
     return target

@@ -205,12 +205,12 @@ def reproduce_section(run: RunFiles) -> Section:
     return Section("reproduce", "Reproduce", blocks)
 
 
-def command(run: RunFiles, out: str = "runs/again") -> str:
+def command(run: RunFiles) -> str:
     """Return the command that repeats a run; it needs ``config.yaml`` where the settings hang on files elsewhere."""
     if not run.repeatable:
-        return f"fedbn-flwr run config.yaml --out {out}"
+        return "fedbn-flwr run config.yaml --out runs/again"
     words = [f"--set {shlex.quote(f'{key}={_as_yaml(key, value)}')}" for key, value in run.chosen.items()]
-    return _wrapped(["fedbn-flwr run", *words, f"--out {out}"])
+    return _wrapped(["fedbn-flwr run", *words, "--out runs/again"])
 
 
 def _as_yaml(key: str, value: Any) -> str:

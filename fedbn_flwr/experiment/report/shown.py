@@ -55,14 +55,14 @@ def form_of(key: str) -> str:
     return ".2f" if in_percent(key) else ".4f"
 
 
-def metric(key: str, value: Any, *, signed: bool = False) -> str:
+def metric(key: str, value: Any) -> str:
     """Return a value of metrics.jsonl as text, without unit; "-" without a value."""
     if key.endswith(CLIENTS) and value is not None:
         return f"{value:d}"
     number = scaled(key, value)
     if number is not None and abs(number) >= _LARGE:
         return f"{number:.4g}"
-    return "-" if number is None else f"{number:{'+' if signed else ''}{form_of(key)}}"
+    return "-" if number is None else f"{number:{form_of(key)}}"
 
 
 def with_unit(key: str, value: Any) -> str:

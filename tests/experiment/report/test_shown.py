@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedbn_flwr.experiment.report.shown import form_of, metric, with_unit
+from fedbn_flwr.experiment.report.shown import form_of, with_unit
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,4 @@ def test_two_places_in_percent_and_four_without(key: str, value: float | None, t
 
 
 def test_the_sign_of_a_difference() -> None:
-    assert metric("test-accuracy", 0.01, signed=True) == "+1.00"
-    assert metric("train-loss", 0.01, signed=True) == "+0.0100"
     assert f"{-0.5:+{form_of('train-loss')}}" == "-0.5000"
