@@ -114,50 +114,57 @@ class StudyResults:
         return self._read[folder][1]
 
     def _rows_of(self, cell: Cell, summary: dict[str, Any] | None, metrics: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield a row for each of these metrics that the run has, and for the main one if it is needed."""
         about: dict[str, Any] = dict.fromkeys(FIELDS)
         about |= {"method": cell.method, "split": cell.split, "seed": cell.seed}
         if summary is None:
             if failure_of(cell.folder(self.out)):
                 yield {**about, "status": "failed"}
             return
-        ledger = summary["ledger"]
-        about |= {
-            "status": "diverged" if DIVERGED_AT in summary else "finished",
-            "diverged-at": summary.get(DIVERGED_AT),
-            "rounds": summary["rounds"],
-            "exchanges": ledger.get("exchanges", 0),
-            "bytes": ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0),
-            "rejected": summary.get("rejected", 0),
-            "sha256": summary["sha256"],
-        }
+        about |= _outcome(summary)
         shown = [name for name in metrics if name in summary["final"]] or [summary["headline"]]
         wanted = self.study.target_of(cell.split) is not None or f"{cell.method}/{cell.split}" in self.study.paper
         if wanted and summary["headline"] not in shown:
             shown = [summary["headline"], *shown]  # which target and paper are about
         compared = summary["headline"] if summary["headline"] in shown else shown[0]
         for metric in shown:
-            lines = [line for line in self.history(cell) if line.get(metric) is not None]
-            up = higher_is_better(metric)
-            best = (max if up else min)(lines, key=lambda line: line[metric], default={})
-            main = metric == summary["headline"]
-            target = self.study.target_of(cell.split) if main else None
-            papers = self.study.paper_numbers(f"{cell.method}/{cell.split}") if main else {}
-            if is_average(summary["final"], metric):
-                papers = {WHOLE: papers.get(AVERAGE, PaperNumber()), **papers}
-            paper = papers.get(WHOLE, PaperNumber())
-            scale = 100 if in_percent(metric) else 1
-            yield {
-                **about,
-                "metric": metric,
-                "main": metric == compared,
-                "final": _scaled(summary["final"].get(metric), scale),
-                "best": _scaled(best.get(metric), scale),
-                "best-round": best.get("round"),
-                "target": target,
-                "paper": paper.mean,
-                "paper-std": paper.std,
-                **_until(self.history(cell), metric, None if target is None else target / scale, up),
-            }
+            yield {**about, "metric": metric, "main": metric == compared, **self._numbers(cell, summary, metric)}
+
+    def _numbers(self, cell: Cell, summary: Mapping[str, Any], metric: str) -> dict[str, Any]:
+        """Return the results of a run in a metric; target and paper are about the main one."""
+        lines, up = self.history(cell), higher_is_better(metric)
+        tested = [line for line in lines if line.get(metric) is not None]
+        best = (max if up else min)(tested, key=lambda line: line[metric], default={})
+        main = metric == summary["headline"]
+        target = self.study.target_of(cell.split) if main else None
+        papers = self.study.paper_numbers(f"{cell.method}/{cell.split}") if main else {}
+        if is_average(summary["final"], metric):
+            papers = {WHOLE: papers.get(AVERAGE, PaperNumber()), **papers}
+        paper = papers.get(WHOLE, PaperNumber())
+        scale = 100 if in_percent(metric) else 1
+        return {
+            "final": _scaled(summary["final"].get(metric), scale),
+            "best": _scaled(best.get(metric), scale),
+            "best-round": best.get("round"),
+            "target": target,
+            "paper": paper.mean,
+            "paper-std": paper.std,
+            **_until(lines, metric, None if target is None else target / scale, up),
+        }
+
+
+def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a run ended and what it cost."""
+    ledger = summary["ledger"]
+    return {
+        "status": "diverged" if DIVERGED_AT in summary else "finished",
+        "diverged-at": summary.get(DIVERGED_AT),
+        "rounds": summary["rounds"],
+        "exchanges": ledger.get("exchanges", 0),
+        "bytes": ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0),
+        "rejected": summary.get("rejected", 0),
+        "sha256": summary["sha256"],
+    }
 
 
 def _complete(summary: dict[str, Any], lines: list[dict[str, Any]], folder: Path) -> _Files:
