@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import nn
@@ -19,7 +18,6 @@ from fedbn_flwr.errors import (
     ConfigError,
     DataError,
     DivergedError,
-    EngineError,
     NothingTrainedError,
 )
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
@@ -28,7 +26,8 @@ from fedbn_flwr.experiment.data.partitioned_data import PartitionedData, partiti
 from fedbn_flwr.experiment.data.report import refuse_no_tests
 from fedbn_flwr.experiment.early_stopping import EarlyStopping
 from fedbn_flwr.experiment.files import read_metrics
-from fedbn_flwr.experiment.output.checkpoint import Checkpoints, starting_point
+from fedbn_flwr.experiment.node_count import REPLY_WAIT, count_nodes
+from fedbn_flwr.experiment.output.checkpoint import Checkpoints, StartingPoint, starting_point
 from fedbn_flwr.experiment.output.checkpoint_manager import CheckpointManager
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder
 from fedbn_flwr.experiment.output.global_tests import GLOBAL_TESTS
@@ -37,7 +36,7 @@ from fedbn_flwr.experiment.output.run_notes import log_feature_norm, log_initial
 from fedbn_flwr.experiment.output.statistics_log import StatisticsLog
 from fedbn_flwr.experiment.setup import initialise, make_strategy, model_and_warnings, on_device
 from fedbn_flwr.experiment.start_checks import check, moved_buffers, refuse_too_few_clients
-from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION, NodeProperties
+from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_sums import MaskedSums
@@ -47,15 +46,11 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.transport import BarrierGrid
-from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network, polling
+from fedbn_flwr.transport.polling_grid import over_network, polling
 
 __all__ = ["serve"]
 
 logger = logging.getLogger("flwr")
-
-NODE_GRACE = 15.0  # seconds to wait for all nodes of a federation
-RETURN_GRACE = 60.0  # NODE_GRACE of a resumed run: Flower refuses the key of a killed node for about 44 s
-REPLY_WAIT = 3600.0  # seconds to wait for replies over a network, by default
 
 
 def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
@@ -86,7 +81,7 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
         logger.warning("%s", line)
     grid = polling(grid)
     begun_with = int(RunFolder.settings(out).get("num-clients", 0)) if config.resume else 0
-    num_nodes = _count_nodes(grid, config, begun_with)
+    num_nodes = count_nodes(grid, config, begun_with)
     if config.num_clients or not over_network(grid):  # else further nodes may join
         refuse_too_few_clients(config, max(num_nodes, begun_with))
     config = config.model_copy(update={"num_clients": num_nodes})
@@ -96,20 +91,10 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
 
 def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
     data = _server_data(config)
-    model, warnings = model_and_warnings(config)
-    for line in warnings:
-        logger.warning("%s", line)
-    log_feature_norm(model)
-    start = starting_point(out, config, model)
-    saved = start.saved
-    if saved is None:
-        log_initial(initialise(model, config))
-    initial = to_record(saved.state if saved else model.state_dict())
-    on_device(model, config)
+    model, start, initial = _initial_model(config, out)
     strategy = _strategy(config, out, model)
-    manager = CheckpointManager(start.checkpoints, config, strategy, saved)
-    # In process no reply can be lost: a client that takes long, or a pause of the whole process, is no reason to go on.
-    timeout = config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
+    manager = CheckpointManager(start.checkpoints, config, strategy, start.saved)
+    timeout = _timeout(grid, config)
     folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
     if config.data_on_nodes() and config.standardise_as() == "federated":
@@ -146,6 +131,26 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     if diverged:
         raise diverged
     return summary
+
+
+def _initial_model(config: Config, out: Path) -> tuple[nn.Module, StartingPoint, ArrayRecord]:
+    """Return the model on its device, where the run begins or continues, and the global model there."""
+    model, warnings = model_and_warnings(config)
+    for line in warnings:
+        logger.warning("%s", line)
+    log_feature_norm(model)
+    start = starting_point(out, config, model)
+    if start.saved is None:
+        log_initial(initialise(model, config))
+    initial = to_record(start.saved.state if start.saved else model.state_dict())
+    on_device(model, config)
+    return model, start, initial
+
+
+def _timeout(grid: Grid, config: Config) -> float:
+    """Return the seconds to wait for replies."""
+    # In process no reply can be lost: a client that takes long, or a pause of the whole process, is no reason to go on.
+    return config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
 
 
 def _strategy(config: Config, out: Path, model: nn.Module) -> FedAvg[Any]:
@@ -235,59 +240,3 @@ def _server_data(config: Config) -> PartitionedData | None:
     if needed:
         refuse_no_tests(data, config)
     return data
-
-
-def _count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
-    """Wait for the number of nodes in the config, and return the number of clients of the run.
-
-    Over a network nodes come one after another: ``num_clients`` = 0 is then the number of parts into which they say
-    that they split the data. There a resumed run may also continue with fewer nodes, and one of ``num_clients`` = 0
-    with more; in other engines this would change the split.
-    """
-    wanted, network = config.num_clients or begun_with, over_network(grid)
-    may_differ = begun_with > 0 and network
-    grace = RETURN_GRACE if may_differ else NODE_GRACE
-    found = _wait_for_nodes(grid, wanted or 1, grace)
-    if not found:
-        raise EngineError(f"no nodes connected within {grace:g} s; start the SuperNodes first")
-    if not wanted:
-        return _all_nodes(grid, config) if network else found
-    if may_differ and found < wanted == begun_with:
-        logger.warning("the run began with %d nodes and continues with %d: the others may come back", wanted, found)
-    elif may_differ and found > wanted and not config.num_clients:
-        logger.warning("the run began with %d nodes and continues with %d", wanted, found)
-    elif found != wanted:
-        raise ConfigError(
-            f"num-clients={wanted}, but the federation has {found} node(s). "
-            + (
-                f"Start {wanted} SuperNodes"
-                if network
-                else f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr run`"
-            )
-            + (f"; the run began with {begun_with}." if begun_with else "; or set num-clients=0 to take all nodes.")
-        )
-    return wanted
-
-
-def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
-    """Return how many nodes are connected once there are enough, at the latest after ``grace`` seconds."""
-    deadline = time.monotonic() + grace
-    while (found := len(list(grid.get_node_ids()))) < at_least and time.monotonic() <= deadline:
-        time.sleep(0.2)
-    return found
-
-
-def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
-    """Return the number of nodes with the data: at least that of the parts of which the first to answer has one."""
-    messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in grid.get_node_ids()]
-    replies = grid.send_and_receive_until(
-        messages,
-        lambda replies: any(reply.has_content() for reply in replies),
-        timeout=config.round_timeout or REPLY_WAIT,
-    )
-    said = [NodeProperties.read(reply).num_partitions or 0 for reply in replies if reply.has_content()]
-    parts = max(said, default=0)
-    found = _wait_for_nodes(grid, parts, NODE_GRACE)
-    if found < parts:
-        logger.warning("num-partitions=%d, and the run begins with %d node(s): the others may join", parts, found)
-    return max(found, parts)

@@ -12,10 +12,11 @@ from fedbn_flwr.app import client_app, main
 from fedbn_flwr.cli import app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.experiment import serve as serve_module
+from fedbn_flwr.experiment import node_count
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.serve import serve
+from fedbn_flwr.transport import polling_grid
 
 BAD = {
     "unknown key": (["learning-rat=0.1"], "unknown key 'learning-rat'. Did you mean 'learning-rate'?"),
@@ -159,8 +160,8 @@ def test_an_output_folder_in_use_is_refused(tmp_path: Path) -> None:
 def test_a_federation_of_another_size_is_refused(
     found: int, network: bool, quick_config, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(serve_module, "NODE_GRACE", 0.3)
-    monkeypatch.setattr(serve_module, "over_network", lambda grid: network)
+    monkeypatch.setattr(node_count, "NODE_GRACE", 0.3)
+    monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: network)
     config = quick_config()
     with (
         InProcessGrid(client_app, found, run_config=config.to_mapping()) as grid,
@@ -177,7 +178,7 @@ def test_a_federation_of_another_size_is_refused(
 
 
 def test_a_federation_without_nodes_is_refused(quick_config, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(serve_module, "NODE_GRACE", 0.1)
+    monkeypatch.setattr(node_count, "NODE_GRACE", 0.1)
     with InProcessGrid(client_app, 1) as grid:
         monkeypatch.setattr(grid, "get_node_ids", list)
         with pytest.raises(EngineError, match=r"no nodes connected within 0\.1 s; start the SuperNodes first"):
@@ -208,14 +209,14 @@ def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
     held_out: str, quick_config, tmp_path: Path, monkeypatch, caplog
 ) -> None:
     """The server splits as the nodes do, also while they connect one after another."""
-    monkeypatch.setattr(serve_module, "over_network", lambda grid: True)
+    monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
     config = quick_config(**{"num-clients": 0, "held-out-clients": held_out, "eval-every": 2})
     with Late(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
         serve(grid, config, tmp_path / "out")
     assert Config.load(tmp_path / "out/config.yaml").num_clients == 3
     assert [line["participants"] for line in read_metrics(tmp_path / "out/metrics.jsonl")] == [[0, 1, 2]] * 2
     assert "others may join" not in caplog.text
-    monkeypatch.setattr(serve_module, "NODE_GRACE", 0.0)
+    monkeypatch.setattr(node_count, "NODE_GRACE", 0.0)
     monkeypatch.setattr(Late, "connect_at", 99)
     with Late(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
         serve(grid, config, tmp_path / "alone")

@@ -17,7 +17,7 @@ from fedbn_flwr.app import client_app
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment import serve as serve_module
+from fedbn_flwr.experiment import node_count
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.output.folder import lock_folder
@@ -25,6 +25,7 @@ from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.serve import serve
 from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.transport import polling_grid
 
 ROUNDS = 6
 BASE: Mapping[str, Any] = {
@@ -241,8 +242,8 @@ def test_an_incomplete_first_line_is_gone_after_a_resume(tmp_path: Path) -> None
 
 def test_a_run_continues_while_a_node_is_gone(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
     """Over a network, where a node's data is its own; elsewhere two nodes would share all the data."""
-    monkeypatch.setattr(serve_module, "RETURN_GRACE", 0.3)
-    monkeypatch.setattr(serve_module, "NODE_GRACE", 0.3)
+    monkeypatch.setattr(node_count, "RETURN_GRACE", 0.3)
+    monkeypatch.setattr(node_count, "NODE_GRACE", 0.3)
     out = tmp_path / "out"
 
     def go(num_nodes: int, rounds: int) -> None:
@@ -259,7 +260,7 @@ def test_a_run_continues_while_a_node_is_gone(tmp_path: Path, quick_config, monk
     go(3, 2)
     with pytest.raises(ConfigError, match=r"num-clients=3, but the federation has 2 node.*the run began with 3"):
         go(2, 4)
-    monkeypatch.setattr(serve_module, "over_network", lambda grid: True)
+    monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
     go(2, 4)
     assert "the run began with 3 nodes and continues with 2: the others may come back" in caplog.text
     lines = read_metrics(out / "metrics.jsonl")
@@ -270,7 +271,7 @@ def test_a_run_continues_while_a_node_is_gone(tmp_path: Path, quick_config, monk
 
 def test_a_run_continues_with_nodes_that_came_later(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
     """Over a network, where it takes nodes that join; unless it has a number of clients."""
-    monkeypatch.setattr(serve_module, "over_network", lambda grid: True)
+    monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
     values = np.random.default_rng(0).integers(0, 256, (20, 8, 8), dtype=np.uint8)
     np.savez(tmp_path / "own.npz", x_train=values, y_train=np.arange(20) % 10, x_test=values, y_test=np.arange(20) % 10)
 
