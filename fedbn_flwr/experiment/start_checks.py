@@ -20,7 +20,7 @@ from fedbn_flwr.experiment.setup import build_options, initialise, make_model, p
 from fedbn_flwr.experiment.trackers import tracker_problems
 from fedbn_flwr.models import build_model
 from fedbn_flwr.models.initial import FILES
-from fedbn_flwr.privacy.record_level import WAY_OUT, mixes_examples
+from fedbn_flwr.privacy.mixed_examples import WAY_OUT, mixes_examples
 from fedbn_flwr.server.method import Misfit
 from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.strategies.fixbn import FreezeBN

@@ -34,10 +34,10 @@ public. The noise has the precision of floating point numbers: attacks on its la
 
 ## Differs from the paper
 
-The gradient of an example is computed by ``torch.func``, with the example alone. Another model than in a batch would
-be trained so if a layer mixes examples: such layers are refused by their class, and others by a trial in the first step
-with two examples. An example whose gradient is not finite adds nothing; the client logs how many there were in a round,
-and sends the number only with its metrics.
+The gradient of an example is computed by ``torch.func``, with the example alone (``privacy.example_gradients``).
+Another model than in a batch would be trained so if a layer mixes examples: such layers are refused by their class, and
+others by a trial in the first step with two examples (``privacy.mixed_examples``). An example whose gradient is not
+finite adds nothing; the client logs how many there were in a round, and sends the number only with its metrics.
 
 ## Law
 
@@ -48,45 +48,34 @@ sum by at most $C$, given the masks and the augmentation of each.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import RECORD_DP, Key
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, noise_for_steps
+from fedbn_flwr.privacy.example_gradients import clipped_sum
+from fedbn_flwr.privacy.generators import drawing_from, generator_from
+from fedbn_flwr.privacy.mixed_examples import check_layers, try_two_examples
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs
 from fedbn_flwr.training.losses import LossFn
-from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.scripted import is_scripted_batchnorm
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.step_rule import StepRule, Stream
 from fedbn_flwr.training.tasks import Task
-from fedbn_flwr.training.wrappers import unwrap
 
 __all__ = [
     "DPSGD",
     "HOOKS_WITH_STATE",
     "NOISE",
     "PROTECTED_HOOKS",
-    "WAY_OUT",
     "RecordLevel",
-    "clipped_sum",
-    "mixes_examples",
     "sampling_rate",
 ]
 
@@ -94,18 +83,10 @@ logger = logging.getLogger("flwr")
 
 NOISE = Key("fedbn-flwr.record-dp-noise-multiplier", "float: z that the server chose", "server", "client")
 
-WAY_OUT = (
-    "Use another norm (norm=group, layer or wsconv); or keep BatchNorm frozen from the first round, at statistics that "
-    "no client's data have touched (strategy=fixbn with freeze-at=0, and init= for public weights), or in the part "
-    "that train-only freezes"
-)
 PROTECTED_HOOKS = ("freeze-bn", "proximal", "momentum", "agc")
 """Client hooks that use nothing of the data but the gradients with noise."""
 HOOKS_WITH_STATE = ("momentum",)
 """The ``PROTECTED_HOOKS`` that keep a state for the client's next round."""
-
-_STATE = slice(24, 24 + 624 * 8)  # of torch's generator on the CPU: the words of the Mersenne Twister
-_AT_ONCE = 2**26  # numbers in the gradients of the examples that are in memory at the same time
 
 
 @dataclass(frozen=True)
@@ -199,40 +180,28 @@ class DPSGD(StepRule):
             NormLayerError: a layer mixes the examples of a batch.
             ConfigError: the model has a wrapper, or the gradient of one example cannot be computed.
         """
-        _check(model)
+        check_layers(model)
         if not self._tried and len(inputs) > 1:
-            _try(model, inputs[:2])
+            try_two_examples(model, inputs[:2])
             self._tried = True
-        with self._own_randomness():
-            norm = self.settings.clipping_norm
-            total, losses, outputs, not_finite = _clipped_sum(model, loss, inputs, targets, norm, amp)
-        self.not_finite += not_finite
+        with drawing_from(self.settings.noise):
+            found = clipped_sum(model, loss, inputs, targets, self.settings.clipping_norm, amp)
+        self.not_finite += found.not_finite
+        self._set_noisy_gradients(model, found.total)
+        losses = found.losses
+        return losses.nanmean() if len(losses) else losses.new_zeros(()), found.outputs
+
+    def _set_noisy_gradients(self, model: nn.Module, total: Mapping[str, Tensor]) -> None:
+        """Set g of the trained parameters: the sum with noise, divided by B."""
         deviation = self._noise_multiplier * self.settings.clipping_norm
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 noise = torch.from_numpy(self.settings.noise.normal(parameter.shape)).to(total[name])
                 parameter.grad = ((total[name] + deviation * noise) / self._expected).to(parameter.dtype)
-        return losses.nanmean() if len(losses) else losses.new_zeros(()), outputs
 
     def generator(self) -> torch.Generator:
-        """Return a generator on the CPU that nobody can repeat, for the augmentation: from the settings' noise.
-
-        All of its state is drawn, because torch keeps 32 bits of a seed there, and these can be searched.
-        """
-        noise, generator = self.settings.noise, torch.Generator()
-        state = generator.manual_seed(int(noise.uniform(1)[0] * 2**53)).get_state()
-        words = state[_STATE].view(torch.int64)
-        words.copy_(torch.from_numpy((noise.uniform(len(words)) * 2**32).astype(np.int64)))
-        generator.set_state(state)
-        return generator
-
-    @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
-        """Draw from such a generator in the block: the default one on the CPU; on CUDA the seed has 53 bits."""
-        generator = self.generator()
-        with seeded(generator.initial_seed()):
-            torch.default_generator.set_state(generator.get_state())
-            yield
+        """Return a generator on the CPU that nobody can repeat, for the augmentation: from the settings' noise."""
+        return generator_from(self.settings.noise)
 
     def stream(self, stream: Stream) -> Stream:
         """Return what makes generators that do not follow the seed of the run."""
@@ -247,7 +216,7 @@ class DPSGD(StepRule):
             NormLayerError: a layer mixes the examples of a batch.
             ConfigError: the model has a wrapper, or the settings have no number of steps.
         """
-        _check(model)
+        check_layers(model)
         if not settings.local_steps:
             raise ConfigError("record-level privacy counts steps: set local-steps instead of local-epochs")
         return self.draw(settings.local_steps)
@@ -269,12 +238,7 @@ class DPSGD(StepRule):
             return task.loss(outputs, targets)
 
         found = self.backward(model, loss, inputs, targets, amp=amp)
-        penalties = [penalty for hook in hooks if (penalty := hook.penalty(model)) is not None]
-        if penalties:
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            added = torch.autograd.grad(torch.stack(penalties).sum(), trained, materialize_grads=True)
-            for parameter, gradient in zip(trained, added, strict=True):
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        _add_penalties(model, hooks)
         return found
 
     def reply(self, steps: int) -> dict[str, str]:
@@ -310,141 +274,11 @@ def sampling_rate(num_examples: int, batch_size: int) -> float:
     return min(batch_size or num_examples, num_examples) / num_examples
 
 
-def _check(model: nn.Module) -> None:
-    """Raise ConfigError for a wrapper, NormLayerError for a layer that mixes examples."""
-    if unwrap(model) is not model:
-        raise ConfigError(
-            f"record-level privacy computes the gradients of the module itself: {type(model).__name__} around it "
-            "would have no effect. Pass the module inside."
-        )
-    if found := mixes_examples(model):
-        raise NormLayerError("\n".join(found) + f"\n{WAY_OUT}.")
-
-
-def _try(model: nn.Module, two: Tensor) -> None:
-    """Raise NormLayerError if the output for the first of two examples depends on the second, given the same masks."""
-    outputs = []
-    for pair in (two, two[[0, 0]]):
-        buffers = {name: value.clone() for name, value in model.named_buffers()}
-        with torch.no_grad(), seeded(0):
-            outputs.append(functional_call(model, buffers, (pair,))[0].double())
-    if (outputs[1] - outputs[0]).abs().max() > 1e-3 * outputs[0].abs().max():
-        raise NormLayerError(
-            "record-level privacy: the model's output for an example depends on the others of its batch, and DP-SGD "
-            f"would train it with one example at a time.\n{WAY_OUT}."
-        )
-
-
-def mixes_examples(model: nn.Module) -> list[str]:
-    """Return the layers whose output for an example depends on others, in their present mode, one line each."""
-    found = []
-    for path, layer in model.named_modules():
-        kind, statistics = type(layer).__name__, getattr(layer, "running_mean", None)
-        if (isinstance(layer, _BatchNorm) or is_scripted_batchnorm(layer)) and (layer.training or statistics is None):
-            found.append(f"{path} ({kind}) normalises an example with the others of its batch")
-        if isinstance(layer, _InstanceNorm) and layer.training and statistics is not None:
-            found.append(f"{path} ({kind}) has running statistics, which keep what no noise protects")
-    return [f"record-level privacy: {what}" for what in found]
-
-
-def clipped_sum(
-    model: nn.Module,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    inputs: Tensor,
-    targets: Tensor,
-    clipping_norm: float,
-    amp: bool = False,
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return the sum of the examples' gradients, each with a norm of at most C.
-
-    Args:
-        model: the model; its parameters with ``requires_grad`` are trained.
-        loss: mean loss of a batch of (outputs, targets).
-        inputs: (B, ...); B may be 0.
-        targets: (B, ...).
-        clipping_norm: C.
-        amp: bfloat16 autocast in the forward pass.
-
-    Returns:
-        The sum by parameter, at least in float32; the losses (B,); the outputs (B, ...).
-
-    Raises:
-        ConfigError: the gradient of one example cannot be computed; the loss has class weights.
-    """
-    return _clipped_sum(model, loss, inputs, targets, clipping_norm, amp)[:3]
-
-
-def _weighs_classes(loss: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    """Return whether the loss is torch's mean over classes with weights, which it divides by their sum."""
-    if isinstance(loss, functools.partial):
-        known, settings = loss.func in (functional.cross_entropy, functional.nll_loss), loss.keywords
-        return known and settings.get("weight") is not None and settings.get("reduction", "mean") == "mean"
-    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None and loss.reduction == "mean"
-
-
-def _clipped_sum(
-    model: nn.Module,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    inputs: Tensor,
-    targets: Tensor,
-    clipping_norm: float,
-    amp: bool,
-) -> tuple[dict[str, Tensor], Tensor, Tensor, int]:
-    """Return what ``clipped_sum`` does, and how many gradients were not finite."""
-    if targets.dim() == 1 and _weighs_classes(loss):
-        raise ConfigError(
-            "record-level privacy: the class weights of the loss have no effect, since its mean over one example "
-            "divides by the weight of that example. Leave them out"
-        )
-    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    not_finite = 0
-    buffers = dict(model.named_buffers())
-
-    def of_one(values: Mapping[str, Tensor], example: Tensor, target: Tensor) -> Any:
-        with torch.autocast(example.device.type, torch.bfloat16) if amp else nullcontext():
-            outputs = functional_call(model, {**buffers, **values}, (example[None],))
-            found = loss(outputs, target[None])
-        return found, (found, outputs[0])
-
-    of_each = vmap(grad(of_one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
-    total = {name: torch.zeros_like(value, dtype=_wide(value)) for name, value in trained.items()}
-    losses, outputs = [inputs.new_zeros(0, dtype=torch.float32)], list[Tensor]()
-    size = max(1, _AT_ONCE // sum(value.numel() for value in trained.values()))
-    for first in range(0, len(inputs), size):
-        some = slice(first, first + size)
-        try:
-            gradients, (values, answers) = of_each(trained, inputs[some], targets[some])
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise ConfigError(
-                f"record-level privacy needs the gradient of each example, and torch cannot compute it: {error}. The "
-                "model must treat the examples one by one, and change no buffer by their values."
-            ) from error
-        clipped, left_out = _clipped(gradients, clipping_norm)
-        not_finite += left_out
-        for name, gradient in clipped.items():
-            total[name] += gradient
-        losses.append(values.detach())
-        outputs.append(answers.detach())
-    return total, torch.cat(losses), torch.cat(outputs) if outputs else inputs.new_zeros(0), not_finite
-
-
-def _clipped(gradients: Mapping[str, Tensor], clipping_norm: float) -> tuple[dict[str, Tensor], int]:
-    """Return the sum over the examples (the first dimension) and how many are not finite: these add nothing."""
-    rows = {name: gradient.reshape(len(gradient), -1) for name, gradient in gradients.items()}
-    lengths = [torch.linalg.vector_norm(row, dim=1, dtype=torch.float64) for row in rows.values()]
-    length = torch.linalg.vector_norm(torch.stack(lengths), dim=0)
-    finite = length.isfinite()
-    factor = torch.where(finite, clipping_norm / length.clamp(min=clipping_norm), 0.0)[:, None]
-    not_finite = int((~finite).sum())
-    if not_finite:
-        rows = {name: torch.where(finite[:, None], row, 0.0) for name, row in rows.items()}
-    # Not a product of matrices, which may round to TF32.
-    sums = {name: (factor.to(_wide(row)) * row).sum(0) for name, row in rows.items()}
-    return {name: value.view(gradients[name].shape[1:]) for name, value in sums.items()}, not_finite
-
-
-def _wide(value: Tensor) -> torch.dtype:
-    """Return the type in which gradients are clipped and summed: rounding must not make one longer than C."""
-    return torch.promote_types(value.dtype, torch.float32)
+def _add_penalties(model: nn.Module, hooks: Sequence[ClientHook]) -> None:
+    """Add the gradients of the hooks' penalties to those of the trained parameters."""
+    penalties = [penalty for hook in hooks if (penalty := hook.penalty(model)) is not None]
+    if penalties:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        added = torch.autograd.grad(torch.stack(penalties).sum(), trained, materialize_grads=True)
+        for parameter, gradient in zip(trained, added, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -33,11 +33,13 @@ from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.start_checks import check
 from fedbn_flwr.messages.protocol import RECORD_DP, ReplyInfo
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.privacy import record_level
+from fedbn_flwr.privacy import example_gradients
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, Steps, epsilon_of_steps
 from fedbn_flwr.privacy.differential import CLIP, ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.example_gradients import clipped_sum
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
-from fedbn_flwr.privacy.record_level import DPSGD, NOISE, RecordLevel, clipped_sum, mixes_examples
+from fedbn_flwr.privacy.mixed_examples import mixes_examples
+from fedbn_flwr.privacy.record_level import DPSGD, NOISE, RecordLevel
 from fedbn_flwr.privacy.record_server import RecordLevelDP
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Reply
@@ -140,11 +142,11 @@ def test_the_clipped_sum_is_that_of_a_loop_over_the_examples(
     lengths = torch.stack([one.norm() for one in each])
     c = float(lengths.median()) * 1.01
     slow = torch.stack([one * min(1.0, c / float(one.norm())) for one in each]).sum(0)
-    total, losses, outputs = clipped_sum(model, F.cross_entropy, inputs, targets, c)
+    total, losses, outputs, _ = clipped_sum(model, F.cross_entropy, inputs, targets, c)
     torch.testing.assert_close(flat(total.values()), slow, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(outputs, model(inputs), rtol=1e-12, atol=1e-12)
     assert float(losses.mean()) == pytest.approx(float(F.cross_entropy(outputs, targets)), rel=1e-6)
-    monkeypatch.setattr(record_level, "_AT_ONCE", 3 * len(slow))  # three examples in memory at a time
+    monkeypatch.setattr(example_gradients, "_AT_ONCE", 3 * len(slow))  # three examples in memory at a time
     parts, *_ = clipped_sum(model, F.cross_entropy, inputs, targets, c)
     torch.testing.assert_close(flat(parts.values()), slow, rtol=1e-12, atol=1e-12)
 
