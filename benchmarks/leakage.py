@@ -32,8 +32,8 @@ from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.setup import local_training, make_model
 from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.privacy.clipping import clipped
 from fedbn_flwr.privacy.coordinates import Coordinates
-from fedbn_flwr.privacy.differential import clipped
 from fedbn_flwr.privacy.leakage import ClassMixAttack, class_mix, shadow_clients
 from fedbn_flwr.privacy.noise import SystemNoise
 from fedbn_flwr.seeds import numpy_generator, torch_generator

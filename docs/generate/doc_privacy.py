@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fedbn_flwr.privacy import masked_sums, record_server
+from fedbn_flwr.privacy.uncovered import beside_models, beside_sums
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 
 __all__ = ["privacy_table"]
@@ -16,7 +16,7 @@ def _of_clients(method: FedAvg[Any]) -> str:
 
 
 def _of_records(method: FedAvg[Any]) -> str:
-    if refused := record_server.uncovered(method):
+    if refused := beside_models(method, "the model"):
         return "; ".join(refused)
     if method.freezes_bn:
         return "works with BatchNorm frozen from round 1 (`freeze-at=0`), or with noise of clients until T*"
@@ -26,7 +26,7 @@ def _of_records(method: FedAvg[Any]) -> str:
 
 
 def _masked(method: FedAvg[Any]) -> str:
-    return "; ".join(masked_sums.uncovered(method)) or _works(method, "masked-metrics=published")
+    return "; ".join(beside_sums(method)) or _works(method, "masked-metrics=published")
 
 
 def _works(method: FedAvg[Any], setting: str) -> str:

@@ -43,134 +43,31 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
-from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.privacy.accounting import Neighbours, PrivacyAccountant, Release, require_dp_accounting
-from fedbn_flwr.privacy.coordinates import Coordinates, Update, norm
+from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, require_dp_accounting
+from fedbn_flwr.privacy.clipping import CLIP, SCALE, add_clipped
+from fedbn_flwr.privacy.coordinates import Coordinates, norm
+from fedbn_flwr.privacy.differential_settings import DPSettings, conflicts
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
-from fedbn_flwr.privacy.settings import Settings, setting
+from fedbn_flwr.privacy.uncovered import beside_models
 from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run_state import RunState
 
-__all__ = [
-    "CLIP",
-    "NO_ROUND",
-    "SCALE",
-    "ClientLevelDP",
-    "DPSettings",
-    "clipped",
-    "clipping_factor",
-    "conflicts",
-    "own_hooks",
-]
+__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings"]
 
 logger = logging.getLogger("flwr")
 
-CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
-SCALE = Key("fedbn-flwr.dp-statistics-scale", "float: s", "server", "client")
-
 NO_ROUND = "No round has been released."
 _NOISY = 0.3  # noise in running variances, relative to them, from which on a warning says so
-
-
-class DPSettings(Settings):
-    """The settings of client-level differential privacy."""
-
-    dp: Literal["off", "server", "client"] = setting(
-        "off",
-        "client-level differential privacy of the global models: who clips the updates (the server adds the noise); "
-        "`record` is short for record-dp=true",
-    )
-    dp_noise_multiplier: float = setting(
-        0.0, "z: the noise in the sum of updates has deviation z C; 0 = clipping alone, which guarantees nothing", ge=0
-    )
-    dp_clipping: Literal["fixed", "adaptive"] = setting(
-        "fixed", "adaptive = with dp=server C follows a quantile of the updates' norms"
-    )
-    dp_clipping_norm: float = setting(
-        1.0, "C: largest norm of a client's update; if C adapts, its value in round 1", gt=0
-    )
-    dp_clipping_quantile: float = setting(
-        0.5, "gamma: C adapts until this share of the updates is not clipped", gt=0, lt=1
-    )
-    dp_clipping_rate: float = setting(0.2, "eta: how fast C adapts", gt=0)
-    dp_statistics_scale: float = setting(
-        0.1,
-        "weight s of BN's running statistics in the norm; a larger one has less noise in them, more elsewhere",
-        gt=0,
-    )
-    dp_delta: float = setting(
-        1e-5,
-        "delta for which epsilon is stated; well below 1 / number of clients, with record-dp well below 1 / number of "
-        "examples of the largest client",
-        gt=0,
-        lt=1,
-    )
-    dp_neighbours: Neighbours = setting(
-        "zero-out",
-        "what epsilon hides: whether a client sends its update or nothing, or (replace-one) which data it has",
-    )
-    dp_sampling: Literal["known", "secret"] = setting(
-        "known",
-        "known = clients are drawn with the seed, and epsilon counts each as if it took part in every round; secret = "
-        "they are drawn anew in every run and withheld, and epsilon is smaller for those who see the models alone",
-    )
-    dp_target_epsilon: float = setting(
-        0.0, "choose the noise multiplier so that R rounds cost this epsilon; 0 = dp-noise-multiplier", ge=0
-    )
-    dp_max_epsilon: float = setting(0.0, "the run ends before a round that would cost more in total; 0 = none", ge=0)
-    dp_metrics: Literal["withheld", "published"] = setting(
-        "withheld", "the clients' metrics, which epsilon does not cover: left out of all outputs, or not"
-    )
-
-
-def conflicts(settings: DPSettings) -> list[str]:
-    """Return why these settings cannot be used together, one line each."""
-    found = []
-    if settings.dp_target_epsilon and settings.dp_noise_multiplier:
-        found.append(
-            f"dp-target-epsilon={settings.dp_target_epsilon} chooses the noise; leave "
-            f"dp-noise-multiplier={settings.dp_noise_multiplier} out"
-        )
-    if settings.dp_max_epsilon and not (settings.dp_noise_multiplier or settings.dp_target_epsilon):
-        found.append(
-            f"dp-max-epsilon={settings.dp_max_epsilon} needs noise: without it the first round already costs more"
-        )
-    if settings.dp_max_epsilon and settings.dp_max_epsilon < settings.dp_target_epsilon:
-        found.append(
-            f"dp-max-epsilon={settings.dp_max_epsilon} is below dp-target-epsilon={settings.dp_target_epsilon}"
-        )
-    if settings.dp == "client" and settings.dp_clipping == "adaptive":
-        found.append(
-            "dp-clipping=adaptive needs dp=server: a client that clips sends an "
-            "update of norm C, up to rounding, and the server cannot count those that were longer"
-        )
-    if settings.dp_sampling == "secret" and settings.dp_neighbours != "replace-one":
-        found.append("dp-sampling=secret needs dp-neighbours=replace-one, for which its benefit is known")
-    if settings.dp_sampling == "secret" and settings.dp_metrics == "published":
-        found.append("dp-sampling=secret with dp-metrics=published: the metrics would tell who was drawn")
-    return found
-
-
-def unused(settings: DPSettings) -> dict[str, str]:
-    """Return the settings that have no effect under the others, by name, each with what it needs."""
-    if settings.dp == "off":
-        return dict.fromkeys(set(DPSettings.model_fields) - {"dp"}, "it is for dp=server and dp=client")
-    found: dict[str, str] = {}
-    if settings.dp_clipping == "fixed":
-        found |= dict.fromkeys(("dp_clipping_quantile", "dp_clipping_rate"), "it is for dp-clipping=adaptive")
-    if not (settings.dp_noise_multiplier or settings.dp_target_epsilon):
-        found |= dict.fromkeys(("dp_delta", "dp_neighbours"), "without noise there is no epsilon")
-    return found
 
 
 class ClientLevelDP(Protection):
@@ -226,12 +123,7 @@ class ClientLevelDP(Protection):
         """
         self._begin()
         self._local = method.local
-        problems = list(method.beside_updates().values())
-        if unknown := own_hooks(type(method)):
-            problems.append(
-                f"{unknown[0].__name__} reads replies in a method of its own; let its beside_updates() return what it "
-                "takes from a client beside the update (super().beside_updates() if nothing)"
-            )
+        problems = beside_models(method, "the update")
         if self.secret_sampling and method.local:
             problems.append(
                 "dp-sampling=secret: a client's first message is larger than the next ones, so traffic tells who was "
@@ -273,17 +165,10 @@ class ClientLevelDP(Protection):
 
     def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
         """Return one reply: the state of the average of the clipped updates, with noise."""
-        own, asked = self.settings, run.report.asked
         self._release(run)
-        coordinates = self._coordinates(run, before)
+        asked, coordinates = run.report.asked, self._coordinates(run, before)
         total: dict[str, Array] = {name: 0 * array for name, array in coordinates.update(before).items()}
-        surplus = 0.0  # sum of b_i - 1/2
-        for reply in replies:
-            update = coordinates.update(reply.state)
-            factor, fits = clipping_factor(update, self.clipping_norm)
-            surplus += fits - 0.5
-            for name, array in update.items() if factor else ():
-                total[name] += factor * array
+        fitting = add_clipped(total, (coordinates.update(reply.state) for reply in replies), self.clipping_norm)
         of_bits, of_updates = self._split(self.noise_multiplier or 0.0, asked)
         deviation = of_updates * self.clipping_norm / asked
         for array in total.values():
@@ -291,10 +176,15 @@ class ClientLevelDP(Protection):
             array += deviation * self.noise.normal(array.shape)
         state = coordinates.state(total, deviation)
         state |= {name: state[name] + 1 for name in run.parts.counters if name in state}
-        if own.dp_clipping == "adaptive":
-            share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
-            self.clipping_norm *= math.exp(-own.dp_clipping_rate * (min(max(share, 0), 1) - own.dp_clipping_quantile))
+        if self.settings.dp_clipping == "adaptive":
+            self._adapt(fitting - len(replies) / 2, of_bits, asked)
         return [Reply(Node(0), 1.0, state, {})]
+
+    def _adapt(self, surplus: float, of_bits: float, asked: int) -> None:
+        """Set C of the next round; ``surplus`` is the sum of b_i - 1/2, ``of_bits`` the deviation of its noise."""
+        own = self.settings
+        share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
+        self.clipping_norm *= math.exp(-own.dp_clipping_rate * (min(max(share, 0), 1) - own.dp_clipping_quantile))
 
     def _coordinates(self, run: RunState, before: State) -> Coordinates:
         part_of = run.parts.part_of
@@ -314,36 +204,46 @@ class ClientLevelDP(Protection):
         Raises:
             ConfigError: not even one round does.
         """
-        own, accountant = self.settings, self.accountant
-        limit = own.dp_max_epsilon or own.dp_target_epsilon
-        if self.noise_multiplier is None and accountant.epsilon() < own.dp_target_epsilon:
-            left = run.total_rounds - len(run.reports) + 1 - run.after
-            self.noise_multiplier = accountant.noise_for(
-                own.dp_target_epsilon, asked, run.num_able, left, self.secret_sampling
-            )
-            logger.info("dp-target-epsilon=%g: noise multiplier %.4g", own.dp_target_epsilon, self.noise_multiplier)
-        if not accountant.releases:
+        self._choose_noise(run, asked)
+        if not self.accountant.releases:
             self._warn(run, asked)
-        if not limit:
+        if not self._limit:
             return True
-        z = self.noise_multiplier
-        cost = math.inf if z is None else accountant.epsilon([Release(z, asked, run.num_able, self.secret_sampling)])
-        self._spent = cost > limit * (1 + 1e-9)
-        if not self._spent:
-            return True
-        if not accountant.releases:
+        release = Release(self.noise_multiplier or 0.0, asked, run.num_able, self.secret_sampling)
+        cost = self.accountant.epsilon([release])
+        self._spent = cost > self._limit * (1 + 1e-9)
+        if self._spent:
+            self._tell_spent(run, asked, cost)
+        return not self._spent
+
+    @property
+    def _limit(self) -> float:
+        """The largest epsilon of the run; 0 = none."""
+        return self.settings.dp_max_epsilon or self.settings.dp_target_epsilon
+
+    def _choose_noise(self, run: RunState, asked: int) -> None:
+        """Choose z for a target epsilon, for rounds like this one to the end; not where the target is spent."""
+        target = self.settings.dp_target_epsilon
+        if self.noise_multiplier is None and self.accountant.epsilon() < target:
+            self.noise_multiplier = self.accountant.noise_for(
+                target, asked, run.num_able, run.rounds_left, self.secret_sampling
+            )
+            logger.info("dp-target-epsilon=%g: noise multiplier %.4g", target, self.noise_multiplier)
+
+    def _tell_spent(self, run: RunState, asked: int, cost: float) -> None:
+        """Log that the run ends before this round, which would bring epsilon to ``cost``; raise if it is the first."""
+        if not self.accountant.releases:
             raise ConfigError(
-                f"dp-max-epsilon={own.dp_max_epsilon}: round {run.report.server_round} would bring epsilon to "
-                f"{cost:.4g}. Use more noise (dp-noise-multiplier), or more clients."
+                f"dp-max-epsilon={self.settings.dp_max_epsilon}: round {run.report.server_round} would bring epsilon "
+                f"to {cost:.4g}. Use more noise (dp-noise-multiplier), or more clients."
             )
         logger.warning(
             "epsilon is %.4g, and a round with %d of %d clients would bring it above %g: the run ends.",
-            accountant.epsilon(),
+            self.accountant.epsilon(),
             asked,
             run.num_able,
-            limit,
+            self._limit,
         )
-        return False
 
     def _warn(self, run: RunState, asked: int) -> None:
         own = self.settings
@@ -403,7 +303,7 @@ class ClientLevelDP(Protection):
 
     def stops_after(self, server_round: int) -> bool:
         """Return whether a further round, with as many clients as the last, would cost too much in total."""
-        limit, releases = self.settings.dp_max_epsilon or self.settings.dp_target_epsilon, self.accountant.releases
+        limit, releases = self._limit, self.accountant.releases
         return self._spent or (bool(limit and releases) and self.accountant.epsilon(releases[-1:]) > limit)
 
     def outcome(self) -> dict[str, Any]:
@@ -426,27 +326,3 @@ class ClientLevelDP(Protection):
         self.clipping_norm = state["clipping_norm"]
         self.noise_multiplier = None if self.settings.dp_target_epsilon else state["noise_multiplier"]
         self.accountant.restore(Release(*release) for release in state["releases"])
-
-
-def clipping_factor(update: Update, clipping_norm: float) -> tuple[float, bool]:
-    """Return the factor that brings an update to ``clipping_norm`` if it is longer, and whether it was not longer.
-
-    The factor of an update whose length is not finite is 0.
-    """
-    length = norm(update)
-    if not math.isfinite(length):
-        return 0.0, False
-    return min(1.0, clipping_norm / length) if length else 1.0, length <= clipping_norm
-
-
-def clipped(update: Update, clipping_norm: float) -> dict[str, Array]:
-    """Return the update, scaled to ``clipping_norm`` if it is longer; zero if its length is not finite."""
-    factor, _ = clipping_factor(update, clipping_norm)
-    return {name: factor * array if factor else np.zeros_like(array) for name, array in update.items()}
-
-
-def own_hooks(kind: type[Method[Any]]) -> list[type]:
-    """Return the classes of other projects that read replies and do not say what they take."""
-    reads, says = {"combine", "weights", "check"}, "beside_updates"
-    foreign = [one for one in kind.__mro__ if not one.__module__.startswith(("fedbn_flwr.", "flwr."))]
-    return [one for one in foreign if vars(one).keys() & reads and says not in vars(one)]

@@ -1,4 +1,4 @@
-"""Torch's generators that nobody can repeat, drawn from a source of noise. Torch only."""
+"""Torch's generators that nobody can repeat, drawn from a source of noise."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError
 from fedbn_flwr.messages.protocol import (
@@ -73,11 +73,13 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import state_sha256
 from fedbn_flwr.privacy.coordinates import Coordinates
-from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings, own_hooks
+from fedbn_flwr.privacy.differential import ClientLevelDP
+from fedbn_flwr.privacy.differential_settings import DPSettings
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.masked_values import about, buffers_of, model_values, pooled_statistics, statistics_like
 from fedbn_flwr.privacy.ring import FixedPoint, split
 from fedbn_flwr.privacy.settings import Settings, setting
+from fedbn_flwr.privacy.uncovered import beside_sums
 from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.momentum import MOMENTUM
 from fedbn_flwr.server.nodes import Node
@@ -88,7 +90,7 @@ from fedbn_flwr.server.synchronised_step import Limits, with_config
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.polling_grid import polling
 
-__all__ = ["MaskSettings", "MaskedSums", "conflicts", "refusals", "uncovered", "unused"]
+__all__ = ["MaskSettings", "MaskedSums", "conflicts", "refusals", "unused"]
 
 _LACKS_COUNT = (
     "masked-sums=true weighs the clients by examples, and needs their number before the round: answer the query (docs/"
@@ -102,7 +104,6 @@ _ANSWERS_ARE_PUBLIC = (
     "With masked-sums=true that is what a client sends, and not whether it answers: with too few answers the whole sum "
     "is 0."
 )
-_SUMS = frozenset({"exchanges", "buffers", "statistics"})  # what a method may take beside updates: it is masked, too
 
 
 class MaskSettings(Settings):
@@ -126,23 +127,9 @@ class MaskSettings(Settings):
     )
 
 
-def uncovered(method: Method[Any]) -> list[str]:
-    """Return what the method takes from single clients that is no sum over them."""
-    beside = method.beside_updates()
-    found = [what for kind, what in beside.items() if kind not in _SUMS]
-    if "statistics" in beside and Part.STATISTICS in method.local:
-        found.append(beside["statistics"] + ", relative to global ones, which the clients do not have")
-    if unknown := own_hooks(type(method)):
-        found.append(
-            f"{unknown[0].__name__} reads replies in a method of its own, and under masks gets one, their average; let "
-            "its beside_updates() return what else it takes (super().beside_updates() if nothing)"
-        )
-    return found
-
-
 def refusals(method: Method[Any]) -> list[str]:
     """Return why the method does not work with masks, one line each."""
-    return [f"strategy {method.name!r} with masked-sums=true: {what}" for what in uncovered(method)]
+    return [f"strategy {method.name!r} with masked-sums=true: {what}" for what in beside_sums(method)]
 
 
 def conflicts(dp: DPSettings) -> list[str]:

@@ -33,9 +33,10 @@ from fedbn_flwr.privacy.accounting import (
     require_dp_accounting,
     restored,
 )
-from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP, own_hooks
+from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP
 from fedbn_flwr.privacy.record_level import NOISE, RecordLevel, sampling_rate
 from fedbn_flwr.privacy.settings import Settings, setting
+from fedbn_flwr.privacy.uncovered import beside_models, kept_between_rounds
 from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
@@ -43,7 +44,7 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.synchronised_step import with_config
 
-__all__ = ["TWO_NOISES", "RecordDPSettings", "RecordLevelDP", "kept_between_rounds", "uncovered"]
+__all__ = ["TWO_NOISES", "RecordDPSettings", "RecordLevelDP"]
 
 logger = logging.getLogger("flwr")
 
@@ -140,7 +141,7 @@ class RecordLevelDP(Protection):
         self.noise_multiplier, self._spent, self._warned = self.settings.noise_multiplier, False, False
         self._restore([])
         subject = f"strategy {method.name!r} with record-dp"
-        problems = [f"{subject}: {what}" for what in uncovered(method)]
+        problems = [f"{subject}: {what}" for what in beside_models(method, "the model")]
         if self._until_frozen:
             problems += [f"{subject} until BN is frozen: {what}" for what in kept_between_rounds(method)]
         if problems:
@@ -329,31 +330,6 @@ class RecordLevelDP(Protection):
 
     def _restore(self, releases: list[Steps]) -> None:
         self.releases = restored(self._file, Steps, self.releases, releases)
-
-
-def uncovered(method: Method[Any]) -> list[str]:
-    """Return what the method takes from clients beside their models, which DP-SGD does not cover."""
-    return [
-        *method.beside_updates().values(),
-        *(
-            f"{kind.__name__} reads replies in a method of its own; let its beside_updates() return what it takes from "
-            "a client beside the model (super().beside_updates() if nothing)"
-            for kind in own_hooks(type(method))[:1]
-        ),
-    ]
-
-
-def kept_between_rounds(method: Method[Any]) -> list[str]:
-    """Return what clients keep from rounds with client-level noise, which does not cover it, for rounds of DP-SGD."""
-    found, scope = [], method.params.momentum_scope
-    if method.local:
-        found.append(
-            f"{', '.join(sorted(method.local))} stay with the clients, which train them without noise until BN is "
-            "frozen: every gradient of DP-SGD would then depend on each example"
-        )
-    if scope != "none":
-        found.append(f"momentum-scope={scope} carries gradients without noise into rounds of DP-SGD")
-    return found
 
 
 def _steps_in(text: str) -> Steps | None:

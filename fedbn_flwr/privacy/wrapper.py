@@ -11,7 +11,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings, unused
+from fedbn_flwr.privacy.differential import ClientLevelDP
+from fedbn_flwr.privacy.differential_settings import DPSettings, unused
 from fedbn_flwr.privacy.noise import Noise
 from fedbn_flwr.strategies import FedAvg
 

@@ -27,9 +27,10 @@ from fedbn_flwr.mods import local_bn, masked_update
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_round import MaskedRound
-from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings, uncovered
+from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.ring import FixedPoint
+from fedbn_flwr.privacy.uncovered import beside_sums
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import (
@@ -625,7 +626,7 @@ def test_the_guides_table_says_what_a_round_of_each_method_does(
     name: str, federate, datasets, mlp, wsconv_net, run_step, branches
 ) -> None:
     strategy = masked(STRATEGIES[name](fraction_evaluate=0.0))
-    if uncovered(strategy):
+    if beside_sums(strategy):
         with pytest.raises(ConfigError, match=f"strategy '{name}' with masked-sums=true"):
             federate(strategy, mlp, datasets)
     elif strategy.synchronises:

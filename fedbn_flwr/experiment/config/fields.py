@@ -10,7 +10,7 @@ from fedbn_flwr.batchnorm.adaptation import TestBNMode
 from fedbn_flwr.data import MAX_BYTES, Standardise
 from fedbn_flwr.experiment.config.method_settings import fields_of, method_fields
 from fedbn_flwr.norms import FeatureScale
-from fedbn_flwr.privacy.differential import DPSettings
+from fedbn_flwr.privacy.differential_settings import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings
 from fedbn_flwr.privacy.record_server import RecordDPSettings
 from fedbn_flwr.server.method import Role

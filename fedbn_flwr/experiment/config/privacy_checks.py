@@ -8,8 +8,9 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.data import decided_by_records, is_own
 from fedbn_flwr.experiment.config.fields import CENTRALIZED
 from fedbn_flwr.experiment.config.values import Values
-from fedbn_flwr.privacy import differential, masked_sums
-from fedbn_flwr.privacy.record_server import TWO_NOISES, kept_between_rounds
+from fedbn_flwr.privacy import differential_settings, masked_sums
+from fedbn_flwr.privacy.record_server import TWO_NOISES
+from fedbn_flwr.privacy.uncovered import kept_between_rounds
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.fixbn import Freezing, freeze_round
 
@@ -21,7 +22,7 @@ def dp_problems(config: Values) -> list[str]:
     asked = f"dp={config.dp}" if config.dp != "off" else "record-dp=true"
     if config.strategy == CENTRALIZED:
         return [f"{asked}: strategy=centralized has no clients"]
-    found = differential.conflicts(config.dp_settings())
+    found = differential_settings.conflicts(config.dp_settings())
     beside = _made(config).beside_updates().values()
     found += [f"strategy {config.title!r} with {asked}: {what}" for what in beside]
     if config.dp != "off" and config.min_replies > 1:

@@ -10,7 +10,7 @@ from fedbn_flwr.experiment.config.method_settings import methods_with
 from fedbn_flwr.experiment.config.texts import split
 from fedbn_flwr.experiment.config.values import Values
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.privacy import differential, masked_sums
+from fedbn_flwr.privacy import differential_settings, masked_sums
 from fedbn_flwr.privacy.record_server import RecordDPSettings
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.strategies import STRATEGIES
@@ -50,7 +50,7 @@ def _unused(config: Values) -> dict[str, str]:
     """Return the keys outside the method's settings that have no effect under the other keys."""
     conditions = _of_model(config) | _of_data(config) | _of_training(config)
     found = {name: use for name, (used, use) in conditions.items() if not used}
-    for_dp, shared = differential.unused(config.dp_settings()), {"dp_delta", "dp_metrics", "dp_max_epsilon"}
+    for_dp, shared = differential_settings.unused(config.dp_settings()), {"dp_delta", "dp_metrics", "dp_max_epsilon"}
     for_dp = {name: use for name, use in for_dp.items() if not (config.record_dp and name in shared)}
     of_records = set(RecordDPSettings.model_fields) - {"record_dp"} if not config.record_dp else ()
     found |= for_dp | dict.fromkeys(of_records, "it is for record-dp=true")
