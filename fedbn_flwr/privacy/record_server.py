@@ -35,7 +35,7 @@ from fedbn_flwr.privacy.accounting import (
 )
 from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP
 from fedbn_flwr.privacy.record_level import NOISE, RecordLevel, sampling_rate
-from fedbn_flwr.privacy.settings import Settings, setting
+from fedbn_flwr.privacy.record_settings import TWO_NOISES
 from fedbn_flwr.privacy.uncovered import beside_models, kept_between_rounds
 from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.nodes import Node
@@ -44,35 +44,14 @@ from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.synchronised_step import with_config
 
-__all__ = ["TWO_NOISES", "RecordDPSettings", "RecordLevelDP"]
+__all__ = ["RecordLevelDP"]
 
 logger = logging.getLogger("flwr")
 
-TWO_NOISES = "chooses one noise, and there are two, before BN is frozen and after it: set both noise multipliers"
 _LACKS_COUNT = (
     "record-dp: its number of training examples is not known, so what it would cost is not. Its app must answer the "
     "strategies' query (client_app does, or answer_query)."
 )
-
-
-class RecordDPSettings(Settings):
-    """The settings of record-level differential privacy."""
-
-    record_dp: bool = setting(
-        False,
-        "record-level differential privacy: clients train with DP-SGD, so that what they send hides each training "
-        "example. Needs local-steps, and no BatchNorm in train mode",
-    )
-    record_dp_target_epsilon: float = setting(
-        0.0,
-        "choose the noise multiplier so that R rounds cost an example of the smallest client this epsilon; "
-        "0 = record-dp-noise-multiplier",
-        ge=0,
-    )
-    record_dp_noise_multiplier: float = setting(
-        0.0, "z: the noise in a step's sum of gradients has deviation z C; 0 = clipping alone, no guarantee", ge=0
-    )
-    record_dp_clipping_norm: float = setting(1.0, "C: largest norm of the gradient of one example", gt=0)
 
 
 class RecordLevelDP(Protection):
@@ -153,38 +132,46 @@ class RecordLevelDP(Protection):
         Raises:
             ConfigError: not even one round does.
         """
-        limit = self._max or self._target
         inner = self._until_frozen if run.report.phase != "frozen" else None
         self._spent = inner is not None and not inner.admits(run, asked)
-        if not limit or self._spent:
+        if not self._limit or self._spent:
             return not self._spent
-        if inner:
-            cost = Steps((inner.noise_multiplier or 0.0) / 2, 1.0, 1)
-        elif not run.smallest:
+        if not inner and not run.smallest:
             return True  # `open_round` says that no client can be counted
-        else:
-            rate = sampling_rate(run.smallest, self._batch_size)
-            if self.noise_multiplier is None and self._cost() < self._target:
-                steps = self._steps * run.rounds_left
-                self.noise_multiplier = noise_for_steps(self._target, rate, steps, self.delta, self._counted)
-                logger.info("record-dp-target-epsilon=%g: noise multiplier %.4g", self._target, self.noise_multiplier)
-            cost = Steps(self.noise_multiplier or 0.0, rate, self._steps)
+        cost = _of_client_noise(inner.noise_multiplier or 0.0) if inner else self._planned(run)
         epsilon = self._cost(cost)
-        self._spent = epsilon > limit * (1 + 1e-9)
-        if not self._spent:
-            return True
+        self._spent = epsilon > self._limit * (1 + 1e-9)
+        if self._spent:
+            self._tell_spent(run, epsilon)
+        return not self._spent
+
+    @property
+    def _limit(self) -> float:
+        """The largest epsilon of the run; 0 = none."""
+        return self._max or self._target
+
+    def _planned(self, run: RunState) -> Steps:
+        """Return the steps of the smallest client in this round; choose z for a target epsilon that is not spent."""
+        rate = sampling_rate(run.smallest, self._batch_size)
+        if self.noise_multiplier is None and self._cost() < self._target:
+            steps = self._steps * run.rounds_left
+            self.noise_multiplier = noise_for_steps(self._target, rate, steps, self.delta, self._counted)
+            logger.info("record-dp-target-epsilon=%g: noise multiplier %.4g", self._target, self.noise_multiplier)
+        return Steps(self.noise_multiplier or 0.0, rate, self._steps)
+
+    def _tell_spent(self, run: RunState, epsilon: float) -> None:
+        """Log that the run ends before this round, which would cost ``epsilon`` in total; raise if it is the first."""
         if not self._counted:
             raise ConfigError(
-                f"dp-max-epsilon={limit}: round {run.report.server_round} would bring epsilon to {epsilon:.4g}. Use "
-                "more noise, a smaller batch-size or fewer local-steps, or leave small clients out."
+                f"dp-max-epsilon={self._limit}: round {run.report.server_round} would bring epsilon to {epsilon:.4g}. "
+                "Use more noise, a smaller batch-size or fewer local-steps, or leave small clients out."
             )
         logger.warning(
             "epsilon is %.4g, and a further round would bring it to %.4g, above %g: the run ends.",
             self._cost(),
             epsilon,
-            limit,
+            self._limit,
         )
-        return False
 
     def config(self) -> Mapping[str, Any]:
         """Return the noise that was chosen for the clients."""
@@ -212,14 +199,17 @@ class RecordLevelDP(Protection):
         if messages and not counts and not self.releases:
             raise ConfigError(f"record-dp: no client says how many training examples it has; of each: {_LACKS_COUNT}")
         if counts:
-            rate = sampling_rate(min(counts), self._batch_size)
-            noise = self.noise_multiplier if self.settings.noise.secret else None
-            release = Steps(noise or 0.0, rate, self._steps)
-            note(self._file, release)
-            self.releases.append(release)
+            self._release(min(counts))
         run.report.privacy = {"noise-multiplier": self.noise_multiplier or 0.0}
         self._tell(run)
         return [message for node, message in messages if node.num_examples]
+
+    def _release(self, smallest: int) -> None:
+        """Note a round of DP-SGD in which the smallest client has so many examples."""
+        noise = self.noise_multiplier if self.settings.noise.secret else None
+        release = Steps(noise or 0.0, sampling_rate(smallest, self._batch_size), self._steps)
+        note(self._file, release)
+        self.releases.append(release)
 
     def _check_delta(self, largest: int) -> None:
         if self.noise_multiplier and self.delta * largest >= 1 and not self._warned:
@@ -244,14 +234,7 @@ class RecordLevelDP(Protection):
                 "the reply does not say that the client trained with DP-SGD. Pass record_level= to its TorchClient; "
                 "another client adds DPSGD.reply(steps) to its metrics."
             )
-        counted, weaker = self.releases[-1], []
-        if not done.noise_multiplier >= counted.noise_multiplier:
-            weaker.append(f"noise multiplier {done.noise_multiplier:.4g}, below {counted.noise_multiplier:.4g}")
-        if not done.rate <= counted.rate * (1 + 1e-9):
-            weaker.append(f"q = {done.rate:.4g}, above {counted.rate:.4g}")
-        if not done.steps <= counted.steps:
-            weaker.append(f"{done.steps:g} steps, above {counted.steps}")
-        if weaker:
+        if weaker := _weaker(done, self.releases[-1]):
             raise ClientPartError(
                 f"the client trained with {', '.join(weaker)}: it costs more than is counted. Give the client and "
                 "RecordLevelDP the same settings, steps and batch size."
@@ -276,9 +259,9 @@ class RecordLevelDP(Protection):
 
     @property
     def _counted(self) -> list[Steps]:
-        """All rounds so far; one with client-level noise is one step over all examples."""
+        """All rounds so far."""
         before = self._until_frozen.accountant.releases if self._until_frozen else ()
-        return [*(Steps(release.noise_multiplier / 2, 1.0, 1) for release in before), *self.releases]
+        return [*(_of_client_noise(release.noise_multiplier) for release in before), *self.releases]
 
     def _cost(self, *more: Steps) -> float:
         return epsilon_of_steps([*self._counted, *more], self.delta)
@@ -306,9 +289,8 @@ class RecordLevelDP(Protection):
 
     def stops_after(self, server_round: int) -> bool:
         """Return whether the budget is spent, or a further round of DP-SGD like the last one would cost too much."""
-        limit = self._max or self._target
-        alike = self.releases[-1:] if limit and not self.always_releases else []
-        return self._spent or (bool(alike) and self._cost(*alike) > limit * (1 + 1e-9))
+        alike = self.releases[-1:] if self._limit and not self.always_releases else []
+        return self._spent or (bool(alike) and self._cost(*alike) > self._limit * (1 + 1e-9))
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""
@@ -330,6 +312,23 @@ class RecordLevelDP(Protection):
 
     def _restore(self, releases: list[Steps]) -> None:
         self.releases = restored(self._file, Steps, self.releases, releases)
+
+
+def _of_client_noise(noise_multiplier: float) -> Steps:
+    """Return what a round with client-level noise costs an example: one step over all of them, with z / 2."""
+    return Steps(noise_multiplier / 2, 1.0, 1)
+
+
+def _weaker(done: Steps, counted: Steps) -> list[str]:
+    """Return in what a client's steps cost more than the counted ones."""
+    found = []
+    if not done.noise_multiplier >= counted.noise_multiplier:
+        found.append(f"noise multiplier {done.noise_multiplier:.4g}, below {counted.noise_multiplier:.4g}")
+    if not done.rate <= counted.rate * (1 + 1e-9):
+        found.append(f"q = {done.rate:.4g}, above {counted.rate:.4g}")
+    if not done.steps <= counted.steps:
+        found.append(f"{done.steps:g} steps, above {counted.steps}")
+    return found
 
 
 def _steps_in(text: str) -> Steps | None:

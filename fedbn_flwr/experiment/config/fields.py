@@ -12,7 +12,7 @@ from fedbn_flwr.experiment.config.method_settings import fields_of, method_field
 from fedbn_flwr.norms import FeatureScale
 from fedbn_flwr.privacy.differential_settings import DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskSettings
-from fedbn_flwr.privacy.record_server import RecordDPSettings
+from fedbn_flwr.privacy.record_settings import RecordDPSettings
 from fedbn_flwr.server.method import Role
 from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.strategies import STRATEGIES

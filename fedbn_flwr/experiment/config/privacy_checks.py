@@ -9,7 +9,7 @@ from fedbn_flwr.data import decided_by_records, is_own
 from fedbn_flwr.experiment.config.fields import CENTRALIZED
 from fedbn_flwr.experiment.config.values import Values
 from fedbn_flwr.privacy import differential_settings, masked_sums
-from fedbn_flwr.privacy.record_server import TWO_NOISES
+from fedbn_flwr.privacy.record_settings import TWO_NOISES
 from fedbn_flwr.privacy.uncovered import kept_between_rounds
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.strategies.fixbn import Freezing, freeze_round

@@ -11,7 +11,7 @@ from fedbn_flwr.experiment.config.texts import split
 from fedbn_flwr.experiment.config.values import Values
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.privacy import differential_settings, masked_sums
-from fedbn_flwr.privacy.record_server import RecordDPSettings
+from fedbn_flwr.privacy.record_settings import RecordDPSettings
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.strategies import STRATEGIES
 
