@@ -3,7 +3,8 @@ r"""Masked sums (secure aggregation): the server sees the sum of the clients' up
 Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4, against a server
 that follows the protocol and is curious; with ``masked-neighbours`` the neighbours of Bell et al. 2020, "Secure
 Single-Server Aggregation with (Poly)Logarithmic Overhead". This file and ``privacy.masked_round`` are the server's
-half, ``client.masking`` is the client's; ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
+half, ``client.masking`` is the client's; ``privacy.masks`` has the masks, ``privacy.ring`` the numbers,
+``privacy.round_sum`` the weights and the mean.
 
 ## Algorithm
 
@@ -46,9 +47,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import secrets
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,25 +60,15 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError
-from fedbn_flwr.messages.protocol import (
-    FRESH_BATCHES,
-    MASK_EQUAL,
-    MASK_METRICS,
-    MASK_PRESENT,
-    MASK_RANGE,
-    MASK_TOTAL,
-    MASK_WEIGHT,
-    MASKED,
-    NUM_EXAMPLES,
-)
-from fedbn_flwr.messages.records import state_sha256
+from fedbn_flwr.messages.protocol import FRESH_BATCHES, MASK_METRICS, MASKED, NUM_EXAMPLES
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP
-from fedbn_flwr.privacy.differential_settings import DPSettings
 from fedbn_flwr.privacy.masked_round import MaskedRound
-from fedbn_flwr.privacy.masked_values import about, buffers_of, model_values, pooled_statistics, statistics_like
-from fedbn_flwr.privacy.ring import FixedPoint, split
-from fedbn_flwr.privacy.settings import Settings, setting
+from fedbn_flwr.privacy.masked_settings import MaskSettings, conflicts
+from fedbn_flwr.privacy.masked_values import buffers_of, model_values, pooled_statistics, statistics_like
+from fedbn_flwr.privacy.repeated_sums import RepeatedSums, has_one_batch
+from fedbn_flwr.privacy.ring import split
+from fedbn_flwr.privacy.round_sum import RoundSum
 from fedbn_flwr.privacy.uncovered import beside_sums
 from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.momentum import MOMENTUM
@@ -90,7 +80,7 @@ from fedbn_flwr.server.synchronised_step import Limits, with_config
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.polling_grid import polling
 
-__all__ = ["MaskSettings", "MaskedSums", "conflicts", "refusals", "unused"]
+__all__ = ["MaskSettings", "MaskedSums", "refusals"]
 
 _LACKS_COUNT = (
     "masked-sums=true weighs the clients by examples, and needs their number before the round: answer the query (docs/"
@@ -106,44 +96,9 @@ _ANSWERS_ARE_PUBLIC = (
 )
 
 
-class MaskSettings(Settings):
-    """The settings of masked sums."""
-
-    masked_sums: bool = setting(
-        False, "secure aggregation: clients mask what they send, and the server sees sums over the clients alone"
-    )
-    masked_threshold: float = setting(
-        0.66,
-        "share of a client's neighbourhood that must stay to the end; with it the server removes masks",
-        gt=0.5,
-        le=1,
-    )
-    masked_neighbours: int = setting(
-        0, "clients with which each client has masks in common (an even number); 0 = all others of the round", ge=0
-    )
-    masked_range: float = setting(65536.0, "largest size of a masked value; a larger one is an error", gt=0)
-    masked_metrics: Literal["withheld", "published"] = setting(
-        "withheld", "the clients' metrics, which have no masks: not sent, or sent"
-    )
-
-
 def refusals(method: Method[Any]) -> list[str]:
     """Return why the method does not work with masks, one line each."""
     return [f"strategy {method.name!r} with masked-sums=true: {what}" for what in beside_sums(method)]
-
-
-def conflicts(dp: DPSettings) -> list[str]:
-    """Return why differential privacy with these settings needs single updates, one line each."""
-    found = []
-    if dp.dp == "server":
-        found.append("masked-sums=true hides the updates that dp=server clips; with dp=client the clients clip")
-    return found
-
-
-def unused(settings: MaskSettings) -> dict[str, str]:
-    """Return the settings that have no effect under the others, by name, each with what it needs."""
-    others = set(MaskSettings.model_fields) - {"masked_sums"}
-    return {} if settings.masked_sums else dict.fromkeys(others, "it is for masked-sums=true")
 
 
 class MaskedSums(Protection):
@@ -169,11 +124,8 @@ class MaskedSums(Protection):
         self.secret_sampling = self._inner.secret_sampling
         self.always_releases = self._inner.always_releases
         self._method: Method[Any] | None = None
-        self._round: MaskedRound | None = None
-        self._point = FixedPoint(1.0, 1.0)
-        self._fresh = 0
-        self._model = self._known = ""  # SHA-256 of the round's model, and of the last one of which sums are known
-        self._resumed = False
+        self._sum: RoundSum | None = None
+        self._repeated = RepeatedSums()
 
     def begin(self, method: Method[Any]) -> None:
         """Check that the method needs sums alone.
@@ -189,8 +141,7 @@ class MaskedSums(Protection):
             )
         if problems:
             raise ConfigError("\n".join(problems))
-        self._method, self._round, self._fresh = method, None, 0
-        self._model, self._known, self._resumed = "", "", False
+        self._method, self._sum, self._repeated = method, None, RepeatedSums()
         self._inner.begin(method)
 
     def admits(self, run: RunState, asked: int) -> bool:
@@ -199,7 +150,8 @@ class MaskedSums(Protection):
 
     def config(self) -> Mapping[str, Any]:
         """Return the config of differential privacy; in a resumed run also a number: clients draw new batches by it."""
-        return {**self._inner.config(), **({FRESH_BATCHES: self._fresh} if self._fresh else {})}
+        fresh = self._repeated.fresh
+        return {**self._inner.config(), **({FRESH_BATCHES: fresh} if fresh else {})}
 
     def open_round(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
@@ -210,10 +162,7 @@ class MaskedSums(Protection):
             ClientPartError: no client has the mod.
             ConfigError: all clients would repeat what they sent before.
         """
-        self._model = state_sha256(run.before)
-        if self._resumed:  # the run may have gone on from this model before
-            self._known, self._resumed = self._model, False
-        return self._agreed(run, messages, grid, timeout, self._model == self._known)
+        return self._agreed(run, messages, grid, timeout, self._repeated.begin_round(run.before))
 
     def open_statistics(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
@@ -227,46 +176,26 @@ class MaskedSums(Protection):
         """Return the messages to the clients that agree on masks; ``again``: without those that repeat their sums."""
         if not messages:
             return []
-        nodes = [node for node, _ in messages]
-        self._round = masks = MaskedRound(run.report, nodes, polling(grid), timeout)
-        left_out = {number: _LACKS_COUNT for number, node in enumerate(nodes) if not node.num_examples}
-        if again:
-            left_out |= {number: _REPEATS for number, node in enumerate(nodes) if _has_one_batch(node)}
-        for number, why in left_out.items():
-            masks.lose(number, why)
-        if set(left_out.values()) == {_REPEATS} and len(left_out) == len(nodes):
-            raise ConfigError(
-                f"masked-sums=true and a round that was begun before: no client can take part. Of each of them "
-                f"({len(nodes)}): {_REPEATS}. Begin a new run, or take a smaller batch-size."
-            )
-        asked, own = [number for number in range(len(nodes)) if number not in left_out], self.settings
-        if not masks.prepare(asked, own.masked_threshold, own.masked_neighbours):
+        nodes, own = [node for node, _ in messages], self.settings
+        self._sum, masks = None, MaskedRound(run.report, nodes, polling(grid), timeout)
+        if not masks.prepare(_able(masks, again), own.masked_threshold, own.masked_neighbours):
             return []
-        total = self._weight(masks.present)
-        self._point = FixedPoint(own.masked_range, total)
-        masks.about = about(own.masked_range, total, bool(self._dp))
-        common: dict[str, Any] = {MASK_TOTAL: total, MASK_RANGE: own.masked_range}
-        common |= {MASK_METRICS: self.publishes_metrics, MASK_EQUAL: bool(self._dp)}
-        sent = []
-        for number in sorted(masks.present):
-            own_config: dict[str, Any] = {MASK_PRESENT: masks.partners(number), MASK_WEIGHT: self._weight({number})}
-            sent.append(with_config(messages[number][1], {**common, **own_config}))
-        return sent
+        self._sum = RoundSum(masks, own.masked_range, bool(self._dp))
+        configs = {n: {**self._sum.config(n), MASK_METRICS: self.publishes_metrics} for n in sorted(masks.present)}
+        return [with_config(messages[number][1], config) for number, config in configs.items()]
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
         """Return the limits of a step in which all stay to the end, and whose exchanges are masked sums."""
-        masks = self._round_or_raise
-        if missing := {masks.nodes[number].node_id for number in masks.present} - members.keys():
+        own = self._sum_or_raise
+        if missing := {own.masks.nodes[number].node_id for number in own.masks.present} - members.keys():
             raise ConfigError(
                 f"masked-sums=true: node {min(missing)} has masks, and takes no part in the synchronised step"
             )
 
         def answer(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-            if len(tensors) < len(masks.present) or any(tensor.dtype != torch.int64 for tensor in tensors):
-                raise ReplyError(f"exchange '{tag}' needs a masked tensor of int64 from each client")
-            total = _sum([tensor.numpy() for tensor in tensors])
-            self._known = self._model
-            return torch.from_numpy(self._point.mean(total, math.fsum(weights)))
+            total = own.of_exchange(tag, tensors)
+            self._repeated.note_sum()
+            return torch.from_numpy(own.point.mean(total, math.fsum(weights)))
 
         return dataclasses.replace(limits, min_members=len(members), answer=answer)
 
@@ -284,22 +213,33 @@ class MaskedSums(Protection):
             return self._inner.pool(run, replies, before)
         moved = run.report.train
         moved.up, moved.counters_up = moved.up + moved.counters_up, 0  # masked floats
-        vectors = self._by_number([(reply.node, reply.state) for reply in replies])
-        answered = frozenset(vectors)
-        shared = {name: before[name] for name in before if run.parts.part_of[name] not in self._method_or_raise.local}
+        vectors = self._sum_or_raise.by_number([(reply.node, reply.state) for reply in replies])
         try:
-            mean, self._known = self._mean(vectors), self._model
-            values = split(mean, self._like(shared, run.parts))
-            state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
-            sends_buffers = self._method_or_raise.params.momentum_scope == "global"
-            extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if sends_buffers else {}
-            average = Reply(Node(0), self._weight(answered), state, {}, extras)
-            self._method_or_raise.check(run.report.server_round, average, before)
+            average = self._average(run, vectors, before)
         except (MaskingError, ReplyError) as error:  # one client can spoil a sum, and nobody knows which
-            self._round_or_raise.give_up(str(error))
+            self._sum_or_raise.masks.give_up(str(error))
             return self._inner.pool(run, [], before)
+        return self._inner.pool(run, [average] * len(vectors), before) if self._dp else [average]
+
+    def _average(self, run: RunState, vectors: Mapping[int, Array], before: State) -> Reply:
+        """Return a reply with the average of these clients' values, which the method accepts; it counts the round.
+
+        Raises:
+            MaskingError: the masks cannot be removed.
+            ReplyError: the sum is out of range, or the method refuses the average.
+        """
+        method, own = self._method_or_raise, self._sum_or_raise
+        shared = {name: before[name] for name in before if run.parts.part_of[name] not in method.local}
+        mean = own.mean(vectors)
+        self._repeated.note_sum()
+        values = split(mean, self._like(shared, run.parts))
+        state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
+        sends_buffers = method.params.momentum_scope == "global"
+        extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if sends_buffers else {}
+        average = Reply(Node(0), own.weight(vectors.keys()), state, {}, extras)
+        method.check(run.report.server_round, average, before)
         state.update({name: state[name] + 1 for name in run.parts.counters if name in state})
-        return self._inner.pool(run, [average] * len(answered), before) if self._dp else [average]
+        return average
 
     def check_statistics(self, run: RunState, state: State, before: State) -> None:
         """Refuse anything but a masked vector."""
@@ -313,12 +253,13 @@ class MaskedSums(Protection):
         """Return the moments of all clients' data together."""
         if not replies:
             return []
-        vectors = self._by_number(replies)
+        own = self._sum_or_raise
+        vectors = own.by_number(replies)
         try:
-            values = split(self._mean(vectors), statistics_like(before))
-            return [pooled_statistics(values, self._weight(frozenset(vectors)), before)]
+            values = split(own.mean(vectors), statistics_like(before))
+            return [pooled_statistics(values, own.weight(vectors.keys()), before)]
         except (MaskingError, ReplyError) as error:
-            self._round_or_raise.give_up(str(error))
+            own.masks.give_up(str(error))
             return []
 
     def stops_after(self, server_round: int) -> bool:
@@ -342,7 +283,7 @@ class MaskedSums(Protection):
         Rounds may be repeated now. With the same batches and without a client that is lost this time, the difference of
         the two sums would be that client's update: the clients draw others, and those that cannot are left out.
         """
-        self._fresh, self._resumed = secrets.randbits(62), True
+        self._repeated.resume()
         self._inner.load_state_dict(state)
 
     @property
@@ -354,20 +295,10 @@ class MaskedSums(Protection):
         return self._method
 
     @property
-    def _round_or_raise(self) -> MaskedRound:
-        if self._round is None:
+    def _sum_or_raise(self) -> RoundSum:
+        if self._sum is None:
             raise ConfigError("MaskedSums has no masks yet: call open_round() or open_statistics() first")
-        return self._round
-
-    def _by_number(self, replies: Sequence[tuple[Node, State]]) -> dict[int, Array]:
-        """Return the masked vectors by the number of the client."""
-        number_of = {node.node_id: number for number, node in enumerate(self._round_or_raise.nodes)}
-        return {number_of[node.node_id]: state[MASKED] for node, state in replies}
-
-    def _mean(self, vectors: Mapping[int, Array]) -> Array:
-        """Return the weighted mean of what these clients have masked (step 4)."""
-        answered, total = frozenset(vectors), _sum(list(vectors.values()))
-        return self._point.mean(total - self._round_or_raise.left_over(answered, total.size), self._weight(answered))
+        return self._sum
 
     def _like(self, shared: State, parts: Parts) -> dict[str, Array]:
         """Return arrays like the values of a client in training."""
@@ -375,25 +306,25 @@ class MaskedSums(Protection):
             shared, shared, {} if self._method_or_raise.params.momentum_scope == "global" else None, parts
         )
 
-    def _weight(self, numbers: Collection[int]) -> float:
-        """Return the sum of these clients' weights."""
-        if self._dp:
-            return float(len(numbers))
-        return float(sum(self._round_or_raise.nodes[number].num_examples or 0 for number in numbers))
 
+def _able(masks: MaskedRound, again: bool) -> list[int]:
+    """Return the clients to ask; the others take no part. ``again``: without those that would repeat their sums.
 
-def _has_one_batch(node: Node) -> bool:
-    """Return whether the node has no more examples than a batch, as far as it has said."""
-    return node.batch_size is not None and node.batch_size >= (node.num_examples or 0)
+    Raises:
+        ConfigError: all clients would.
+    """
+    left_out = {number: _LACKS_COUNT for number, node in enumerate(masks.nodes) if not node.num_examples}
+    if again:
+        left_out |= {number: _REPEATS for number, node in enumerate(masks.nodes) if has_one_batch(node)}
+    for number, why in left_out.items():
+        masks.lose(number, why)
+    if set(left_out.values()) == {_REPEATS} and len(left_out) == len(masks.nodes):
+        raise ConfigError(
+            f"masked-sums=true and a round that was begun before: no client can take part. Of each of them "
+            f"({len(masks.nodes)}): {_REPEATS}. Begin a new run, or take a smaller batch-size."
+        )
+    return [number for number in range(len(masks.nodes)) if number not in left_out]
 
 
 def _size(values: Mapping[str, Array]) -> int:
     return sum(array.size for array in values.values())
-
-
-def _sum(vectors: Sequence[Array]) -> Array:
-    """Return the sum in the ring: int64, which wraps around."""
-    total = vectors[0].copy()
-    for vector in vectors[1:]:
-        total += vector
-    return total

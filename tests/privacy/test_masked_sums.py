@@ -30,6 +30,7 @@ from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.ring import FixedPoint
+from fedbn_flwr.privacy.round_sum import RoundSum
 from fedbn_flwr.privacy.uncovered import beside_sums
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
@@ -585,15 +586,11 @@ def test_a_reply_holds_no_metrics_unless_published(federate, datasets, mlp) -> N
     assert published.strategy.reports[0].clients["2"]["train-loss"] > 0
 
 
-def test_a_client_weighs_its_numbers_by_its_own_count(federate, datasets, mlp) -> None:
+def test_a_client_weighs_its_numbers_by_its_own_count(federate, datasets, mlp, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that gives one client a large weight sees little but its update."""
-
-    class Weighing(MaskedSums):
-        def _weight(self, numbers: Collection[int]) -> float:
-            return 1e6 if set(numbers) == {1} else super()._weight(numbers)
-
-    strategy = FedAvg(fraction_evaluate=0.0)
-    strategy.protect(Weighing(MaskSettings(masked_sums=True, masked_threshold=0.51)))
+    weight = RoundSum.weight
+    monkeypatch.setattr(RoundSum, "weight", lambda self, them: 1e6 if set(them) == {1} else weight(self, them))
+    strategy = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=0.51)
     run = federate(strategy, mlp, datasets, rounds=1)
     assert "the server gives this client the weight 1e+06, and it has trained on [5] examples" in run.reason(1)
     assert strategy.reports[0].participants == [0, 2, 3]

@@ -11,7 +11,7 @@ from fedbn_flwr.data import MAX_BYTES, Standardise
 from fedbn_flwr.experiment.config.method_settings import fields_of, method_fields
 from fedbn_flwr.norms import FeatureScale
 from fedbn_flwr.privacy.differential_settings import DPSettings
-from fedbn_flwr.privacy.masked_sums import MaskSettings
+from fedbn_flwr.privacy.masked_settings import MaskSettings
 from fedbn_flwr.privacy.record_settings import RecordDPSettings
 from fedbn_flwr.server.method import Role
 from fedbn_flwr.server.params import Params, setting

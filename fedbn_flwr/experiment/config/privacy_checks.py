@@ -8,7 +8,8 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.data import decided_by_records, is_own
 from fedbn_flwr.experiment.config.fields import CENTRALIZED
 from fedbn_flwr.experiment.config.values import Values
-from fedbn_flwr.privacy import differential_settings, masked_sums
+from fedbn_flwr.privacy import differential_settings, masked_settings
+from fedbn_flwr.privacy.masked_sums import refusals
 from fedbn_flwr.privacy.record_settings import TWO_NOISES
 from fedbn_flwr.privacy.uncovered import kept_between_rounds
 from fedbn_flwr.strategies import FedAvg
@@ -41,7 +42,7 @@ def mask_problems(config: Values) -> list[str]:
     """Return what of this run is no sum over the clients."""
     if config.strategy == CENTRALIZED:
         return ["masked-sums=true: strategy=centralized has no clients"]
-    found = masked_sums.refusals(_made(config)) + masked_sums.conflicts(config.dp_settings())
+    found = refusals(_made(config)) + masked_settings.conflicts(config.dp_settings())
     if config.num_clients == 1:
         found.append(
             "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over one client is its update"

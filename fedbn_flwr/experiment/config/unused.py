@@ -10,7 +10,7 @@ from fedbn_flwr.experiment.config.method_settings import methods_with
 from fedbn_flwr.experiment.config.texts import split
 from fedbn_flwr.experiment.config.values import Values
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.privacy import differential_settings, masked_sums
+from fedbn_flwr.privacy import differential_settings, masked_settings
 from fedbn_flwr.privacy.record_settings import RecordDPSettings
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.strategies import STRATEGIES
@@ -54,7 +54,7 @@ def _unused(config: Values) -> dict[str, str]:
     for_dp = {name: use for name, use in for_dp.items() if not (config.record_dp and name in shared)}
     of_records = set(RecordDPSettings.model_fields) - {"record_dp"} if not config.record_dp else ()
     found |= for_dp | dict.fromkeys(of_records, "it is for record-dp=true")
-    return found | masked_sums.unused(config.mask_settings())
+    return found | masked_settings.unused(config.mask_settings())
 
 
 def _of_model(config: Values) -> Conditions:

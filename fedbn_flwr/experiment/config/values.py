@@ -14,7 +14,7 @@ from fedbn_flwr.experiment.config.method_settings import own_default
 from fedbn_flwr.experiment.config.texts import number, split
 from fedbn_flwr.models import input_shape
 from fedbn_flwr.privacy.differential_settings import DPSettings
-from fedbn_flwr.privacy.masked_sums import MaskSettings
+from fedbn_flwr.privacy.masked_settings import MaskSettings
 from fedbn_flwr.privacy.record_level import RecordLevel
 from fedbn_flwr.server.method import Role, RunSettings
 from fedbn_flwr.server.params import Params, tests_in
