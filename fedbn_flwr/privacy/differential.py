@@ -171,10 +171,8 @@ class ClientLevelDP(Protection):
         fitting = add_clipped(total, (coordinates.update(reply.state) for reply in replies), self.clipping_norm)
         of_bits, of_updates = self._split(self.noise_multiplier or 0.0, asked)
         deviation = of_updates * self.clipping_norm / asked
-        for array in total.values():
-            array /= asked
-            array += deviation * self.noise.normal(array.shape)
-        state = coordinates.state(total, deviation)
+        average = {name: array / asked + deviation * self.noise.normal(array.shape) for name, array in total.items()}
+        state = coordinates.state(average, deviation)
         state |= {name: state[name] + 1 for name in run.parts.counters if name in state}
         if self.settings.dp_clipping == "adaptive":
             self._adapt(fitting - len(replies) / 2, of_bits, asked)
@@ -211,7 +209,7 @@ class ClientLevelDP(Protection):
             return True
         release = Release(self.noise_multiplier or 0.0, asked, run.num_able, self.secret_sampling)
         cost = self.accountant.epsilon([release])
-        self._spent = cost > self._limit * (1 + 1e-9)
+        self._spent = self._exceeds(cost)
         if self._spent:
             self._tell_spent(run, asked, cost)
         return not self._spent
@@ -220,6 +218,9 @@ class ClientLevelDP(Protection):
     def _limit(self) -> float:
         """The largest epsilon of the run; 0 = none."""
         return self.settings.dp_max_epsilon or self.settings.dp_target_epsilon
+
+    def _exceeds(self, epsilon: float) -> bool:
+        return epsilon > self._limit * (1 + 1e-9)  # a target is met up to rounding
 
     def _choose_noise(self, run: RunState, asked: int) -> None:
         """Choose z for a target epsilon, for rounds like this one to the end; not where the target is spent."""
@@ -304,7 +305,7 @@ class ClientLevelDP(Protection):
     def stops_after(self, server_round: int) -> bool:
         """Return whether a further round, with as many clients as the last, would cost too much in total."""
         limit, releases = self._limit, self.accountant.releases
-        return self._spent or (bool(limit and releases) and self.accountant.epsilon(releases[-1:]) > limit)
+        return self._spent or (bool(limit and releases) and self._exceeds(self.accountant.epsilon(releases[-1:])))
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""

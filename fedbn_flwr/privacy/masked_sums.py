@@ -230,9 +230,9 @@ class MaskedSums(Protection):
         """
         method, own = self._method_or_raise, self._sum_or_raise
         shared = {name: before[name] for name in before if run.parts.part_of[name] not in method.local}
-        mean = own.mean(vectors)
-        self._repeated.note_sum()
-        values = split(mean, self._like(shared, run.parts))
+        total = own.unmasked(vectors)
+        self._repeated.note_sum()  # the server has it, also if it is out of range
+        values = split(own.point.mean(total, own.weight(vectors.keys())), self._like(shared, run.parts))
         state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
         sends_buffers = method.params.momentum_scope == "global"
         extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if sends_buffers else {}

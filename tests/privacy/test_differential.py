@@ -84,6 +84,7 @@ def pooled(
 def federation(mlp: Any, seed: int, clients: int = 4) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     rng, before = np.random.default_rng(seed), to_state(mlp().state_dict())
     before["1.running_var"] = rng.lognormal(0, 2, before["1.running_var"].shape)
+    before["scale"] = np.array(0.5)  # without dimensions: NumPy makes scalars of such arrays
 
     def client() -> dict[str, Any]:
         size = rng.lognormal(0, 2)

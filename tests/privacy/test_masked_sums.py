@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -524,6 +525,22 @@ def test_a_resumed_run_leaves_out_clients_that_have_one_batch_alone(federate, po
     resumed.load_state_dict(first.state_dict(), 1)
     federate(resumed, mlp, data, rounds=3, batch_size=16)
     assert [report.participants for report in resumed.reports] == [[1, 2], [0, 1, 2]]
+
+
+def test_a_sum_out_of_range_is_known_too(federate, points, mlp, monkeypatch: pytest.MonkeyPatch) -> None:
+    mean, calls = FixedPoint.mean, itertools.count()
+
+    def first_out_of_range(self: FixedPoint, *values: Any) -> Any:
+        if next(calls) == 0:
+            raise ReplyError("the sum is out of range")
+        return mean(self, *values)
+
+    monkeypatch.setattr(FixedPoint, "mean", first_out_of_range)
+    data = [points(size, number) for number, size in enumerate((5, 30, 30))]
+    made = masked(FedAvg(fraction_evaluate=0.0))
+    federate(made, mlp, data, rounds=3, batch_size=16)
+    assert [report.kept_previous for report in made.reports] == [True, False, False]
+    assert [report.participants for report in made.reports][1:] == [[1, 2], [0, 1, 2]]
 
 
 # --- what the server sees -------------------------------------------------------------------------------------------
