@@ -59,6 +59,7 @@ class MaskedRound:
         present: the clients that have sent their shares: those that train.
         threshold: t; 0 before the keys.
         about: what the clients are told of the sum.
+        revealing: whether clients were asked for shares: from then on the sum may be known.
     """
 
     report: RoundReport
@@ -68,6 +69,7 @@ class MaskedRound:
     present: frozenset[int] = frozenset()
     threshold: int = 0
     about: str = ""
+    revealing: bool = False
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
     _neighbours: dict[int, frozenset[int]] = field(default_factory=dict)
     _encrypted: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by receiver, then by sender
@@ -197,6 +199,7 @@ class MaskedRound:
         def enough(answers: Mapping[int, Mapping[int, bytes]]) -> bool:
             return all(len(own) >= self.threshold for own in shares(answers).values())
 
+        self.revealing = True
         return shares(self._ask("reveal", configs, _by_number, enough))
 
     def _ask(

@@ -46,7 +46,9 @@ The result equals the average without masks but for the rounding of ``FixedPoint
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +83,8 @@ from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.polling_grid import polling
 
 __all__ = ["MaskSettings", "MaskedSums", "refusals"]
+
+logger = logging.getLogger("flwr")
 
 _LACKS_COUNT = (
     "masked-sums=true weighs the clients by examples, and needs their number before the round: answer the query (docs/"
@@ -125,7 +129,7 @@ class MaskedSums(Protection):
         self.always_releases = self._inner.always_releases
         self._method: Method[Any] | None = None
         self._sum: RoundSum | None = None
-        self._repeated = RepeatedSums()
+        self._training, self._statistics, self._fresh = RepeatedSums(), RepeatedSums(), 0
 
     def begin(self, method: Method[Any]) -> None:
         """Check that the method needs sums alone.
@@ -141,7 +145,8 @@ class MaskedSums(Protection):
             )
         if problems:
             raise ConfigError("\n".join(problems))
-        self._method, self._sum, self._repeated = method, None, RepeatedSums()
+        self._method, self._sum = method, None
+        self._training, self._statistics, self._fresh = RepeatedSums(), RepeatedSums(), 0
         self._inner.begin(method)
 
     def admits(self, run: RunState, asked: int) -> bool:
@@ -150,8 +155,7 @@ class MaskedSums(Protection):
 
     def config(self) -> Mapping[str, Any]:
         """Return the config of differential privacy; in a resumed run also a number: clients draw new batches by it."""
-        fresh = self._repeated.fresh
-        return {**self._inner.config(), **({FRESH_BATCHES: fresh} if fresh else {})}
+        return {**self._inner.config(), **({FRESH_BATCHES: self._fresh} if self._fresh else {})}
 
     def open_round(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
@@ -162,12 +166,20 @@ class MaskedSums(Protection):
             ClientPartError: no client has the mod.
             ConfigError: all clients would repeat what they sent before.
         """
-        return self._agreed(run, messages, grid, timeout, self._repeated.begin_round(run.before))
+        self._statistics.begin(run.before)  # of a resumed run: those of its model may be known from before
+        return self._agreed(run, messages, grid, timeout, self._training.begin(run.before))
 
     def open_statistics(
-        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, before: State
     ) -> list[Message]:
-        """Do so for re-estimated statistics, with new keys."""
+        """Do so for re-estimated statistics, with new keys; nobody is asked a second time for those of a model."""
+        if self._statistics.begin(before):
+            logger.warning(
+                "round %d: the sum of this model's statistics may be known; a second sum over other clients would tell "
+                "the difference: nobody is asked",
+                run.report.server_round,
+            )
+            return []
         return self._agreed(run, messages, grid, timeout, False)
 
     def _agreed(
@@ -194,7 +206,7 @@ class MaskedSums(Protection):
 
         def answer(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
             total = own.of_exchange(tag, tensors)
-            self._repeated.note_sum()
+            self._training.note_sum()
             return torch.from_numpy(own.point.mean(total, math.fsum(weights)))
 
         return dataclasses.replace(limits, min_members=len(members), answer=answer)
@@ -230,9 +242,7 @@ class MaskedSums(Protection):
         """
         method, own = self._method_or_raise, self._sum_or_raise
         shared = {name: before[name] for name in before if run.parts.part_of[name] not in method.local}
-        total = own.unmasked(vectors)
-        self._repeated.note_sum()  # the server has it, also if it is out of range
-        values = split(own.point.mean(total, own.weight(vectors.keys())), self._like(shared, run.parts))
+        values = split(self._mean(vectors, self._training), self._like(shared, run.parts))
         state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
         sends_buffers = method.params.momentum_scope == "global"
         extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if sends_buffers else {}
@@ -240,6 +250,15 @@ class MaskedSums(Protection):
         method.check(run.report.server_round, average, before)
         state.update({name: state[name] + 1 for name in run.parts.counters if name in state})
         return average
+
+    def _mean(self, vectors: Mapping[int, Array], sums: RepeatedSums) -> Array:
+        """Return the mean of these clients' vectors; see ``RoundSum.mean`` for what it raises."""
+        own = self._sum_or_raise
+        try:
+            return own.mean(vectors)
+        finally:
+            if own.masks.revealing:  # the sum may be known, also if shares come late or it is out of range
+                sums.note_sum()
 
     def check_statistics(self, run: RunState, state: State, before: State) -> None:
         """Refuse anything but a masked vector."""
@@ -256,7 +275,7 @@ class MaskedSums(Protection):
         own = self._sum_or_raise
         vectors = own.by_number(replies)
         try:
-            values = split(own.mean(vectors), statistics_like(before))
+            values = split(self._mean(vectors, self._statistics), statistics_like(before))
             return [pooled_statistics(values, own.weight(vectors.keys()), before)]
         except (MaskingError, ReplyError) as error:
             own.masks.give_up(str(error))
@@ -283,7 +302,9 @@ class MaskedSums(Protection):
         Rounds may be repeated now. With the same batches and without a client that is lost this time, the difference of
         the two sums would be that client's update: the clients draw others, and those that cannot are left out.
         """
-        self._repeated.resume()
+        self._fresh = secrets.randbits(62)
+        self._training.resume()
+        self._statistics.resume()
         self._inner.load_state_dict(state)
 
     @property

@@ -35,11 +35,16 @@ def mixes_examples(model: nn.Module) -> list[str]:
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raise ConfigError for a wrapper, NormLayerError for a layer that mixes examples."""
+    """Raise ConfigError for a wrapper or a complex parameter, NormLayerError for a layer that mixes examples."""
     if unwrap(model) is not model:
         raise ConfigError(
             f"record-level privacy computes the gradients of the module itself: {type(model).__name__} around it "
             "would have no effect. Pass the module inside."
+        )
+    if found := [name for name, own in model.named_parameters() if own.requires_grad and own.is_complex()]:
+        raise ConfigError(
+            f"record-level privacy adds real noise, and parameter '{found[0]}' is complex. Freeze it (train-only), or "
+            "store its real and imaginary parts (torch.view_as_real)."
         )
     if found := mixes_examples(model):
         raise NormLayerError("\n".join(found) + f"\n{WAY_OUT}.")

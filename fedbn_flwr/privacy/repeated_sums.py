@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.messages.records import state_sha256
 from fedbn_flwr.server.nodes import Node
@@ -12,30 +10,25 @@ __all__ = ["RepeatedSums", "has_one_batch"]
 
 
 class RepeatedSums:
-    """What the server knows of earlier sums: whether a round begins with a model of which there may be one.
-
-    Attributes:
-        fresh: the number by which the clients of a resumed run draw new batches; 0 in another run.
-    """
+    """What the server may know of earlier sums: whether there was one of the model that is used now."""
 
     def __init__(self) -> None:
-        self.fresh = 0
-        self._model = self._known = ""  # SHA-256 of the round's model, and of the last one of which sums are known
+        self._model = self._known = ""  # SHA-256 of the model, and of the last one of which a sum may be known
         self._resumed = False
 
     def resume(self) -> None:
-        """Note that the run may have gone on before from the model of its next round."""
-        self.fresh, self._resumed = secrets.randbits(62), True
+        """Note that the run may have gone on before from the model that comes next."""
+        self._resumed = True
 
-    def begin_round(self, before: State) -> bool:
-        """Begin a round with this model; return whether sums of it may be known."""
-        self._model = state_sha256(before)
+    def begin(self, model: State) -> bool:
+        """Begin with this model; return whether a sum of it may be known."""
+        self._model = state_sha256(model)
         if self._resumed:
             self._known, self._resumed = self._model, False
         return self._model == self._known
 
     def note_sum(self) -> None:
-        """Note that a sum of the round's model is known."""
+        """Note that a sum of the model may be known."""
         self._known = self._model
 
 

@@ -56,23 +56,15 @@ class RoundSum:
         number_of = {node.node_id: number for number, node in enumerate(self.masks.nodes)}
         return {number_of[node.node_id]: state[MASKED] for node, state in replies}
 
-    def unmasked(self, vectors: Mapping[int, Array]) -> Array:
-        """Return the weighted sum of what these clients have masked, int64, without the masks that are left in it.
-
-        Raises:
-            MaskingError: the masks cannot be removed.
-        """
-        total = _sum(list(vectors.values()))
-        return total - self.masks.left_over(frozenset(vectors), total.size)
-
     def mean(self, vectors: Mapping[int, Array]) -> Array:
-        """Return the weighted mean of what these clients have masked.
+        """Return the weighted mean of what these clients have masked, without the masks that are left in the sum.
 
         Raises:
             MaskingError: the masks cannot be removed.
             ReplyError: the sum is out of range.
         """
-        return self.point.mean(self.unmasked(vectors), self.weight(vectors.keys()))
+        answered, total = frozenset(vectors), _sum(list(vectors.values()))
+        return self.point.mean(total - self.masks.left_over(answered, total.size), self.weight(answered))
 
     def of_exchange(self, tag: str, tensors: Sequence[Tensor]) -> Array:
         """Return the sum of an exchange's tensors, int64, in which all masks cancel.

@@ -99,9 +99,9 @@ class Protection:
         return replies
 
     def open_statistics(
-        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, before: State
     ) -> list[Message]:
-        """Return the queries for re-estimated statistics to send; else as ``open_round``."""
+        """Return the queries for re-estimated statistics of the model ``before`` to send; else as ``open_round``."""
         return [message for _, message in messages]
 
     def statistics(

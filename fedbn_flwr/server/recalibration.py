@@ -81,7 +81,7 @@ class Recalibration:
         traffic = report.train if self._method.recalibrates else report.evaluate
         messages = self._dispatcher.address(nodes, STATISTICS_QUERY, arrays, config, traffic)
         pairs = list(zip(nodes, messages, strict=True))
-        messages = self._protection.open_statistics(self._run, pairs, grid, self._dispatcher.timeout)
+        messages = self._protection.open_statistics(self._run, pairs, grid, self._dispatcher.timeout, before)
         replies = list(grid.send_and_receive(messages, timeout=self._dispatcher.timeout))
 
         def read(node: Node, message: Message) -> State:
@@ -95,9 +95,9 @@ class Recalibration:
         good, refused = read_replies(self._dispatcher.in_order(replies), read, report, "statistics")
         self._dispatcher.raise_shared_test_error(refused)
         self._refuse_apps_without_answer(replies)
-        moments = self._protection.statistics(self._run, [(node, state) for node, _, state in good], before)
-        enough = len(good) >= self._method.params.min_replies
-        statistics = _running_statistics(moments, before, self._run.parts) if enough else {}
+        usable = [(node, state) for node, _, state in good] if len(good) >= self._method.params.min_replies else []
+        moments = self._protection.statistics(self._run, usable, before)
+        statistics = _running_statistics(moments, before, self._run.parts)
         if not statistics:
             logger.warning(
                 "round %d: no statistics re-estimated from %d usable replies", report.server_round, len(good)

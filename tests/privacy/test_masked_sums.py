@@ -25,6 +25,7 @@ from fedbn_flwr.errors import ConfigError, MaskingError, NothingTrainedError, Re
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import local_bn, masked_update
+from fedbn_flwr.privacy import masked_sums
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_round import MaskedRound
@@ -426,6 +427,29 @@ def test_statistics_of_a_kept_model_are_not_summed_a_second_time(federate, datas
     assert made.run.reestimated == made.run.statistics_at_start != {}
 
 
+def test_statistics_of_no_use_are_not_summed_a_second_time(federate, datasets, mlp, monkeypatch) -> None:
+    made = masked(FedAvg(recalibrate=True, fraction_evaluate=0.0), masked_threshold=1.0)
+    pooled, calls = masked_sums.pooled_statistics, itertools.count()
+
+    def first_refused(*values: Any) -> Any:
+        if next(calls) == 0:
+            raise ReplyError("counts are no whole numbers")
+        return pooled(*values)
+
+    monkeypatch.setattr(masked_sums, "pooled_statistics", first_refused)
+    run = federate(made, mlp, datasets, rounds=3, wrap=losing({2: "train"}, (2,)))
+    assert [report.kept_previous for report in made.reports] == [False, True, False]
+    assert {config["server-round"] for config in run.grid.config("query.statistics")} == {1, 3}
+
+
+def test_statistics_of_too_few_clients_are_not_revealed(federate, datasets, mlp) -> None:
+    made = masked(FedAvg(recalibrate=True, fraction_evaluate=0.0, min_replies=4))
+    run = federate(made, mlp, datasets, rounds=2, wrap=losing({2: "query.statistics"}))
+    revealed = [c["server-round"] for c in run.grid.config("query") if c.get("fedbn-flwr.mask-stage") == "reveal"]
+    assert (revealed.count(1), revealed.count(2)) == (4, 8)
+    assert made.run.reestimated
+
+
 def test_a_ring_of_neighbours(federate, points, mlp) -> None:
     """Of 9 clients each has masks in common with 4; two that are lost are recovered."""
     data = [points(4 + client, client) for client in range(9)]
@@ -527,7 +551,7 @@ def test_a_resumed_run_leaves_out_clients_that_have_one_batch_alone(federate, po
     assert [report.participants for report in resumed.reports] == [[1, 2], [0, 1, 2]]
 
 
-def test_a_sum_out_of_range_is_known_too(federate, points, mlp, monkeypatch: pytest.MonkeyPatch) -> None:
+def out_of_range_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     mean, calls = FixedPoint.mean, itertools.count()
 
     def first_out_of_range(self: FixedPoint, *values: Any) -> Any:
@@ -536,9 +560,16 @@ def test_a_sum_out_of_range_is_known_too(federate, points, mlp, monkeypatch: pyt
         return mean(self, *values)
 
     monkeypatch.setattr(FixedPoint, "mean", first_out_of_range)
+
+
+@pytest.mark.parametrize("why", ["out of range", "shares come late"])
+def test_a_sum_that_is_of_no_use_may_be_known(why: str, federate, points, mlp, monkeypatch: pytest.MonkeyPatch) -> None:
     data = [points(size, number) for number, size in enumerate((5, 30, 30))]
     made = masked(FedAvg(fraction_evaluate=0.0))
-    federate(made, mlp, data, rounds=3, batch_size=16)
+    late = {0: "reveal", 1: "reveal"} if why == "shares come late" else {}
+    if not late:
+        out_of_range_at_first(monkeypatch)
+    federate(made, mlp, data, rounds=3, batch_size=16, wrap=losing(late))
     assert [report.kept_previous for report in made.reports] == [True, False, False]
     assert [report.participants for report in made.reports][1:] == [[1, 2], [0, 1, 2]]
 

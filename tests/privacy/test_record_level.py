@@ -386,6 +386,10 @@ def test_layers_that_mix_the_examples_are_refused_by_name() -> None:
         dp.backward(own, F.cross_entropy, *data)
     dp.backward(own.eval(), F.cross_entropy, *data)
     DPSGD(RecordLevel(1.0), 4, 2).backward(nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3)), F.cross_entropy, *data)
+    waves = nn.Sequential(nn.Linear(5, 3))
+    waves.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="'phase' is complex"):
+        DPSGD(RecordLevel(1.0), 4, 2).backward(waves, F.cross_entropy, *data)
     wrapped = nn.DataParallel(nn.Linear(5, 3))
     with pytest.raises(ConfigError, match="DataParallel around it would have no effect"):
         DPSGD(RecordLevel(1.0), 4, 2).backward(wrapped, F.cross_entropy, torch.ones(2, 5), torch.ones(2).long())
