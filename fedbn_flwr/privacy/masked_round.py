@@ -59,6 +59,7 @@ class MaskedRound:
         present: the clients that have sent their shares: those that train.
         threshold: t; 0 before the keys.
         about: what the clients are told of the sum.
+        whole: whether all must have answered: exchanges of this round have told sums of all.
         revealing: whether clients were asked for shares: from then on the sum may be known.
     """
 
@@ -69,6 +70,7 @@ class MaskedRound:
     present: frozenset[int] = frozenset()
     threshold: int = 0
     about: str = ""
+    whole: bool = False
     revealing: bool = False
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
     _neighbours: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -119,8 +121,11 @@ class MaskedRound:
         """Return the masks that remain in the sum of these clients' vectors, whose size is given.
 
         Raises:
-            MaskingError: too few clients are in it, or fewer than t shares of a secret have come.
+            MaskingError: too few clients are in it, or fewer than t shares of a secret have come; or a client was lost
+                after a synchronised step, and the difference to the exchanges could be its gradient.
         """
+        if self.whole and answered != self.present:
+            raise MaskingError(f"{len(self.present - answered)} client(s) were lost after the synchronised step")
         if not self.enough(answered):
             raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed in each part")
         shares, server_round = self._reveal(answered), self.report.server_round

@@ -166,21 +166,24 @@ class MaskedSums(Protection):
             ClientPartError: no client has the mod.
             ConfigError: all clients would repeat what they sent before.
         """
-        self._statistics.begin(run.before)  # of a resumed run: those of its model may be known from before
-        return self._agreed(run, messages, grid, timeout, self._training.begin(run.before))
+        weights = _weights(run, run.before)
+        known = [sums.begin(weights) for sums in (self._training, self._statistics)]
+        return self._agreed(run, messages, grid, timeout, any(known))
 
     def open_statistics(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, before: State
     ) -> list[Message]:
         """Do so for re-estimated statistics, with new keys; nobody is asked a second time for those of a model."""
-        if self._statistics.begin(before):
+        weights = _weights(run, before)
+        trained = self._training.begin(weights)
+        if self._statistics.begin(weights):
             logger.warning(
                 "round %d: the sum of this model's statistics may be known; a second sum over other clients would tell "
                 "the difference: nobody is asked",
                 run.report.server_round,
             )
             return []
-        return self._agreed(run, messages, grid, timeout, False)
+        return self._agreed(run, messages, grid, timeout, trained)
 
     def _agreed(
         self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, again: bool
@@ -203,6 +206,8 @@ class MaskedSums(Protection):
             raise ConfigError(
                 f"masked-sums=true: node {min(missing)} has masks, and takes no part in the synchronised step"
             )
+
+        own.masks.whole = True
 
         def answer(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
             total = own.of_exchange(tag, tensors)
@@ -326,6 +331,12 @@ class MaskedSums(Protection):
         return model_values(
             shared, shared, {} if self._method_or_raise.params.momentum_scope == "global" else None, parts
         )
+
+
+def _weights(run: RunState, model: State) -> State:
+    """Return what decides what clients send, if their batches are the same: not what BN has measured."""
+    measured = {*run.parts.statistics, *run.parts.counters}
+    return {name: array for name, array in model.items() if name not in measured}
 
 
 def _able(masks: MaskedRound, again: bool) -> list[int]:

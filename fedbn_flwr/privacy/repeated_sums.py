@@ -10,25 +10,25 @@ __all__ = ["RepeatedSums", "has_one_batch"]
 
 
 class RepeatedSums:
-    """What the server may know of earlier sums: whether there was one of the model that is used now."""
+    """What the server may know of earlier sums: whether there was one of the weights that are used now."""
 
     def __init__(self) -> None:
-        self._model = self._known = ""  # SHA-256 of the model, and of the last one of which a sum may be known
+        self._model = self._known = ""  # SHA-256 of the weights, and of the last of which a sum may be known
         self._resumed = False
 
     def resume(self) -> None:
         """Note that the run may have gone on before from the model that comes next."""
         self._resumed = True
 
-    def begin(self, model: State) -> bool:
-        """Begin with this model; return whether a sum of it may be known."""
-        self._model = state_sha256(model)
+    def begin(self, weights: State) -> bool:
+        """Begin with these weights; return whether a sum of them may be known."""
+        self._model = state_sha256(weights)
         if self._resumed:
             self._known, self._resumed = self._model, False
         return self._model == self._known
 
     def note_sum(self) -> None:
-        """Note that a sum of the model may be known."""
+        """Note that a sum of the weights may be known."""
         self._known = self._model
 
 

@@ -442,6 +442,25 @@ def test_statistics_of_no_use_are_not_summed_a_second_time(federate, datasets, m
     assert {config["server-round"] for config in run.grid.config("query.statistics")} == {1, 3}
 
 
+def test_clients_of_one_batch_do_not_train_a_model_whose_statistics_are_known(federate, points, mlp) -> None:
+    """One step on all of a client's data tells the same mean as its re-estimated statistics."""
+    data = [points(size, number) for number, size in enumerate((5, 30, 30))]
+    made = masked(FedAvg(recalibrate=True, eval_every=2, fraction_evaluate=0.0))
+    federate(made, mlp, data, rounds=4, batch_size=16)
+    assert [report.participants for report in made.reports] == [[0, 1, 2], [0, 1, 2], [1, 2], [0, 1, 2]]
+
+
+def test_a_client_lost_after_a_synchronised_step_ends_the_round(federate, datasets, mlp) -> None:
+    """With one step the exchanges tell the sums of all gradients of gamma and beta, the update those of the others."""
+    made, threads = masked(FedTAN(fraction_evaluate=0.0)), {"threads": len(datasets)}
+    options: dict[str, Any] = {"local_steps": 1, "barrier": True, "timeout": 30, "grid_options": threads}
+    run = federate(made, mlp, datasets, rounds=2, wrap=losing({2: "train"}), **options)
+    assert [report.kept_previous for report in made.reports] == [True, False]
+    assert any("lost after the synchronised step" in why for why in made.reports[0].rejected.values())
+    revealed = [c["server-round"] for c in run.grid.config("query") if c.get("fedbn-flwr.mask-stage") == "reveal"]
+    assert set(revealed) == {2}
+
+
 def test_statistics_of_too_few_clients_are_not_revealed(federate, datasets, mlp) -> None:
     made = masked(FedAvg(recalibrate=True, fraction_evaluate=0.0, min_replies=4))
     run = federate(made, mlp, datasets, rounds=2, wrap=losing({2: "query.statistics"}))
