@@ -352,8 +352,8 @@ def _able(masks: MaskedRound, again: bool) -> list[int]:
         masks.lose(number, why)
     if set(left_out.values()) == {_REPEATS} and len(left_out) == len(masks.nodes):
         raise ConfigError(
-            f"masked-sums=true and a round that was begun before: no client can take part. Of each of them "
-            f"({len(masks.nodes)}): {_REPEATS}. Begin a new run, or take a smaller batch-size."
+            "masked-sums=true and a model of which a sum may be known: no client can take part. Of each of them "
+            f"({len(masks.nodes)}): {_REPEATS}. Take a smaller batch-size, leave recalibrate out, or begin anew."
         )
     return [number for number in range(len(masks.nodes)) if number not in left_out]
 
