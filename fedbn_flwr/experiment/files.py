@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import StateError
 
-__all__ = ["STUDY_FILE", "read_json", "read_metrics"]
+__all__ = ["STUDY_FILE", "NewLines", "read_json", "read_metrics"]
 
 STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
 
@@ -21,7 +22,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         StateError: the file is damaged.
     """
-    return _mapping(_text(path), str(path)) if path.is_file() else {}
+    return _mapping(path.read_bytes(), str(path)) if path.is_file() else {}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -30,17 +31,48 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         StateError: another line is damaged.
     """
-    lines = _text(path).splitlines(keepends=True) if path.is_file() else []
-    return [_mapping(line, f"{path}, line {number},") for number, line in enumerate(lines, 1) if line.endswith("\n")]
+    return NewLines(path).read()
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+class NewLines:
+    """The lines that a ``metrics.jsonl`` gets while its run goes on; each is read once, however long the file is.
+
+    Args:
+        path: the file; it may be absent yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines, self._bytes, self._inode = 0, 0, 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the complete lines since the last call; a file that a resume has cut back goes on from its new end.
+
+        Raises:
+            StateError: a line is damaged.
+        """
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            found, passed = os.fstat(file.fileno()), 0
+            if found.st_ino != self._inode or found.st_size < self._bytes:  # another file has taken its place
+                self._inode, self._bytes, passed, self._lines = found.st_ino, 0, self._lines, 0
+            file.seek(self._bytes)
+            lines = [line for line in file if line.endswith(b"\n")]
+        first = self._lines
+        self._bytes += sum(map(len, lines))
+        self._lines += len(lines)
+        return [
+            _mapping(line, f"{self._path}, line {number},")
+            for number, line in enumerate(lines[passed:], first + passed + 1)
+        ]
 
 
-def _mapping(text: str, where: str) -> dict[str, Any]:
+def _mapping(text: bytes, where: str) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = json.loads(text.decode(errors="replace"))
     except ValueError as error:
         raise StateError(f"{where} is damaged: {error}. {_REPEAT}") from error
     if not isinstance(content, dict):

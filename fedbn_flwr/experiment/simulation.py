@@ -15,7 +15,7 @@ from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
 from fedbn_flwr.errors import DivergedError, EngineError
 from fedbn_flwr.experiment.cluster_clients import check_cluster
 from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.files import read_json, read_metrics
+from fedbn_flwr.experiment.files import NewLines, read_json
 from fedbn_flwr.experiment.flower_log import LogEcho
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT, FLOWER_LOG
 from fedbn_flwr.experiment.output.recorder import OnRound
@@ -161,13 +161,10 @@ def _gpus(config: Config) -> dict[str, Scalar]:
 
 def _follow(path: Path, on_round: OnRound | None, ended: threading.Event) -> None:
     """Call ``on_round`` with the new lines of ``metrics.jsonl`` until the run ends."""
-    seen = 0
+    lines = NewLines(path)
     while on_round:
         last = ended.wait(0.3)
-        lines = read_metrics(path)
-        seen = min(seen, len(lines))  # a resume removes lines
-        for line in lines[seen:]:
+        for line in lines.read():
             on_round(line)
-        seen = len(lines)
         if last:
             return

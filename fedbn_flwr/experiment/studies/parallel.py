@@ -20,7 +20,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.cluster import SharedData, cluster
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.files import NewLines
 from fedbn_flwr.experiment.output.recorder import OnRound
 from fedbn_flwr.experiment.run import work_of
 from fedbn_flwr.experiment.setup import gpu_share, make_model, pick_device, refuse_named_gpu
@@ -196,30 +196,26 @@ class _Watched:
     folder: Path
     follower: Follower
     begun: bool = False
-    seen: int = 0
     on_round: OnRound | None = None
-    lines: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        self._before = self._stamp("config.yaml")
+        self._before = self._stamp()
+        self._lines = NewLines(self.folder / "metrics.jsonl")
 
     def look(self) -> None:
         """Tell the follower what is new."""
         if not self.begun:
-            if self._stamp("config.yaml") in (None, self._before):
+            if self._stamp() in (None, self._before):
                 return
             self.begun, self.on_round = True, self.follower.begin(self.cell)
-            self.seen = len(read_metrics(self.folder / "metrics.jsonl"))
-        if self.on_round and (stamp := self._stamp("metrics.jsonl")) != self.lines:
-            self.lines = stamp
-            lines = read_metrics(self.folder / "metrics.jsonl")
-            for line in lines[min(self.seen, len(lines)) :]:
+            self._lines.read()  # those of earlier rounds
+        if self.on_round:
+            for line in self._lines.read():
                 self.on_round(line)
-            self.seen = len(lines)
 
-    def _stamp(self, name: str) -> tuple[int, int] | None:
+    def _stamp(self) -> tuple[int, int] | None:
         try:
-            found = (self.folder / name).stat()
+            found = (self.folder / "config.yaml").stat()
         except OSError:  # absent, or renamed at this moment
             return None
         return found.st_mtime_ns, found.st_size
