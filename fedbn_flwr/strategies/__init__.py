@@ -1,6 +1,7 @@
 """The strategies, one file per paper. ``STRATEGIES`` maps the names used in configs to the classes.
 
 ``combined`` makes one strategy of several: one method's local parts, another's local training, a third's server step.
+``register`` makes the client hooks of a method of your own project known.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import create_model
 
@@ -60,6 +61,7 @@ __all__ = [
     "StaticBN",
     "combined",
     "make_hooks",
+    "register",
 ]
 
 STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
@@ -72,6 +74,52 @@ STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
         *(FedBS, FedWon, Standalone),
     )
 }
+_REGISTERED: list[type[FedAvg[Any]]] = []  # only `register` writes here, and no strategy of the package depends on it
+S = TypeVar("S", bound=type[FedAvg[Any]])
+
+
+def register(method: S) -> S:
+    """Make the client hooks of your own method known in this process, and return the method: a decorator of its class.
+
+    ::
+
+        @register
+        class Mine(FedAvg): ...
+
+    The server app and the client app import the module of the class. A class of the same name and module replaces the
+    former one, as in a notebook cell that is run again.
+
+    Args:
+        method: a subclass of FedAvg with a ``name`` of its own.
+
+    Raises:
+        ConfigError: the class is no such subclass, or another strategy makes a client hook of the same name in another
+            way.
+    """
+    if not (isinstance(method, type) and issubclass(method, FedAvg)):
+        raise ConfigError(f"register({method!r}): it takes a subclass of fedbn_flwr.strategies.FedAvg, by @register.")
+    place = _place(method)
+    if "name" not in vars(method):
+        raise ConfigError(f"register({place}): the class inherits {method.name!r}. Give it a name: name = 'my-method'.")
+    makers = _makers()
+    for hook, make in method.client_hooks.items():
+        other = makers.get(hook, method)
+        if other.client_hooks[hook] is not make and place not in map(_place, other.__mro__):  # nor the former class
+            raise ConfigError(
+                f"client hook {hook!r} of strategy {method.name!r} ({place}) has the name of another one, of strategy "
+                f"{other.name!r} ({_place(other)}). Give it another name."
+            )
+    _REGISTERED[:] = [*(kind for kind in _REGISTERED if _place(kind) != place), method]
+    return method
+
+
+def _place(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _makers() -> dict[str, type[FedAvg[Any]]]:
+    """Return a strategy for each client hook, by the hook's name: one of the package, or the one registered last."""
+    return {hook: kind for kind in (*_REGISTERED, *reversed([*STRATEGIES.values()])) for hook in kind.client_hooks}
 
 
 def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
@@ -86,7 +134,7 @@ def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     # A method that restores entries (FixBN) acts after the server's step: later in the registry, earlier in the MRO.
     registry = list(STRATEGIES.values())
     rank = {m: next(registry.index(kind) for kind in m.__mro__ if kind in registry) for m in methods if m is not FedAvg}
-    chosen = sorted(rank, key=lambda method: rank[method], reverse=True)
+    chosen = sorted(rank, key=lambda method: (rank[method], len(method.__mro__), _place(method)), reverse=True)
     return _combined(*chosen) if len(chosen) > 1 else next(iter(chosen), FedAvg)
 
 
@@ -117,10 +165,13 @@ def make_hooks(names: Iterable[str], context: HookContext) -> dict[str, ClientHo
     """Return the client hooks that a training message names, by name, in that order.
 
     Raises:
-        ConfigError: the message names a hook that this version does not have.
+        ConfigError: the message names a hook that neither this version nor a registered strategy has.
     """
-    known = {name: make for strategy in STRATEGIES.values() for name, make in strategy.client_hooks.items()}
+    makers = _makers()
     for name in names:
-        if name not in known:
-            raise unknown_name("client hook", name, known)
-    return {name: known[name](context) for name in names}
+        if name not in makers:
+            raise ConfigError(
+                f"{unknown_name('client hook', name, makers)} If its strategy is one of your own project, write "
+                "@register above the class, and import its module in the client app, too."
+            )
+    return {name: makers[name].client_hooks[name](context) for name in names}

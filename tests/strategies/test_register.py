@@ -1,0 +1,149 @@
+"""A method of a user's project whose client half is registered: ``register``, and ``make_hooks`` that finds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedbn_flwr import strategies
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.mods import bn_rules
+from fedbn_flwr.server.method import HookContext
+from fedbn_flwr.server.params import setting
+from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, combined, make_hooks, register
+from fedbn_flwr.training.client_hook import ClientHook
+
+STRENGTH = Key("tests.strength", "float: lambda", "server", "client")
+SMALL = 0.3
+
+
+class SmallGammas(ClientHook):
+    """Add lambda times the sum of |gamma| to the loss."""
+
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        return self.strength * model[1].weight.abs().sum()
+
+
+class SlimmingParams(FedAvg.Params):
+    strength: float = setting(SMALL, "lambda of the penalty", ge=0)
+
+
+class Slimming(FedAvg):
+    name = "slimming"
+    role = "client-hooks"
+    Params = SlimmingParams
+    client_hooks = {"small-gammas": lambda context: SmallGammas(float(context.config[STRENGTH]))}
+    keys = (STRENGTH,)
+
+    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
+        return {**super().hooks_for(server_round), "small-gammas": {STRENGTH: self.params.strength}}
+
+
+def variant(qualname: str, *bases: type, **fields: Any) -> Any:
+    """A class statement of this module, as if run once more."""
+    return type(qualname, bases or (FedAvg,), {"__module__": __name__, "name": qualname.lower(), **fields})
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "_REGISTERED", [])
+
+
+@pytest.mark.parametrize(("others", "mu"), [((), 0.0), ((FedProx,), 0.7), ((FedBN, FedProx), 0.7)])
+def test_a_registered_method_equals_sgd_by_hand(others, mu: float, federate, points, mlp) -> None:
+    """Three full-batch steps of two equal clients: grad F + lambda sign(gamma) + mu (w - w_received)."""
+    data, rate = points(8, 1), 0.1
+    settings = {"proximal_mu": mu} if others else {}
+    strategy = combined(register(Slimming), *others)(**settings)
+    run = federate(strategy, mlp, [data, data], rounds=1, rate=rate, batch_size=0, local_steps=3)
+    net = mlp().train()
+    received = [p.detach().clone() for p in net.parameters()]
+    for _ in range(3):
+        gradients = torch.autograd.grad(F.cross_entropy(net(data.inputs), data.targets), [*net.parameters()])
+        for (name, p), g, start in zip(net.named_parameters(), gradients, received, strict=True):
+            p.data -= rate * (g + mu * (p.detach() - start) + SMALL * (name == "1.weight") * p.detach().sign())
+    got = run.state | (run.local_state(0) if FedBN in others else {})
+    for name, value in tensors(got).items():
+        torch.testing.assert_close(value, net.state_dict()[name], rtol=1e-11, atol=1e-13, msg=name)
+
+
+def test_the_order_of_own_methods_in_a_combination_has_no_meaning() -> None:
+    other, derived = variant("Other", role="client-hooks"), variant("Derived", Slimming)
+    assert combined(Slimming, other) is combined(other, Slimming)
+    assert combined(Slimming, derived).__mro__[1:3] == combined(derived, Slimming).__mro__[1:3] == (derived, Slimming)
+
+
+def test_bn_rules_applies_a_registered_hook(mlp) -> None:
+    register(Slimming)
+    model = mlp()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with bn_rules(model, {"fedbn-flwr.hooks": "small-gammas", STRENGTH: SMALL}) as rules:
+        rules.wrap(torch.optim.SGD(model.parameters(), 1.0)).step()
+    moved = {name: (before[name] - p.detach()).unique().tolist() for name, p in model.named_parameters()}
+    assert moved.pop("1.weight") == [pytest.approx(SMALL)]
+    assert {change for changes in moved.values() for change in changes} == {0.0}
+
+
+def test_an_unknown_hook_names_the_two_things_that_may_be_missing() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown client hook 'small-gammas'\..*@register.*import its module in the client app, too"
+    ):
+        make_hooks(["small-gammas"], HookContext({STRENGTH: SMALL}))
+
+
+@pytest.mark.parametrize(("hook", "owner"), [("proximal", "'fedprox' (fedbn_flwr."), ("small-gammas", "'slimming' (")])
+def test_two_strategies_that_make_a_hook_in_two_ways_are_refused(hook: str, owner: str) -> None:
+    register(Slimming)
+    mine = variant("Mine", client_hooks={hook: lambda context: ClientHook()})
+    with pytest.raises(ConfigError) as error:
+        register(mine)
+    assert f"client hook '{hook}' of strategy 'mine' ({__name__}.Mine)" in str(error.value)
+    assert f"strategy {owner}" in str(error.value)
+    assert mine not in strategies._REGISTERED
+
+
+def test_an_inherited_hook_is_the_same_hook() -> None:
+    register(variant("Mine", FedProx))
+    mine = register(variant("Mine2", Slimming, client_hooks={**FedProx.client_hooks, **Slimming.client_hooks}))
+    assert register(Slimming) is Slimming
+    assert {"proximal", "small-gammas"} <= mine.client_hooks.keys()
+
+
+def test_a_class_statement_that_is_run_again_replaces_the_class() -> None:
+    """Also where another class was derived from the former one, which then inherits nothing stale."""
+
+    def run_cell() -> tuple[Any, ClientHook]:
+        hook = ClientHook()
+        return register(variant("Cell", client_hooks={"of-cell": lambda context: hook})), hook
+
+    first, _ = run_cell()
+    register(variant("Derived", first, client_hooks={**first.client_hooks, "own": lambda context: ClientHook()}))
+    second, hook = run_cell()
+    assert make_hooks(["of-cell", "own"], HookContext({}))["of-cell"] is hook
+    register(variant("Later", second))
+    register(variant("Derived", second))
+    with pytest.raises(ConfigError, match="unknown client hook 'own'"):
+        make_hooks(["own"], HookContext({}))
+
+
+@pytest.mark.parametrize("wrong", [ClientHook, FedAvg(), "slimming"])
+def test_only_a_subclass_of_fedavg_can_be_registered(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"takes a subclass of fedbn_flwr\.strategies\.FedAvg"):
+        register(wrong)
+
+
+def test_a_registered_class_has_a_name_of_its_own() -> None:
+    class Mine(FedBN):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Mine\): .* inherits 'fedbn'.* name = "):
+        register(Mine)
