@@ -49,7 +49,7 @@ def main(
                 continue
             counts = _counts(study, results, split)
             by_rounds = table(["equal rounds", "rate", "n", "%", VERSUS], _at_equal_rounds(curves, rates, counts))
-            by_bytes = table(["equal bytes", "MB a round", "rounds there", "%"], _at_equal_bytes(curves))
+            by_bytes = table(["equal bytes", "10^6 bytes a round", "rounds there", "%"], _at_equal_bytes(curves))
             name = folder.name if split == "all" else f"{folder.name}-{split.split('(')[0].replace(' ', '-').lower()}"
             grid = _grid(folder, split)
             picture = f"![accuracy against bytes]({name}.svg)"

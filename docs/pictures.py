@@ -19,10 +19,11 @@ DOCS = Path(__file__).parent
 COLOURS = {"light": ("#1f2328", "#8a919c"), "dark": ("#e6e8ec", "#8a919c")}
 GOOD, BAD, PLAIN = "#4c6ef5", "#e8590c", "#868e96"
 MNIST = [  # label, method, case in methods.yaml, colour
-    ("FedAvg + BN, same data everywhere", "fedavg", "iid", PLAIN),
-    ("FedAvg + BN, two classes a client", "fedavg", "two classes a client", BAD),
-    ("FedTAN, two classes a client", "fedtan", "two classes a client", GOOD),
-    ("FedTAN-II, two classes a client", "fedtan2", "two classes a client, M = 100", GOOD),
+    ("FedAvg with BatchNorm", "fedavg", None, BAD),
+    ("FedAvg with GroupNorm", "fedavg", "GN", PLAIN),
+    ("FixBN", "fixbn", None, GOOD),
+    ("FedTAN-II", "fedtan2", "M = 40", GOOD),
+    ("FedTAN", "fedtan", None, GOOD),
 ]
 
 
@@ -79,14 +80,14 @@ def main() -> None:
         (label, number(row["here"]), colour)
         for label, method, case, colour in MNIST
         for row in results[method]
-        if row["study"] == "mnist" and row["case"] == case
+        if row["study"] == "which-mnist" and row.get("case") == case
     ]
     domains = table("Feature shift: three digits domains")[1:]
     kept = {"SiloBN", "FedBN", "FedWon at 0.08"}
     average = [(row[0], number(row[-1]), GOOD if row[0] in kept else PLAIN) for row in domains]
     skew = table("Label skew over many clients: FedBS's setting")
     for theme in COLOURS:
-        bars(theme, home, DOCS / f"images/home-{theme}.svg", 50, "MNIST, 5 clients, 500 rounds, 3 seeds")
+        bars(theme, home, DOCS / f"images/home-{theme}.svg", 50, "MNIST, two classes a client, tuned rates, 3 seeds")
         path = DOCS / f"results/digits-domains-{theme}.svg"
         bars(theme, average, path, 40, "mean over three digits domains, 3 seeds")
         figure, ax = axes(theme, 5.6, 3.6)
