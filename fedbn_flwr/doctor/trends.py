@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,8 +80,10 @@ def _sums(rows: Sequence[Mapping[str, float | None]]) -> list[float | None]:
 def _rolling(rows: Sequence[Sequence[float] | None], window: int) -> list[float | None]:
     """Return, for each row, the variance of the last ``window`` rows that are known, the mean over the columns."""
     found: list[float | None] = []
-    for end in range(1, len(rows) + 1):
-        last = [row for row in rows[:end] if row is not None][-window:]
-        known = rows[end - 1] is not None and len(last) > 1
-        found.append(float(torch.tensor(last, dtype=torch.float64).var(0).mean()) if known else None)
+    last: deque[Sequence[float]] = deque(maxlen=window)
+    for row in rows:
+        if row is not None:
+            last.append(row)
+        known = row is not None and len(last) > 1
+        found.append(float(torch.tensor([*last], dtype=torch.float64).var(0).mean()) if known else None)
     return found

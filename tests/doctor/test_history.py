@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 from fedbn_flwr.doctor.distances import Statistics, distance
 from fedbn_flwr.doctor.history import MAX_CLIENTS, sample, statistics_line, tracked_layers, weight
 from fedbn_flwr.doctor.pictures import pictures
-from fedbn_flwr.doctor.trends import trends
+from fedbn_flwr.doctor.trends import _rolling, trends
 
 
 def test_distances_against_plain_python() -> None:
@@ -123,6 +124,32 @@ def test_trends_over_recorded_lines_against_numpy() -> None:
     for one in lines:  # a layer that never tracks is no layer of the sum
         one["layers"]["1"]["clients"]["l1"] = [None] * len(one["clients"])
     assert trends(lines)["local-l1"]["a"] == [one["layers"]["0"]["clients"]["l1"][0] for one in lines]
+
+
+class Counted(list[Any]):
+    """A list that counts how many of its items were read."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.reads += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            self.reads += 1
+            yield item
+
+
+def test_a_window_reads_each_line_once_however_long_the_run_is() -> None:
+    """3,200 lines that each read all before them took seconds for each client."""
+    rows = Counted([[float(at % 7)] if at % 3 else None for at in range(200)])
+    found = _rolling(rows, window=5)
+    assert rows.reads <= 2 * len(rows)
+    last = [row for row in rows if row is not None][-5:]
+    assert found[-1] == pytest.approx(float(np.var(last, ddof=1)))
+    assert [value is None for value in found[:5]] == [True, True, False, True, False]
 
 
 def test_a_run_in_which_no_layer_tracks_has_a_picture() -> None:
