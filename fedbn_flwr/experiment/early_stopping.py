@@ -8,6 +8,7 @@ client kept in that round.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,24 +41,26 @@ class EarlyStopping:
     def __init__(self, config: Config, lines: Iterable[Mapping[str, Any]]) -> None:
         self.metric = validation_metric(config)
         self._patience, self._sign = config.early_stopping, 1 if config.learning_task().higher_is_better else -1
-        self._scores: dict[int, float] = {}
+        self._better: list[int] = []  # the rounds with a better score than all before: its last one is the best
+        self._best, self._since = -math.inf, 0  # the score of that round, and the tested rounds after it
         for line in lines:
             self.add(line)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Note the score in the line of a round; a score that is not finite improves nothing."""
-        if self.metric in line:
-            score = line[self.metric]
-            known = score is not None and math.isfinite(score)
-            self._scores[line["round"]] = self._sign * score if known else -math.inf
+        """Note the score in the line of the next round; a score that is not finite improves nothing."""
+        if self.metric not in line:
+            return
+        score, self._since = line[self.metric], self._since + 1
+        if score is not None and math.isfinite(score) and self._sign * score > self._best:
+            self._best, self._since = self._sign * score, 0
+            self._better.append(line["round"])
 
     def best(self, upto: float = math.inf) -> int | None:
         """Return the first round with the best score, among the rounds up to ``upto``; None without a score."""
-        scores = {r: score for r, score in self._scores.items() if r <= upto and score > -math.inf}
-        return max(scores, key=lambda r: scores[r]) if scores else None
+        at = bisect_right(self._better, upto)
+        return self._better[at - 1] if at else None
 
     @property
     def stops(self) -> bool:
         """Whether the score has not improved for as many tested rounds as ``early-stopping`` says."""
-        best = self.best()
-        return best is not None and sum(r > best for r in self._scores) >= self._patience
+        return bool(self._better) and self._since >= self._patience

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,27 @@ def test_the_best_round_is_the_first_with_the_best_score(quick_config) -> None:
     assert (stopping.best(), stopping.stops) == (6, True)
     assert [stopping.best(upto) for upto in (1, 2, 5, 100)] == [None, 2, 2, 6]
     assert EarlyStopping(config, []).best() is None
+
+
+def test_a_round_costs_the_same_however_long_the_run_is() -> None:
+    """Each round went through all scores so far, several times: minutes of a run of 64,000 rounds."""
+    config = Config.make({**BASE, "early-stopping": 5000})
+    stopping = EarlyStopping(config, [{"round": r, "validation-accuracy": 0.5} for r in range(1, 2001)])
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        stopping.add({"round": 2001, "validation-accuracy": 0.4})
+        assert (stopping.best(), stopping.best(2000), stopping.stops) == (1, 1, False)
+    finally:
+        sys.settrace(before)
+    assert calls < 200, "lines of Python"
 
 
 def test_parts_of_the_best_round_that_were_in_memory_only_are_missed_by_name(tmp_path: Path, caplog) -> None:
