@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from fedbn_flwr.experiment.config import CENTRALIZED, Config
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.files import read_metrics
 from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.experiment.output import recorder
 from fedbn_flwr.experiment.output.curves import draw_curves
 from fedbn_flwr.experiment.run import preflight, run
 from fedbn_flwr.experiment.serve import serve
@@ -240,6 +243,40 @@ def test_on_round_is_called_with_the_line_of_each_round(quick_config, tmp_path: 
     run(quick_config(), tmp_path / "out", on_round=seen.append)
     assert [line["round"] for line in seen] == [1, 2]
     assert seen[-1]["test-accuracy"] == read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["test-accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines", "final", "said"),
+    [
+        ({}, 2, (2, None), "the result is that of round 2, which has no test-accuracy"),
+        (
+            {"num-server-rounds": 4, "eval-every": 2},
+            3,
+            (2, 0),
+            "of round 2, the last test; the model is of round 3",
+        ),
+    ],
+    ids=["the tests are lost", "the run ends between two tests"],
+)
+def test_the_result_is_that_of_the_last_test(
+    settings: Mapping[str, Any], lines: int, final: tuple[int, float | None], said: str, quick_config, tmp_path: Path
+) -> None:
+    """Where the replies of the last test were lost, an earlier round's accuracy stood beside the last round's model."""
+    real = recorder.read_metrics
+
+    def cut(path: Path) -> list[dict[str, Any]]:
+        *kept, last = real(path)[:lines] or [{}]
+        return [*kept, {k: v for k, v in last.items() if not k.startswith("test-")}] if last else []
+
+    with patch.object(recorder, "read_metrics", cut), patch.object(recorder.logger, "warning") as warning:
+        summary = run(quick_config(strategy="fedavg", **settings), tmp_path / "out")
+    server_round, value = final
+    tested = read_metrics(tmp_path / "out" / "metrics.jsonl")[server_round - 1]["test-accuracy"]
+    assert summary["final"]["round"] == server_round
+    assert summary["final"]["test-accuracy"] == (None if value is None else tested)
+    assert summary["definitions"].keys() == summary["final"].keys() - {"round"}
+    assert summary["rounds"] == lines
+    assert said in " ".join(str(call.args[0] % call.args[1:]) for call in warning.call_args_list)
 
 
 def test_curves_without_points_are_still_a_picture() -> None:

@@ -207,15 +207,19 @@ class Recorder:
         return summary
 
     def _figures(self, lines: Sequence[Mapping[str, Any]], federated: bool) -> dict[str, Any]:
-        """Return the results of the run for its summary, of the best round with early stopping, else of the last."""
+        """Return the results for the summary: those of the best round with early stopping, else of the last test."""
         headline = headlines(self._config)[0]
         measured = [line for line in lines if line.get(headline) is not None]
         choose = max if self._task.higher_is_better else min
         best = choose(measured, key=lambda line: line[headline], default={})
         kept_round = self.stopping.best() if self.stopping else None
-        last = lines[kept_round - 1] if kept_round else measured[-1] if measured else {}
+        tested = [line for line in lines if self._due(line["round"]) or line.get(headline) is not None]
+        last = lines[kept_round - 1] if kept_round else tested[-1] if measured else {}
         kept = ("train-", "test-", "personal-", f"{VALIDATION}-", HELD_OUT, "domains")
         final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
+        if measured:
+            final.setdefault(headline, None)
+            self._warn_of_result(final, headline, kept_round or len(lines))
         by, positive = self._config.test_bn_settings(), self._model_description.positive
         found: dict[str, Any] = {
             "headline": headline,
@@ -233,6 +237,15 @@ class Recorder:
             found["stopped-early"] = self.stopping.stops and len(lines) < self._config.num_server_rounds
             found["best-validation"] = {"round": kept_round, self.stopping.metric: last.get(self.stopping.metric)}
         return found
+
+    def _warn_of_result(self, final: Mapping[str, Any], headline: str, of_model: int) -> None:
+        """Warn where the result has no value, or is not that of the saved model."""
+        tested = final["round"]
+        if final[headline] is None:
+            why = "no reply with it arrived, or it is not defined"
+            logger.warning("the result is that of round %d, which has no %s: %s", tested, headline, why)
+        if tested != of_model:
+            logger.warning("the result is that of round %d, the last test; the model is of round %d", tested, of_model)
 
     def close(self) -> None:
         """Move the test model to the CPU, to free the device's memory."""
