@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import StateError
 
-__all__ = ["STUDY_FILE", "NewLines", "read_json", "read_metrics"]
+__all__ = ["STUDY_FILE", "NewLines", "lost_lines", "read_json", "read_metrics"]
 
 STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
 
@@ -32,6 +33,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         StateError: another line is damaged.
     """
     return NewLines(path).read()
+
+
+def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is left out of a finished run whose ``metrics.jsonl`` has lost lines; "" if it has all of them."""
+    if len(lines) == summary["rounds"]:
+        return ""
+    return (
+        f"metrics.jsonl has {len(lines)} of {summary['rounds']} rounds: the run's best result, its target and its "
+        f"curves are left out. {_REPEAT}"
+    )
 
 
 class NewLines:

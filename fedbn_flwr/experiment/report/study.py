@@ -190,7 +190,7 @@ def _runs_of(files: StudyFiles, cells: list[Cell]) -> list[Block]:
     rows, warned = [], dict[str, list[str]]()
     for cell in cells:
         run, status = runs.get(cell.name), files.status(cell)
-        if status == "failed" and (error := failure_of(cell.folder(files.folder)).get("error")):
+        if status == "failed" and (error := failure_of(cell, files.folder).get("error")):
             warned.setdefault(f"failed: {error}", []).append(str(cell.seed))
         if run is None:
             rows.append([str(cell.seed), status, *["-"] * 5])

@@ -80,7 +80,7 @@ class StudyFiles:
         folder = cell.folder(self.folder)
         if summary := self._results.summary(cell):
             return "diverged" if DIVERGED_AT in summary else "finished"
-        if failure_of(folder):
+        if failure_of(cell, self.folder):
             return "failed"
         if not (folder / "config.yaml").is_file():
             return "not begun"

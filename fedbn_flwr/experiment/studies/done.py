@@ -62,6 +62,9 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return read_json(folder / "summary.json")
 
 
-def failure_of(folder: Path) -> dict[str, Any]:
-    """Return the error with which the last try of a run ended; empty if there is none."""
-    return read_json(folder / FAILED)
+def failure_of(cell: Cell, out: Path) -> dict[str, Any]:
+    """Return the error with which the last try of a run ended; empty if there is none, or it had other settings."""
+    folder = cell.folder(out)
+    failure = read_json(folder / FAILED)
+    begun = bool(failure) and (folder / "config.yaml").is_file()
+    return {} if begun and not of_study(cell, out) else failure

@@ -6,11 +6,12 @@ A row has no times, so that a study that was killed and continued has the rows o
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.files import lost_lines, read_metrics
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.studies.cell import Cell
 from fedbn_flwr.experiment.studies.domain_table import is_average
@@ -118,15 +119,16 @@ class StudyResults:
         about: dict[str, Any] = dict.fromkeys(FIELDS)
         about |= {"method": cell.method, "split": cell.split, "seed": cell.seed}
         if summary is None:
-            if failure_of(cell.folder(self.out)):
+            if failure_of(cell, self.out):
                 yield {**about, "status": "failed"}
             return
         about |= _outcome(summary)
-        shown = [name for name in metrics if name in summary["final"]] or [summary["headline"]]
+        headline = summary["headline"]
+        shown = [name for name in metrics if name in summary["final"]] or [headline]
+        compared = headline if headline in shown else shown[0]
         wanted = self.study.target_of(cell.split) is not None or f"{cell.method}/{cell.split}" in self.study.paper
-        if wanted and summary["headline"] not in shown:
-            shown = [summary["headline"], *shown]  # which target and paper are about
-        compared = summary["headline"] if summary["headline"] in shown else shown[0]
+        if wanted and headline not in shown:
+            shown = [headline, *shown]  # which target and paper are about
         for metric in shown:
             yield {**about, "metric": metric, "main": metric == compared, **self._numbers(cell, summary, metric)}
 
@@ -169,14 +171,15 @@ def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _complete(summary: dict[str, Any], lines: list[dict[str, Any]], folder: Path) -> _Files:
     """Return the files of a finished run; without its lines, and with a warning, if some of them are lost."""
-    if len(lines) == summary["rounds"]:
-        return summary, lines
-    logger.warning(
-        "%s has %d of %d rounds: the run's best result, its target and its curve are left out. Restore the file, or "
-        "remove the run's folder and repeat the run.",
-        *(folder / "metrics.jsonl", len(lines), summary["rounds"]),
-    )
-    return summary, []
+    if lost := lost_lines(summary, lines):
+        logger.warning("%s/%s", folder, lost)
+        return summary, []
+    return summary, [_own_numbers(line) for line in lines]
+
+
+def _own_numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what tables and curves need of a line, which a sweep keeps to its end: no numbers of each client."""
+    return {sys.intern(key): value for key, value in line.items() if not isinstance(value, (dict, list))}
 
 
 def _numbers_of(summary: Mapping[str, Any] | None) -> list[str]:

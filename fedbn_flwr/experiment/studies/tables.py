@@ -26,6 +26,7 @@ __all__ = ["shown_runs", "table_rows", "write_tables"]
 
 Row = Mapping[str, Any]
 _TARGETS = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
+_COSTS = (("rounds", ".10g"), ("exchanges", ".10g"), ("megabytes", ".2f"))  # with their formats
 
 
 def write_tables(results: StudyResults) -> str:
@@ -118,9 +119,7 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
     one: Row = shown[0] if shown else dict.fromkeys(FIELDS)
     stated = all(row["paper"] is not None for row in shown)  # of domains: in each run
     paper, paper_std = (one["paper"], one["paper-std"]) if stated else (None, None)
-    rounds, exchanges, moved = (
-        _mean_std([row[key] for row in shown])[0] or 0 for key in ("rounds", "exchanges", "bytes")
-    )
+    rounds, exchanges, moved = (_mean_std([row[key] for row in shown])[0] for key in ("rounds", "exchanges", "bytes"))
     return {
         "method": method,
         "split": split,
@@ -135,7 +134,7 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
         "best-mean": best,
         "best-std": best_std,
         "rounds": rounds,
-        "megabytes": moved / 2**20,
+        "megabytes": None if moved is None else moved / 2**20,
         "exchanges": exchanges,
         "target": one["target"],
         "reached": None if one["target"] is None or lost else len(reached),
@@ -193,7 +192,7 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
         best = with_std(row["best-mean"], None, f".{places}f")
         metric = (row["metric"] or "-") + ", %" * (mixed and share)
         cells = [row["method"], row["split"], metric, final, best]
-        cells += [f"{row['rounds']:.10g}", f"{row['exchanges']:.10g}", f"{row['megabytes']:.2f}"]
+        cells += [with_std(row[key], None, form) for key, form in _COSTS]
         cells += [shown_runs(row)]
         if aims:
             rounds, exchanges, moved = (row[key] for key in _TARGETS)

@@ -496,6 +496,12 @@ def test_a_study_whose_runs_have_former_settings(study: Path) -> None:
     assert {files.status(cell) for cell in files.cells} == {"to repeat"}
     assert not files.ended
     assert files.rows == []
+    failed = study / "FedAvg/all/seed-0"
+    (failed / "summary.json").unlink()
+    (failed / "failed.json").write_text(json.dumps({"error": "of the former settings"}))
+    files = StudyFiles.read(study)
+    assert {files.status(cell) for cell in files.cells} == {"to repeat"}
+    assert files.rows == []
     page = Html(write_report(study))
     assert "Begun with other settings than the study's, and left out; a sweep repeats them: 4 of 4 runs" in page.text
     assert page.figures == [], "no curve, no split"

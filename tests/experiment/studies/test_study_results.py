@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,6 +189,51 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
         load(tmp_path, TARGETS.replace("70 ± 2.5", "{cat: x, dog: [1]}"))
     with pytest.raises(ConfigError, match="target: 'none' is not one of splits"):
         load(tmp_path, TARGETS.replace("target: 60", "target: {none: 60}"))
+
+
+def finish(folder: Path, lines: list[dict[str, Any]], headline: str = "test-accuracy") -> None:
+    """Write the files of a finished run that the results are read from."""
+    folder.mkdir(parents=True)
+    whole = [{"round": r, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, **line} for r, line in enumerate(lines, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
+    summary = {"headline": headline, "final": whole[-1], "rounds": len(whole), "sha256": "x", "ledger": {}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.mark.parametrize("beside", ["", "paper: {A/all: 70}", "target: {all: 60}"])
+def test_a_number_beside_a_result_does_not_change_what_is_compared(beside: str, tmp_path: Path, monkeypatch) -> None:
+    """A paper's number of one method compared its test-accuracy with the other's personal-own-accuracy."""
+    monkeypatch.setattr(results, "is_done", lambda cell, out: finished(cell.folder(out)))
+    own = TARGETS.replace("target: 60\npaper: {A/all: 70 ± 2.5}", f"metrics: [personal-own-accuracy]\n{beside}")
+    study = load(tmp_path, own)
+    for cell in study.cells():
+        personal = 0.8 + 0.05 * (cell.method == "B") + 0.01 * cell.seed**2
+        finish(cell.folder(tmp_path), [{"test-accuracy": 0.7, "personal-own-accuracy": personal}])
+    rows = StudyResults(study, tmp_path).rows()
+    assert {row["metric"] for row in rows if row["main"]} == {"personal-own-accuracy"}
+    assert any(row["metric"] == "test-accuracy" for row in rows) == bool(beside), "which the number is about"
+    pair = comparisons(rows)[0]
+    assert (pair["metric"], pair["other-metric"]) == ("personal-own-accuracy", "personal-own-accuracy")
+    assert pair["difference"] == pytest.approx(-5)
+
+
+def test_the_numbers_of_each_client_are_not_kept(tmp_path: Path, monkeypatch) -> None:
+    """A sweep kept 245 MB of a run of 64,000 rounds."""
+    monkeypatch.setattr(results, "is_done", lambda cell, out: True)
+    cell = next(load(tmp_path, TARGETS).cells())
+    finish(cell.folder(tmp_path), [{"test-accuracy": 0.5, "clients": {"0": {"own-loss": 1.0}}, "participants": [0]}])
+    (line,) = StudyResults(load(tmp_path, TARGETS), tmp_path).history(cell)
+    assert line == {"round": 1, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, "test-accuracy": 0.5}
+
+
+def test_runs_that_all_failed_have_no_cost(tmp_path: Path, monkeypatch) -> None:
+    study = load(tmp_path, TARGETS)
+    failed = [row("A", seed, None, status="failed", metric=None, main=None) for seed in (0, 1)]
+    rows = [dict.fromkeys(results.FIELDS) | one for one in failed]
+    (found,) = table_rows(study, rows)
+    assert (found["rounds"], found["exchanges"], found["megabytes"], found["failed"]) == (None, None, None, 2)
+    monkeypatch.setattr(StudyResults, "rows", lambda _: rows)
+    assert "| A | all | - | - | - | - | - | - | 0, 2 failed |" in write_tables(StudyResults(study, tmp_path))
 
 
 def test_a_target_that_is_reached_exactly_is_reached() -> None:
