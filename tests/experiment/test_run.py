@@ -286,6 +286,25 @@ def test_curves_without_points_are_still_a_picture() -> None:
     assert image.imread(io.BytesIO(draw_curves(private))).shape == (400, 1500, 4)  # a panel for epsilon
 
 
+def test_runs_with_other_scores_have_a_panel_each_and_their_own_colours(monkeypatch) -> None:
+    """Splits of a study may be of two tasks; the score of the first run was that of all, and the legend, too."""
+    shown: dict[str, str] = {}
+    panels: list[Any] = []
+
+    def legend(figure: Figure, handles: list[Any], labels: list[str], **_: Any) -> None:
+        shown.update({label: handle.get_color() for label, handle in zip(labels, handles, strict=True)})
+        panels.extend(figure.axes)
+
+    monkeypatch.setattr(Figure, "legend", legend)
+    about = {"round": 1, "test-loss": 1.0}
+    draw_curves({"a": [about | {"test-accuracy": 0.1}], "b": [about | {"test-r2": 0.2}]}, scores=["accuracy", "r2"])
+    colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in panels]
+    assert [panel.get_ylabel() for panel in panels] == ["accuracy", "r2", "loss"]
+    assert [[*names] for names in colours] == [["a"], ["b"], ["a", "b"]]
+    assert {**colours[0], **colours[1]} == colours[2] == shown
+    assert colours[2]["a"] != colours[2]["b"]
+
+
 def test_names_are_in_the_picture_as_they_are(monkeypatch) -> None:
     """Matplotlib leaves out a label that begins with "_", and a formula that it cannot set ends the study."""
     shown: list[str] = []

@@ -23,7 +23,7 @@ _TESTS = (
 def draw_curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]],
     title: str = "",
-    score: str = "accuracy",
+    scores: Sequence[str] = ("accuracy",),
     headlines: Mapping[str, str] | None = None,
 ) -> bytes:
     """Return a PNG of the runs' curves.
@@ -32,7 +32,7 @@ def draw_curves(
         runs: the lines of ``metrics.jsonl`` by name of the run. A single run shows all its metrics, several runs show
             one test of each.
         title: title of the picture.
-        score: the metric beside the loss.
+        scores: the metrics beside the loss, a panel each.
         headlines: the main metric of each of several runs, by name; its test is shown, and named where runs have
             different ones. Without it the first test.
     """
@@ -40,19 +40,20 @@ def draw_curves(
     from matplotlib.figure import Figure
 
     epsilon = any(line.get(EPSILON) is not None for lines in runs.values() for line in lines)
-    panels = [(score, _curves(score)), ("loss", _curves("loss")), *([(EPSILON, [EPSILON])] if epsilon else [])]
+    panels = [(label, _curves(label)) for label in (*scores, "loss")] + [(EPSILON, [EPSILON])] * epsilon
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(panels))
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
     frozen = [line["round"] for lines in runs.values() for line in lines if line.get("phase") == "frozen"]
     tests = {name: key.removesuffix(f"-{quantity_of(key)}") for name, key in (headlines or {}).items()}
     mixed = len(set(tests.values())) > 1
     for axis, (label, keys) in zip(axes, panels, strict=True):
-        for name, lines in runs.items():
+        for at, (name, lines) in enumerate(runs.items()):
             ordered = sorted(keys, key=lambda key: key != f"{tests.get(name)}-{label}")
             present = [key for key in ordered if any(line.get(key) is not None for line in lines)]
             for key in present if len(runs) == 1 else present[:1]:
-                _plot(axis, lines, key, f"{name} ({tests[name]})" if mixed else name or key)
+                shown = f"{name} ({tests[name]})" if mixed else name or key
+                _plot(axis, lines, key, shown, f"C{at}" if len(runs) > 1 else None)
         if frozen and len(runs) == 1:
             axis.axvline(frozen[0], color="grey", linewidth=0.8, linestyle=":")
         axis.set_xlabel("server round")
@@ -60,8 +61,11 @@ def draw_curves(
         axis.grid(alpha=0.3)
         if len(runs) == 1 and axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize="small")
-    if len(runs) > 1:  # both panels have the same names: one legend below them
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
+    if len(runs) > 1:  # a run has one colour in all panels: one legend below them
+        drawn = [axis.get_legend_handles_labels() for axis in axes]
+        handles = {label: handle for both in reversed(drawn) for handle, label in zip(*both, strict=True)}
+        handles = {label: handles[label] for _, labels in drawn for label in labels}
+        figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=5, fontsize="small")
     if title:
         figure.suptitle(_as_it_is(title))
     buffer = io.BytesIO()
@@ -69,11 +73,11 @@ def draw_curves(
     return buffer.getvalue()
 
 
-def _plot(axis: Axes, lines: Sequence[Mapping[str, Any]], key: str, label: str) -> None:
-    """Draw a metric over the rounds that have it."""
+def _plot(axis: Axes, lines: Sequence[Mapping[str, Any]], key: str, label: str, colour: str | None) -> None:
+    """Draw a metric over the rounds that have it; without a colour in the next one."""
     points = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
     style = "--" if key.startswith("train") else "-"
-    axis.plot(*zip(*points, strict=True), style, label=_as_it_is(label), linewidth=1.3)
+    axis.plot(*zip(*points, strict=True), style, label=_as_it_is(label), linewidth=1.3, color=colour)
 
 
 def _as_it_is(name: str) -> str:

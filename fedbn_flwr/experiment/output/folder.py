@@ -266,7 +266,7 @@ class RunFolder:
             write_atomically(self.path / "model.safetensors", encode_safetensors(state, about))
             lines = read_metrics(self.path / "metrics.jsonl")
             write_atomically(self.path / "metrics.csv", _table(lines))
-            write_atomically(self.path / "curves.png", draw_curves({"": lines}, score=self._score))
+            write_atomically(self.path / "curves.png", draw_curves({"": lines}, scores=[self._score]))
             write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")
         self._end_trackers(summary)
 

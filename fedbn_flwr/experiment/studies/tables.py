@@ -62,10 +62,10 @@ def write_tables(results: StudyResults) -> str:
     of_seeds = ([cell for cell in study.cells() if cell.seed == seed] for seed in study.seeds)
     begun = ([cell for cell in cells if results.history(cell)] for cells in of_seeds)
     first = {f"{cell.method}, {cell.split}": cell for cell in next(filter(None, begun), [])}
-    score = next(study.cells()).config.learning_task().score
+    scores = dict.fromkeys(cell.config.learning_task().score for cell in first.values())
     curves = {name: results.history(cell) for name, cell in first.items()}
     main = {name: headlines(cell.config)[0] for name, cell in first.items()}
-    write_atomically(out / "curves.png", draw_curves(curves, study.name, score, main))
+    write_atomically(out / "curves.png", draw_curves(curves, study.name, [*scores], main))
     return text
 
 
