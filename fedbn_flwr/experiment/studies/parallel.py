@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from fedbn_flwr.data import Samples
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.experiment.cluster import SharedData, cluster
 from fedbn_flwr.experiment.config import Config
 from fedbn_flwr.experiment.data.partitioned_data import count_clients, partitioned_data
@@ -201,6 +202,8 @@ class _Watched:
     def __post_init__(self) -> None:
         self._before = self._stamp()
         self._lines = NewLines(self.folder / "metrics.jsonl")
+        with suppress(StateError):  # damaged: its own process says so
+            self._lines.read()  # those of an earlier try
 
     def look(self) -> None:
         """Tell the follower what is new."""
@@ -208,7 +211,6 @@ class _Watched:
             if self._stamp() in (None, self._before):
                 return
             self.begun, self.on_round = True, self.follower.begin(self.cell)
-            self._lines.read()  # those of earlier rounds
         if self.on_round:
             for line in self._lines.read():
                 self.on_round(line)

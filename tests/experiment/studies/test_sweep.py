@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.studies import sweep as module
 from fedbn_flwr.experiment.studies.cell import Cell
 from fedbn_flwr.experiment.studies.done import is_done, summary_of
 from fedbn_flwr.experiment.studies.one_run import do_cell
-from fedbn_flwr.experiment.studies.parallel import in_parallel, memory_need
+from fedbn_flwr.experiment.studies.parallel import _Watched, in_parallel, memory_need
 from fedbn_flwr.experiment.studies.results import StudyResults
 from fedbn_flwr.experiment.studies.selection import Selection
 from fedbn_flwr.experiment.studies.study import Study, Tuning
@@ -384,6 +384,32 @@ def test_runs_in_parallel_have_the_bits_of_runs_in_series(study: Study, tmp_path
     with pytest.raises(ConfigError, match=r"the memory for runs is 0\.5 GiB, and 3 run"):
         sweep(study, tmp_path / "small", in_parallel(2, 0.5))
     assert need > 2**29
+
+
+@pytest.mark.parametrize("earlier", [0, 3])
+def test_a_run_that_is_watched_tells_its_first_lines(earlier: int, study: Study, tmp_path: Path) -> None:
+    """Those written before the first look, of a run that begins or goes on; those of the former try are not new."""
+    cell, noted = next(study.cells()), Noted()
+    lines = [json.dumps({"round": number}) + "\n" for number in range(1, 6)]
+    (folder := cell.folder(tmp_path)).mkdir(parents=True)
+    if earlier:
+        (folder / "config.yaml").write_text("earlier")
+        (folder / "metrics.jsonl").write_text("".join(lines[:earlier]))
+    watched = _Watched(cell, folder, noted)
+    watched.look()
+    assert noted.begun == []
+    (folder / "config.yaml").write_text("now")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(lines[earlier:])
+    watched.look()
+    assert noted.rounds == [(cell.name, number) for number in range(earlier + 1, 6)]
+
+
+def test_damaged_lines_of_a_former_try_do_not_end_the_watch(study: Study, tmp_path: Path) -> None:
+    cell = next(study.cells())
+    (folder := cell.folder(tmp_path)).mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("damaged\n")
+    _Watched(cell, folder, Noted()).look()
 
 
 KILLER = """
