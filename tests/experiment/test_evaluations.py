@@ -425,6 +425,8 @@ def test_a_binary_run_has_its_metrics_everywhere(monkeypatch, quick_run, tmp_pat
     assert said["test-auroc"] == f"pooled over the whole test set, {len(test)} examples"
     some = definitions({"test-loss": 1.0}, {"held-out": {}}, 7, federated=True)
     assert some["test-loss"] == "pooled over the whole test set but for the held-out clients' examples, 7 examples"
+    count = "held-out-global-auroc-clients"
+    assert definitions({count: 3}, {"held-out": {}}, 7, federated=True)[count].startswith("number of clients whose")
     assert said["personal-own-accuracy"] == "plain mean over 3 clients, each on its own test set"
     assert said["personal-own-auroc"].startswith(f"plain mean over {len(defined)} of 3 clients")
     assert "weighted by" in said["personal-own-accuracy-weighted"]

@@ -60,7 +60,7 @@ def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: b
         return f"pooled over the whole test set{but}, {num_tested} examples"
     if key == HELD_OUT:
         return "tests of each client that never trains, by name"
-    if key.startswith(HELD_OUT):
+    if key.startswith(HELD_OUT) and not key.endswith(CLIENTS):
         return "plain mean over the clients that never train, where it is defined"
     if key.startswith(f"{VALIDATION}-"):
         return "pooled over the validation examples of all clients"
