@@ -36,6 +36,7 @@ __all__ = [
     "UNTIL_FROZEN",
     "RunFolder",
     "changed_settings",
+    "is_locked",
     "lock_folder",
     "writing",
 ]
@@ -85,6 +86,15 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process writes to the folder of a run or a study; the lock is taken for this moment."""
+    try:
+        with lock_folder(path):
+            return False
+    except ConfigError:
+        return True
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -11,6 +12,7 @@ from pathlib import Path
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.experiment.files import STUDY_FILE
+from fedbn_flwr.experiment.output.folder import is_locked
 from fedbn_flwr.experiment.report.page import GENERATOR, Page
 from fedbn_flwr.experiment.report.run import run_page
 from fedbn_flwr.experiment.report.run_files import RunFiles
@@ -21,6 +23,7 @@ __all__ = ["REPORT_FILE", "follow_report", "write_report"]
 
 REPORT_FILE = "report.html"
 _INTERVAL = 5  # seconds between two looks at a running folder, and after which an open page is loaded again
+_SHARE = 10  # times the seconds that the last page took, if these are more: the cores are for the runs
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -39,6 +42,8 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 def follow_report(folder: Path, out: Path | None = None, *, wait: Callable[[float], None] = time.sleep) -> Path:
     """Write the report whenever the folder has changed, until its run or study is finished; return the file.
 
+    A study is finished where every run is finished or failed, and no sweep goes on.
+
     While it is followed, the page in an open browser loads itself again. Ctrl-C ends with a page that does not.
 
     Args:
@@ -49,16 +54,17 @@ def follow_report(folder: Path, out: Path | None = None, *, wait: Callable[[floa
     Raises:
         ConfigError: as for ``write_report``.
     """
-    target, seen = _target(folder, out), None
+    target, seen, finished, took = _target(folder, out), None, False, 0.0
     try:
         while True:
             now = _state(folder)
             if now != seen:
-                _, finished = _write(folder, target, live=_INTERVAL)
-                if finished:
-                    break
-                seen = now
-            wait(_INTERVAL)
+                begun = time.monotonic()
+                finished = _write(folder, target, live=_INTERVAL)[1]
+                seen, took = now, time.monotonic() - begun
+            if finished and not is_locked(folder):  # a sweep may repeat what has failed
+                break
+            wait(max(_INTERVAL, _SHARE * took))
     finally:
         _write(folder, target, live=0)
     return target
@@ -101,12 +107,12 @@ def _target(folder: Path, out: Path | None) -> Path:
 
 def _state(folder: Path) -> list[tuple[str, int, int]]:
     """Return what tells that a folder has changed: times and sizes of its text files, those of its runs included."""
-    texts = (path for pattern in ("*.json", "*.jsonl") for path in folder.rglob(pattern))
+    names = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
     found = []
-    for path in sorted(texts):
+    for name in sorted(name for name in names if name.endswith((".json", ".jsonl"))):
         try:
-            about = path.stat()
-        except OSError:  # a temporary file, renamed since
+            about = os.stat(name)
+        except OSError:  # a temporary file, renamed since; os.walk passes over a folder that is
             continue
-        found.append((str(path), about.st_mtime_ns, about.st_size))
+        found.append((name, about.st_mtime_ns, about.st_size))
     return found

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,12 @@ from typer.testing import CliRunner
 
 from fedbn_flwr.cli import app
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.experiment import report
 from fedbn_flwr.experiment.config import Config, read_overrides
 from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
 from fedbn_flwr.experiment.data.splitting import split_to_json
 from fedbn_flwr.experiment.files import read_metrics
+from fedbn_flwr.experiment.output.folder import lock_folder
 from fedbn_flwr.experiment.report import figures as drawings
 from fedbn_flwr.experiment.report import follow_report, write_report
 from fedbn_flwr.experiment.report.page import (
@@ -649,6 +652,63 @@ def test_a_live_report_that_is_interrupted_leaves_a_page_that_is_not_live(folder
     assert ("body", {"data-live": "0"}) in Html(folder / "report.html").tags
     with pytest.raises(ConfigError, match="neither"):
         follow_report(folder.parent)
+
+
+def test_a_live_report_of_a_study_waits_for_the_sweep_that_repeats_a_failed_run(study: Path) -> None:
+    first = study / "FedAvg/all/seed-0"
+    summary = (first / "summary.json").read_text()
+    (first / "summary.json").unlink()
+    (first / "failed.json").write_text(json.dumps({"error": "no memory"}))
+    waits: list[float] = []
+    with ExitStack() as sweeping:
+        sweeping.enter_context(lock_folder(study, "study"))
+
+        def wait(seconds: float) -> None:
+            waits.append(seconds)
+            assert len(waits) < 4, "it has not ended"
+            if len(waits) == 1:
+                (first / "failed.json").unlink()
+                (first / "summary.json").write_text(summary)
+            else:  # the sweep ends, and no file changes any more
+                sweeping.close()
+
+        page = Html(follow_report(study, wait=wait))
+    assert len(waits) == 2
+    assert "runs finished 4 of 4" in page.text
+
+
+def test_a_live_report_does_not_take_the_cores_from_the_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that takes 3 s is written every 30 s."""
+    unfinish(folder, 1)
+    now, waits = [0.0], []
+
+    def write(*_: object, live: int) -> tuple[Path, bool]:
+        now[0] += 3
+        return folder / "report.html", len(waits) == 2
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        assert len(waits) < 5, "it has not ended"
+        (folder / f"{len(waits)}.json").write_text("{}")
+
+    monkeypatch.setattr(report, "_write", write)
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    follow_report(folder, wait=wait)
+    assert waits == [30, 30]
+
+
+def test_a_folder_that_is_renamed_during_a_look_ends_no_live_report(folder: Path, monkeypatch) -> None:
+    """A sweep sets folders aside; the walk through them raised FileNotFoundError on Python 3.11."""
+    (folder / "away").mkdir()
+    scandir = os.scandir
+
+    def renamed(path: Any = ".") -> Any:
+        if str(path).endswith("away"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", renamed)
+    assert str(folder / "summary.json") in [name for name, *_ in report._state(folder)]
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
