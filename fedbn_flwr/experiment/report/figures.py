@@ -9,10 +9,11 @@ Names come from users. Plotly reads a few tags in texts, so names are escaped he
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
+from fedbn_flwr.experiment.report.shown import thinned
 from fedbn_flwr.experiment.studies.numbers import with_std
 
 __all__ = [
@@ -37,6 +38,7 @@ UNITS = {ROUNDS: "server round", EXCHANGES: "exchanges", BYTES: "traffic, MiB of
 _COLOURS, _DASHES = 7, ("solid", "dash", "dot", "dashdot")  # without a common divisor: 28 series differ
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down", "pentagon")
 _MANY_POINTS = 30  # longer curves have no markers
+_MOST_POINTS = 2000  # of a curve: a page of 64,000 rounds is large and slow otherwise
 
 Drawing = dict[str, Any]
 Numbers = Sequence[float | None]
@@ -98,6 +100,9 @@ def curves(series: Sequence[Series], title: str, marks: Sequence[Mark] = (), *, 
         marks: vertical lines, such as the round after which BN is frozen.
         log: a logarithmic vertical axis.
     """
+    whole, series = series, [_thinned(one) for one in series]
+    short = any(one is not other for one, other in zip(series, whole, strict=True))
+    note = {"note": f"In this figure at most {_MOST_POINTS:,} points of a curve are drawn."} if short else {}
     data: list[Drawing] = []
     places: dict[str, list[list[float | None]]] = {unit: [] for unit in UNITS}
     for one in series:
@@ -114,7 +119,20 @@ def curves(series: Sequence[Series], title: str, marks: Sequence[Mark] = (), *, 
         "showlegend": len(series) > 1,
     }
     units = {unit: {"x": found, "layout": _over(unit, found, marks)} for unit, found in places.items()}
-    return {"data": data, "layout": layout, "units": units, "height": 340}
+    return {"data": data, "layout": layout, "units": units, "height": 340, **note}
+
+
+def _thinned(one: Series) -> Series:
+    """Return a series, a long one without the points that no screen can show."""
+    if len(one.values) <= _MOST_POINTS:
+        return one
+    kept = thinned([at for at, value in enumerate(one.values) if value is not None], _MOST_POINTS - 1)
+
+    def picked(numbers: Numbers) -> Numbers:
+        return [numbers[at] for at in kept] if numbers else ()
+
+    over = {unit: picked(places) for unit, places in one.over.items()}
+    return replace(one, over=over, values=picked(one.values), low=picked(one.low), high=picked(one.high))
 
 
 def _band(one: Series, known: Sequence[int]) -> Drawing:

@@ -145,7 +145,8 @@ class Figure:
     """A figure of plotly, its description for readers who cannot see it, and its numbers.
 
     Attributes:
-        drawing: ``data`` and ``layout`` of plotly, and what ``report.js`` needs; see ``figures``.
+        drawing: ``data`` and ``layout`` of plotly, and what ``report.js`` needs; see ``figures``. A ``note`` stands
+            below it.
         label: what the figure shows, in one sentence.
         title: the text above it.
         numbers: its numbers as a table.
@@ -161,10 +162,11 @@ class Figure:
         content = json.dumps(self.drawing, separators=(",", ":"), allow_nan=False)
         content = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
         title = f"<figcaption>{escape(self.title)}</figcaption>" if self.title else ""
+        note = Text(self.drawing["note"], "note").html() if "note" in self.drawing else ""
         numbers = More("Numbers of this figure", [self.numbers]).html() if self.numbers else ""
         return (
             f'<figure>{title}<div class="plot" role="img" aria-label="{escape(self.label)}"></div>'
-            f'<script type="application/json">{content}</script>{numbers}</figure>'
+            f'<script type="application/json">{content}</script>{note}{numbers}</figure>'
         )
 
 

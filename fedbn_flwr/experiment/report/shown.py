@@ -102,8 +102,8 @@ def setting(value: Any) -> str:
     return '""' if value == "" else str(value)
 
 
-def thinned(rows: Iterable[Row]) -> Sequence[Row]:
-    """Return at most 61 rows, evenly spaced, with the first and the last."""
+def thinned(rows: Iterable[Row], most: int = _MOST) -> Sequence[Row]:
+    """Return at most ``most`` rows, evenly spaced from the first one, and the last one."""
     found = list(rows)
-    step = -(-len(found) // _MOST)
+    step = -(-len(found) // most)
     return found if step <= 1 else [*found[:-1:step], found[-1]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.report.curve_figures import UNITS, test_of
-from fedbn_flwr.experiment.report.figures import Dots, Series, bars, curves, dots
+from fedbn_flwr.experiment.report.figures import BYTES, EXCHANGES, ROUNDS, Dots, Series, bars, curves, dots
 from fedbn_flwr.experiment.report.page import Block, Figure, Listing, Section, Switch, Table, Text
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.shown import form_of, in_percent, scaled, thinned, title_of, unit_of
@@ -50,7 +50,7 @@ def _dots(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Figure:
             Dots(name, values, row["mean"], interval["low"], interval["high"], row["paper"], row["paper-std"], seeds)
         )
         texts.append(f"{name} {row['mean']:{form}}")
-    title = f"{title_of(quantity)} after the last round{_of(files, split)}"
+    title = f"{title_of(quantity)}, final result{_of(files, split)}"
     label = f"{title}, mean over seeds: {'; '.join(texts)}."
     head = ["method", "runs", "mean", "from", "to", "the paper"]
     numbers = [
@@ -81,7 +81,7 @@ def curves_section(files: StudyFiles) -> Section:
     text = (
         "Mean over the finished seeds that did not diverge; the band runs from the lowest to the highest seed. A curve "
         "ends with its shortest seed. A method without such a seed has the curve of its longest run. Exchanges and "
-        "bytes are those of training; bytes are those of floats."
+        "bytes are those of training, the mean over the seeds; bytes are those of floats."
     )
     return Section("curves", "Curves", [Switch(UNITS), *figures, Text(text, "note")])
 
@@ -105,13 +105,18 @@ def _curves(files: StudyFiles, split: str, quantity: str, runs: Mapping[str, Seq
 
 
 def _mean_curve(name: str, runs: Sequence[RunFiles], style: int) -> tuple[Series, dict[int, float | None]]:
-    """Return the mean of the runs' main metric in each round that all have, and the same by round."""
+    """Return the mean of the runs' main metric in each round that all have, and the same by round.
+
+    Over exchanges and bytes a point stands at the mean of the runs' traffic up to its round.
+    """
     rounds = _shared_rounds(runs)
     values = [{line["round"]: scaled(run.headline, line[run.headline]) for line in run.measured} for run in runs]
     columns = [[value for found in values if (value := found[r]) is not None] for r in rounds]
     means = [statistics.fmean(column) for column in columns]
-    at = {line["round"]: index for index, line in enumerate(runs[0].lines)}
-    over = {unit: [places[at[r]] for r in rounds] for unit, places in runs[0].over.items()}
+    over: dict[str, Sequence[float]] = {ROUNDS: rounds}
+    for unit in (EXCHANGES, BYTES):
+        places = [dict(zip(run.over[ROUNDS], run.over[unit], strict=True)) for run in runs]
+        over[unit] = [round(statistics.fmean(place[r] for place in places), 6) for r in rounds]
     band = len(runs) > 1
     low, high = ([bound(column) for column in columns] if band else () for bound in (min, max))
     return Series(name, over, means, style, low, high), dict(zip(rounds, means, strict=True))
@@ -119,7 +124,7 @@ def _mean_curve(name: str, runs: Sequence[RunFiles], style: int) -> tuple[Series
 
 def _shared_rounds(runs: Sequence[RunFiles]) -> list[int]:
     """Return the rounds in which every run has its main metric; none if a run has no test."""
-    tested = [[line["round"] for line in run.measured] for run in runs]
+    tested = [dict.fromkeys(line["round"] for line in run.measured) for run in runs]
     return [server_round for server_round in tested[0] if all(server_round in t for t in tested)] if tested else []
 
 

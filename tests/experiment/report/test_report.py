@@ -46,6 +46,7 @@ from fedbn_flwr.experiment.report.run import run_warnings
 from fedbn_flwr.experiment.report.run_files import RunFiles
 from fedbn_flwr.experiment.report.split_figures import split_figures
 from fedbn_flwr.experiment.report.study import _best, split_section
+from fedbn_flwr.experiment.report.study_figures import _shared_rounds
 from fedbn_flwr.experiment.report.study_files import StudyFiles
 from fedbn_flwr.experiment.run import run
 from fedbn_flwr.experiment.studies.comparisons import comparisons
@@ -280,6 +281,35 @@ def test_a_run_that_diverged_and_lost_replies(folder: Path) -> None:
     assert page.figures[1]["data"][0]["y"][2:] == [None, None]
 
 
+def test_a_finished_run_that_has_lost_lines(folder: Path) -> None:
+    """The page showed a shorter run, with a best below its final result, without a word."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    final = json.loads((folder / "summary.json").read_text())["final"]["test-accuracy"]
+    (folder / "metrics.jsonl").write_text("".join(lines[:2]))
+    page = Html(write_report(folder))
+    assert "Warning. metrics.jsonl has 2 of 4 rounds: the run's best result" in page.text
+    assert f"The test-accuracy is {100 * final:.2f} % after round 4." in page.text
+    assert "best, in round" not in page.text
+    assert "rounds 4 exchanges 4 floats" in page.text
+    assert [figure["data"][0]["type"] for figure in page.figures] == ["heatmap"], "the split alone"
+
+
+def test_a_long_curve_is_thinned_and_says_so() -> None:
+    """Every second round has a test; the first and the last point stay, and the band follows."""
+    values = [None if at % 2 else float(at) for at in range(9001)]
+    places = {unit: [*range(9001)] for unit in drawings.UNITS}
+    drawing = drawings.curves([drawings.Series("a", places, values, 0, values, values)], "accuracy")
+    xs, ys = drawing["units"]["bytes"]["x"][1], drawing["data"][1]["y"]
+    assert len(xs) == len(ys) < 2100
+    assert xs == ys
+    assert (xs[0], xs[-1]) == (0, 9000)
+    assert len(drawing["data"][0]["y"]) == len(drawing["units"]["rounds"]["x"][0]) == 2 * len(ys)
+    assert "at most 2,000 points of a curve are drawn" in Figure(drawing, "label").html()
+    short = drawings.curves([drawings.Series("a", places, values[:100], 0)], "accuracy")
+    assert short["data"][0]["y"] == values[:100]
+    assert "points" not in Figure(short, "label").html()
+
+
 def test_a_folder_without_its_split(folder: Path) -> None:
     (folder / "split.json").unlink()
     assert len(Html(write_report(folder)).figures) == 4, "from the data, which are here"
@@ -419,6 +449,7 @@ def test_a_study_beside_the_papers_numbers(swept: Path) -> None:
     assert [trace.get("name") for trace in curves["data"]] == [
         *(None, "FedAvg (test)", None, "FedBN &lt;b&gt; (personal-own)"),
     ]
+    assert "Accuracy, final result" in page.text
     last = [100 * read_metrics(swept / f"FedAvg/all/seed-{seed}/metrics.jsonl")[-1]["test-accuracy"] for seed in (0, 1)]
     assert curves["data"][1]["y"][-1] == pytest.approx(statistics.fmean(last))
     assert curves["data"][0]["y"][1:3] == pytest.approx([max(last), min(last)])
@@ -564,6 +595,36 @@ def without_tests(run: Path) -> None:
     """Take the main metric out of the lines of a run."""
     lines = [{**line, "test-accuracy": None} for line in read_metrics(run / "metrics.jsonl")]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_mean_curve_is_drawn_at_the_mean_traffic(study: Path) -> None:
+    """It was drawn at the traffic of the first seed."""
+    path = study / "FedAvg/all/seed-1/metrics.jsonl"
+    lines = [line | {"exchanges": 10, "bytes-down": 9 * 2**20, "bytes-up": 0} for line in read_metrics(path)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first = read_metrics(study / "FedAvg/all/seed-0/metrics.jsonl")[0]
+    curves = Html(write_report(study)).figures[2]
+    places = {unit: found["x"][1] for unit, found in curves["units"].items()}
+    assert (places["rounds"], places["exchanges"]) == ([1, 2], [(first["exchanges"] + 10) / 2, first["exchanges"] + 10])
+    moved = (first["bytes-down"] + first["bytes-up"]) / 2**20
+    assert places["bytes"][0] == pytest.approx((moved + 9) / 2, abs=1e-6)
+
+
+def test_rounds_of_long_runs_are_matched_without_a_search() -> None:
+    """32,000 rounds were searched for in lists of 32,000: seconds for each method."""
+    compared = 0
+
+    class Round(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    runs: Any = [SimpleNamespace(measured=[{"round": Round(at)} for at in range(first, 300)]) for first in (0, 100)]
+    assert _shared_rounds(runs) == [*range(100, 300)]
+    assert compared < 2000
 
 
 def test_seeds_without_a_common_test_have_no_mean_curve(study: Path) -> None:
