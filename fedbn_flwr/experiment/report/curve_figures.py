@@ -29,7 +29,7 @@ def curves_section(run: RunFiles) -> Section:
     ordered = sorted(quantities, key=lambda name: (name != main, name == "loss", name))
     figures = [_curves(run, name, quantities[name]) for name in ordered]
     if not figures:
-        return Section("curves", "Curves", [Text("No round is finished yet.")])
+        return Section("curves", "Curves", [Text(run.lost or "No round is finished yet.")])
     note = Text(
         "Exchanges and bytes are those of training: one broadcast counts once, and bytes are those of floats.", "note"
     )

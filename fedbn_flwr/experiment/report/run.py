@@ -74,26 +74,28 @@ def _sentence(run: RunFiles) -> str:
         f"The model {config.model} with norm={config.norm} is trained on {config.dataset} with {who}: "
         f"{config.num_server_rounds} rounds of {work} on {batch}."
     )
-    if not run.measured:
+    key, best, final = run.headline, run.best, run.final
+    if "round" not in final:
         return f"{what} No test is finished yet."
-    key, best = run.headline, run.best
-    final = run.final
-    reached = f" The {key} is {with_unit(key, final.get(key))} after round {final.get('round')}"
-    if best.get("round") == final.get("round"):
+    reached = f" The {key} is {with_unit(key, final.get(key))} after round {final['round']}"
+    if not best:
+        return f"{what}{reached}."
+    if best["round"] == final["round"]:
         return f"{what}{reached}, the best of the run."
     return f"{what}{reached}; the best is {with_unit(key, best[key])}, in round {best['round']}."
 
 
 def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     key, totals = run.headline, run.totals
-    if run.measured:
+    if "round" in run.final:
         yield f"{key}, final", with_unit(key, run.final.get(key))
+    if run.best:
         yield f"best, in round {run.best['round']}", with_unit(key, run.best[key])
     total = run.config.num_server_rounds
-    yield "rounds", f"{len(run.lines)}" if len(run.lines) == total else f"{len(run.lines)} of {total}"
+    yield "rounds", f"{run.rounds}" if run.rounds == total else f"{run.rounds} of {total}"
     yield "exchanges", f"{totals.get('exchanges', 0):,}"
     yield "floats sent and received", size(totals.get("bytes-down", 0) + totals.get("bytes-up", 0))
-    yield "time", duration(sum(line["seconds"] for line in run.lines))
+    yield "time", duration(run.seconds)
     if (frozen := run.summary.get("frozen-after")) is not None:
         yield "BN frozen after", f"round {frozen}"
     if privacy := run.summary.get("privacy"):
@@ -109,9 +111,11 @@ def run_warnings(run: RunFiles) -> list[str]:
         found.append(
             f"The run is not finished: {len(run.lines)} of {run.config.num_server_rounds} rounds{_written(run)}."
         )
+    if run.lost:
+        found.append(run.lost)
     if run.summary.get("stopped-early"):
         found.append(
-            f"Early stopping ended the run after round {len(run.lines)}. The result is that of round "
+            f"Early stopping ended the run after round {run.rounds}. The result is that of round "
             f"{run.final.get('round')}, which had the best validation score."
         )
     reasons = Counter(reason for line in run.lines for reason in line.get("rejected", ()))
@@ -172,7 +176,7 @@ def result_section(run: RunFiles) -> Section | None:
 
 def traffic_section(run: RunFiles) -> Section:
     """Return the sums of the messages, of training and of tests."""
-    totals, rounds = run.totals, max(len(run.lines), 1)
+    totals, rounds = run.totals, max(run.rounds, 1)
     rows = []
     for what, prefix in (("training", ""), ("tests on clients", "evaluation-")):
         if f"{prefix}exchanges" not in totals:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.experiment.config import STATE_IN_OUT, Config
-from fedbn_flwr.experiment.files import read_json, read_metrics
+from fedbn_flwr.experiment.files import lost_lines, read_json, read_metrics
 from fedbn_flwr.experiment.finished_run.saved_model import run_config
 from fedbn_flwr.experiment.output.folder import DIVERGED_AT
 from fedbn_flwr.experiment.output.global_tests import headlines
@@ -31,14 +31,16 @@ class RunFiles:
     Attributes:
         folder: the folder.
         config: the settings.
-        lines: the lines of ``metrics.jsonl``.
+        lines: the lines of ``metrics.jsonl``; none of a finished run that has lost some.
         summary: ``summary.json``; empty while the run is not finished.
+        lost: what is left out where lines are lost; "" if none is.
     """
 
     folder: Path
     config: Config
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
+    lost: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
@@ -49,7 +51,19 @@ class RunFiles:
         """
         config = run_config(folder)
         summary = read_json(folder / "summary.json")  # before the lines: with a summary they are complete
-        return cls(folder, config, read_metrics(folder / "metrics.jsonl"), summary)
+        lines = read_metrics(folder / "metrics.jsonl")
+        lost = lost_lines(summary, lines) if summary else ""
+        return cls(folder, config, [] if lost else lines, summary, lost)
+
+    @property
+    def rounds(self) -> int:
+        """The rounds that are done."""
+        return int(self.summary.get("rounds", len(self.lines)))
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """The time of these rounds."""
+        return float(self.summary.get("seconds") or sum(line["seconds"] for line in self.lines))
 
     @functools.cached_property
     def diverged_at(self) -> int:
@@ -101,8 +115,10 @@ class RunFiles:
 
     @functools.cached_property
     def totals(self) -> dict[str, int]:
-        """The sums of the lines' traffic and examples."""
-        found: dict[str, int] = {}
+        """The sums of the rounds' traffic and examples."""
+        found: dict[str, int] = dict(self.summary.get("ledger", {}))
+        if found:
+            return found
         for line in self.lines:
             for key, value in line.items():
                 if key == "examples" or key.endswith(("exchanges", "bytes-down", "bytes-up")):

@@ -94,10 +94,9 @@ def _facts(files: StudyFiles) -> Iterator[tuple[str, str]]:
     yield "runs finished", f"{status['finished'] + status['diverged']} of {len(files.cells)}{diverged}"
     if rounds := [run.config.num_server_rounds for _, run in files.runs]:
         yield "rounds of a run", " to ".join(map(str, _bounds(rounds)))
-    lines = [line for _, run in files.runs for line in run.lines]
-    moved = sum(line.get("bytes-down", 0) + line.get("bytes-up", 0) for line in lines)
+    moved = sum(run.totals.get(key, 0) for _, run in files.runs for key in ("bytes-down", "bytes-up"))
     yield "floats sent and received", size(moved)
-    yield "time of all runs", duration(sum(line["seconds"] for line in lines))
+    yield "time of all runs", duration(sum(run.seconds for _, run in files.runs))
 
 
 def _bounds(values: list[int]) -> list[int]:
@@ -199,10 +198,8 @@ def _runs_of(files: StudyFiles, cells: list[Cell]) -> list[Block]:
             warned.setdefault(text, []).append(str(cell.seed))
         numbers = [run.final.get(key), run.best.get(key)]
         shown = ["-" if value is None else f"{scaled(key, value):{form_of(key)}}" for value in numbers]
-        time = duration(sum(line["seconds"] for line in run.lines))
-        rows.append(
-            [str(cell.seed), status, *shown, str(len(run.lines)), time, str(run.summary.get("sha256", "-"))[:16]]
-        )
+        done, sha256 = [str(run.rounds), duration(run.seconds)], str(run.summary.get("sha256", "-"))[:16]
+        rows.append([str(cell.seed), status, *shown, *done, sha256])
     head = ["seed", "status", f"final {key}{unit_of(key)}", "best", "rounds", "time", "SHA-256, first 16 digits"]
     blocks: list[Block] = [Table(head, rows)]
     if begun:

@@ -637,7 +637,7 @@ def test_diverged_seeds_are_not_in_the_curves(study: Path) -> None:
     good, bad = (study / f"FedAvg/all/seed-{seed}" for seed in (0, 1))
     lines = (bad / "metrics.jsonl").read_text().splitlines(keepends=True)
     (bad / "metrics.jsonl").write_text(lines[0])
-    change(bad / "summary.json", diverged_at=2)
+    change(bad / "summary.json", diverged_at=1, rounds=1)
     page = Html(write_report(study))
     (curve,) = [trace for trace in page.figures[1]["data"] if str(trace.get("name")).startswith("FedAvg")]
     assert curve["y"] == [100 * line["test-accuracy"] for line in read_metrics(good / "metrics.jsonl")]
