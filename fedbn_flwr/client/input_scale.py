@@ -8,10 +8,10 @@ from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches
 
-__all__ = ["input_moments", "scaled"]
+__all__ = ["scaled", "training_moments"]
 
 
-def input_moments(data: Batches) -> FeatureMoments:
+def training_moments(data: Batches) -> FeatureMoments:
     """Return the sums of the training inputs.
 
     Raises:

@@ -75,11 +75,11 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     if not message.content.array_records:
         return _sign(_answered(message, call_next(message, context)), context)
     config = TrainConfig.read(merged_config(message))
-    if config.by_messages:
+    if config.attempt is not None:
         _reopen(message, context)
     key, received = _set_aside_extras(message, context, config.extras)
     whole, store = _completed(received, context, config)
-    if config.local_entries or config.extras or config.by_messages:
+    if config.local_entries or config.extras or config.attempt is not None:
         # A TorchClient keeps its part itself, and refuses to work under the mod.
         next(iter(message.content.config_records.values()))[MOD] = "local_bn"
     context.state.pop(OUTBOX, None)

@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
-from fedbn_flwr.client.input_scale import input_moments, scaled
+from fedbn_flwr.client.input_scale import scaled, training_moments
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender, two_inputs
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.received import Received, entries_that_stay, load_received
@@ -39,7 +39,6 @@ from fedbn_flwr.messages.protocol import (
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
-    FRESH_BATCHES,
     MOD,
     NUM_EXAMPLES,
     PARTITION_ID,
@@ -78,9 +77,9 @@ class TorchClient(NumPyClient):
 
     Args:
         model: the model on its device; it is trained in place. It may be compiled or in DDP: sent and kept entries
-            have the names of the inner module, or the received names. Or a function that builds it: then no message
-            waits for that, because a process builds it once and lends it to one client at a time. Pass the same
-            function object for every message.
+            have the names of the inner module, or the received names. Or a function that builds it: a process calls it
+            once, again only for clients that work at the same time, and lends the model to one client after another.
+            Pass the same function object for every message.
         train_data: the client's training data, a torch ``Dataset`` of (input, target) with a length, or ``Batches``;
             may be empty for a client that only evaluates. Batches and their order are those of the settings.
         test_data: one test set, or several by name (their metrics are then called ``<name>-accuracy``, ...).
@@ -133,10 +132,10 @@ class TorchClient(NumPyClient):
         named = test_data if isinstance(test_data, Mapping) else {"": test_data}
         if validation_data is not None:
             named = {**named, VALIDATION: validation_data}
-        self.test_data = {name: as_batches(data) for name, data in named.items()}
+        self.test_sets = {name: as_batches(data) for name, data in named.items()}
         self.settings = settings
         self._lend = lender(
-            model, settings.memory_format, functools.partial(two_inputs, [self.train_data, *self.test_data.values()])
+            model, settings.memory_format, functools.partial(two_inputs, [self.train_data, *self.test_sets.values()])
         )
         self.context = context
         if partition_id is None and context is not None:
@@ -225,16 +224,20 @@ class TorchClient(NumPyClient):
                 return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
 
     def _train(self, lent: LentModel, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
-        read = TrainConfig.read(config)
-        local = entries_that_stay(lent, read.local_entries)
-        self._standardise(read)
-        store = self._store(lent, config, read)
-        if read.by_messages:
+        sent = TrainConfig.read(config)
+        local = entries_that_stay(lent, sent.local_entries)
+        self._standardise(sent)
+        store = self._store(lent, config, sent)
+        if sent.attempt is not None:
             parameters, config = log_answer(self.context, parameters, config)
         replayed = replay(self.context, config)
-        hooks = make_hooks(read.hooks, HookContext(config, frozenset(local), replayed, self._validation_loss))
+        hooks = make_hooks(sent.hooks, HookContext(config, frozenset(local), replayed, self._validation_loss))
         rule = self._privacy.step_rule(
-            read, local, config.get(NOISE), num_examples=len(self.train_data), batch_size=self.settings.batch_size
+            sent,
+            local,
+            server_noise=config.get(NOISE),  # declared with DP-SGD, so not in TrainConfig
+            num_examples=len(self.train_data),
+            batch_size=self.settings.batch_size,
         )
         extras, prefix = load_received(lent, parameters, config, store.load(local))
         for hook in hooks.values():
@@ -244,23 +247,19 @@ class TorchClient(NumPyClient):
                 lent.model,
                 self.train_data,
                 self.settings,
-                learning_rate=self.settings.learning_rate.at(read.server_round, read.frozen),
-                stream=functools.partial(self._stream, read, fresh=int(config.get(FRESH_BATCHES, 0))),
+                learning_rate=self.settings.learning_rate.at(sent.server_round, sent.frozen),
+                stream=functools.partial(self._stream, sent, fresh=sent.fresh_batches),
                 hooks=list(hooks.values()),
                 task=self.task,
                 rule=rule,
             )
         clear_log(self.context)
         state = to_state(lent.state)
-        if local:
-            store.keep({name: state[name] for name in local}, read.server_round)
+        _keep(store, {name: state[name] for name in local}, hooks.values(), sent)
         metrics = self._privacy.published(_metrics(result), rule, result.num_steps)
-        kept = {type(hook).__name__: to_state(hook.keep()) for hook in hooks.values()}
-        store.save_hook_state(kept, read.server_round)
-        store.save(read.server_round, read.used_sha256 is not None)
         if hooks:
             metrics[APPLIED] = ",".join(hooks)
-        metrics |= store.reply_metadata(read.server_round)
+        metrics |= store.reply_metadata(sent.server_round)
         returned = _returned(state, local, hooks.values(), prefix)
         if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
@@ -272,7 +271,7 @@ class TorchClient(NumPyClient):
         Raises:
             DataError: there are none.
         """
-        data = self.test_data.get(VALIDATION)
+        data = self.test_sets.get(VALIDATION)
         if data is None or len(data) == 0:
             raise DataError(
                 "the strategy weighs this client by the loss on its validation data, of which it has none: use a "
@@ -292,24 +291,24 @@ class TorchClient(NumPyClient):
             ConfigError: ``record_level`` is set and does not publish metrics, or a test set is not known here.
         """
         self._privacy.refuse_tests()
-        read = EvaluateConfig.read(config)
-        if unknown := [name for name in read.test_sets if name not in self.test_data]:
-            known = ", ".join(name or "one without a name" for name in self.test_data) or "none"
+        sent = EvaluateConfig.read(config)
+        if unknown := [name for name in sent.test_sets if name not in self.test_sets]:
+            known = ", ".join(name or "one without a name" for name in self.test_sets) or "none"
             raise ConfigError(
                 f"this client has no test set {unknown[0]!r}; it has {known}. Leave personal-{unknown[0]} out of "
                 f"eval-on, or give the TorchClient this set: test_data={{{unknown[0]!r}: ...}}"
             )
-        self._standardise(read)
+        self._standardise(sent)
         metrics: Config = {}
         first: tuple[float, int] | None = None
         with self._lend() as lent:
-            self._load(lent, parameters, config, read)
-            for name in read.test_sets or self.test_data:
+            self._load(lent, parameters, config, sent)
+            for name in sent.test_sets or self.test_sets:
                 prefix, count = (f"{name}-", f"{name}-{NUM_EXAMPLES}") if name else ("", EXAMPLES_TESTED)
-                if len(self.test_data[name]) == 0:
+                if len(self.test_sets[name]) == 0:
                     metrics[count] = 0
                     continue
-                result = evaluate(lent.model, self.test_data[name], task=self.task)
+                result = evaluate(lent.model, self.test_sets[name], task=self.task)
                 metrics |= {**result.named(prefix), count: result.num_examples}
                 first = first or (result.loss, result.num_examples)
         loss, num_examples = first or (float("nan"), 0)
@@ -323,11 +322,11 @@ class TorchClient(NumPyClient):
             names in ``fedbn-flwr.array-names``. See ``batchnorm.reestimation``; nothing is kept.
         """
         self._privacy.refuse("statistics of its training data")
-        read = MessageConfig.read(config)
-        self._standardise(read)
+        sent = MessageConfig.read(config)
+        self._standardise(sent)
         with self._lend() as lent:
-            prefix = self._load(lent, parameters, config, read).prefix
-            seed = self._stream(read, "statistics").initial_seed()
+            prefix = self._load(lent, parameters, config, sent).prefix
+            seed = self._stream(sent, "statistics").initial_seed()
             batch_size = self.settings.batch_size
             found = reestimate_statistics(lent.plain, self.train_data, batch_size=batch_size, seed=seed)
             entries = to_state(encode_moments(found, lent.state))
@@ -341,43 +340,52 @@ class TorchClient(NumPyClient):
             DataError: the inputs are not in memory.
         """
         self._privacy.refuse("sums of its training inputs")
-        return input_moments(self.train_data)
+        return training_moments(self.train_data)
 
-    def _standardise(self, read: MessageConfig) -> None:
-        """Use the mean and std of inputs that the server sends, see ``scaled``."""
-        if read.input_mean:
-            sets = scaled({"training": self.train_data, **self.test_data}, read.input_mean, read.input_std)
-            self.train_data, self.test_data = sets.pop("training"), sets
+    def _standardise(self, sent: MessageConfig) -> None:
+        """Use the mean and std of inputs that the server sends, if any; see ``scaled``."""
+        if sent.input_mean:
+            sets = scaled({"training": self.train_data, **self.test_sets}, sent.input_mean, sent.input_std)
+            self.train_data, self.test_sets = sets.pop("training"), sets
 
-    def _stream(self, read: MessageConfig, purpose: str, fresh: int = 0) -> torch.Generator:
+    def _stream(self, sent: MessageConfig, purpose: str, fresh: int = 0) -> torch.Generator:
+        """Return the generator for a purpose in this round; ``fresh``: the attempt that draws new batches, or 0."""
         key: int | str = -1 if self.partition_id is None else self.partition_id
         if self.partition_id is None and self.context is not None:
             key = f"node {self.context.node_id}"  # clients on one stream would draw the same
         attempt = [fresh] if fresh else []
-        seed = read.seed if self.seed is None else self.seed
-        return torch_generator(seed, purpose, read.server_round, key, *attempt)
+        seed = sent.seed if self.seed is None else self.seed
+        return torch_generator(seed, purpose, sent.server_round, key, *attempt)
 
-    def _store(self, lent: LentModel, config: Config, read: MessageConfig) -> LocalState:
+    def _store(self, lent: LentModel, config: Config, sent: MessageConfig) -> LocalState:
         """Return the client's kept state, restored to the one that the server expects."""
         if MOD in config:
             raise StateError(
                 f"the app has the mod {config[MOD]}, and its client is a TorchClient, which keeps and sends its part "
                 "itself. Leave the mod out."
             )
-        store = LocalState(self.context, lent.parts, lent.state, read.start_id)
-        if read.continuity is not None:
+        store = LocalState(self.context, lent.parts, lent.state, sent.start_id)
+        if sent.continuity is not None:
             folder = self.state_dir or (state_dir(self.context) if self.context else None)
             if folder is not None:
                 if self.partition_id is None:
                     raise StateError("state_dir needs a partition id: pass partition_id=, or a context that names it")
-                store.attach(folder, read.continuity, self.partition_id)
-        store.restore(read.local_sha256, read.used_sha256)
+                store.attach(folder, sent.continuity, self.partition_id)
+        store.restore(sent.local_sha256, sent.used_sha256)
         return store
 
-    def _load(self, lent: LentModel, parameters: list[Array], config: Config, read: MessageConfig) -> Received:
+    def _load(self, lent: LentModel, parameters: list[Array], config: Config, sent: MessageConfig) -> Received:
         """Load the received and the kept entries for a pass without training."""
-        store = self._store(lent, config, read)
-        return load_received(lent, parameters, config, store.load(entries_that_stay(lent, read.local_entries)))
+        store = self._store(lent, config, sent)
+        return load_received(lent, parameters, config, store.load(entries_that_stay(lent, sent.local_entries)))
+
+
+def _keep(store: LocalState, own: State, hooks: Iterable[ClientHook], sent: TrainConfig) -> None:
+    """Keep the client's own entries of the model and those of its hooks until the next round."""
+    if own:
+        store.keep(own, sent.server_round)
+    store.save_hook_state({type(hook).__name__: to_state(hook.keep()) for hook in hooks}, sent.server_round)
+    store.save(sent.server_round, sent.used_sha256 is not None)
 
 
 def _metrics(result: TrainResult) -> Config:

@@ -37,7 +37,7 @@ from fedbn_flwr.compat.flower import app_error
 from fedbn_flwr.compat.secure_aggregation import check, is_secure_average, restored
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
-from fedbn_flwr.messages.protocol import CLIENT_WORDS, LOSS
+from fedbn_flwr.messages.protocol import CLIENT_KEYS, LOSS
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.server.params import RECALIBRATED
@@ -237,7 +237,7 @@ class LegacyStrategy(Strategy):
         """
         rejected = self.strategy.run.report.rejected
         used = [res for proxy, res in results if rejected.get(int(proxy.cid)) == before.get(int(proxy.cid))]
-        metrics = [(res.num_examples, {k: v for k, v in res.metrics.items() if k not in CLIENT_WORDS}) for res in used]
+        metrics = [(res.num_examples, {k: v for k, v in res.metrics.items() if k not in CLIENT_KEYS}) for res in used]
         return fn(metrics) if metrics else {}
 
     def _configure(

@@ -87,6 +87,7 @@ SERIES = Key("fedbn-flwr.series", "str: experiment id", "server", "client")
 RUN = Key("fedbn-flwr.run", "str: this run and its resumptions", "server", "client")
 COMMITTED = Key("fedbn-flwr.committed", "str, comma list: rounds of the checkpoints", "server", "client")
 TEST_SETS = Key("test-sets", "str, comma list", "server", "client")
+VALIDATION = "validation"  # in TEST_SETS: the client's validation data
 INPUT_MEAN = Key("fedbn-flwr.input-mean", "list of float: mean of inputs over the nodes", "server", "client")
 INPUT_STD = Key("fedbn-flwr.input-std", "list of float: standard deviation of inputs", "server", "client")
 FROZEN = Key("fedbn-flwr.frozen", "bool: BN is frozen in this round", "server", "client")
@@ -121,8 +122,6 @@ FRESH_BATCHES = Key(
 )
 MASK_METRICS = Key("fedbn-flwr.mask-metrics", "bool: the server may have the metrics", "server", "client")
 MASKED = Key("fedbn-flwr.masked", "int64 vector, in the model's record: the masked update", "client", "server")
-
-VALIDATION = "validation"  # in TEST_SETS: the client's validation data
 
 # --- arrays as a NumPyClient takes them -------------------------------------------------------------------------------
 ARRAY_NAMES = Key(
@@ -191,7 +190,7 @@ MASK_PARTY = Key("fedbn-flwr.masks", "ConfigRecord: this client in a round of ma
 MASK_SECRETS = Key("secrets", "bytes, in fedbn-flwr.masks", "client", "client")
 SPEC_SHAPES = Key("frame", "str, JSON, in fedbn-flwr.whole", "mod", "mod")
 
-CLIENT_WORDS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, RECORD_DP)
+CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, RECORD_DP)
 """Keys of the client part among the metrics of a ``NumPyClient``; they are left out of averages."""
 
 # A client makes a folder name of it: no separator, no "..".
@@ -255,7 +254,7 @@ def refuse_own_keys(**configs: Mapping[str, Any] | None) -> None:
 
 @dataclass(frozen=True)
 class Continuity:
-    """The run of a message, and the rounds from which it can resume.
+    """Which run this is, for clients with a state folder; and the rounds that it can resume from.
 
     Attributes:
         series: experiment id; runs of one experiment continue with the same client state.
@@ -289,7 +288,7 @@ class Continuity:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageConfig:
-    """The config of every message with the model.
+    """The config of every message with the model. ``read`` returns what ``write`` has written.
 
     Attributes:
         server_round: counted from 1.
@@ -361,25 +360,39 @@ class TrainConfig(MessageConfig):
     Attributes:
         hooks: names of the client hooks to apply, in order.
         extras: names of the method's records beside the model; others are the user's.
-        frozen: whether BN is frozen in this round, for the learning rate.
-        by_messages: whether this message is part of a synchronised step by messages.
+        frozen: whether BN is frozen in this round, for the learning rate and DP-SGD. The method writes it.
+        attempt: attempt of a synchronised step by messages, of which this message is part; None = it is part of none.
+            ``server.step_by_messages`` writes it.
+        fresh_batches: attempt of a round of masked sums, which draws batches of its own; 0 = the first.
+            ``privacy.masked_sums`` writes it.
     """
 
     hooks: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
     frozen: bool = False
-    by_messages: bool = False
+    attempt: int | None = None
+    fresh_batches: int = 0
 
     @classmethod
     def _entries(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         lists = {"hooks": comma_list(config, HOOKS), "extras": comma_list(config, EXTRAS)}
-        flags = {"frozen": bool(config.get(FROZEN, False)), "by_messages": ATTEMPT in config}
-        return {**super()._entries(config), **lists, **flags}
+        attempts = {
+            "attempt": int(config[ATTEMPT]) if ATTEMPT in config else None,
+            "fresh_batches": int(config.get(FRESH_BATCHES, 0)),
+        }
+        return {**super()._entries(config), **lists, "frozen": bool(config.get(FROZEN, False)), **attempts}
 
     def write(self) -> dict[str, Any]:
         """Return the entries of a message's config, without values that are not set."""
         lists = {HOOKS: self.hooks, EXTRAS: self.extras}
-        return super().write() | {key: ",".join(names) for key, names in lists.items() if names}
+        entries = super().write() | {key: ",".join(names) for key, names in lists.items() if names}
+        if self.frozen:
+            entries[FROZEN] = True
+        if self.attempt is not None:
+            entries[ATTEMPT] = self.attempt
+        if self.fresh_batches:
+            entries[FRESH_BATCHES] = self.fresh_batches
+        return entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,6 +408,10 @@ class EvaluateConfig(MessageConfig):
     @classmethod
     def _entries(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         return {**super()._entries(config), "test_sets": comma_list(config, TEST_SETS)}
+
+    def write(self) -> dict[str, Any]:
+        """Return the entries of a message's config, without values that are not set."""
+        return super().write() | ({TEST_SETS: ",".join(self.test_sets)} if self.test_sets else {})
 
 
 @dataclass(frozen=True)
@@ -432,7 +449,11 @@ class ReplyInfo:
         )
 
     def write(self) -> dict[str, str]:
-        """Return the reply's entries about the kept state; empty if nothing is kept."""
+        """Return the entries about the kept state: ``local_sha256``, ``durable``, ``began``; empty if nothing is kept.
+
+        The others are written where they are known: the hooks by the training, the steps by DP-SGD, the partition by
+        the client app.
+        """
         if not self.local_sha256:
             return {}
         info: dict[str, str] = {LOCAL_SHA256: self.local_sha256, LOCAL_HOME: "folder" if self.durable else "memory"}

@@ -78,7 +78,7 @@ def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None
     clients = [client_fn(context(config, i)) for i in range(3)]
     subsets += [client.train_data for client in clients]
     assert len({subset.samples.inputs.untyped_storage().data_ptr() for subset in subsets}) == 1
-    tests = [client.test_data[name] for client in clients for name in ("own", "global")]
+    tests = [client.test_sets[name] for client in clients for name in ("own", "global")]
     assert len({subset.samples.inputs.untyped_storage().data_ptr() for subset in tests}) == 1
     assert len({subset.samples.inputs.dtype for subset in (*subsets, *tests)} - {torch.uint8}) == 0
 

@@ -128,7 +128,8 @@ def test_a_copy_of_a_key_is_a_plain_name() -> None:
         MessageConfig(input_mean=(0.1, -2.0), input_std=(1.0, 1e-9)),
         MessageConfig(server_round=3, local_entries=("a.b", 'c"d'), local_sha256="", continuity=Continuity("s", "r")),
         TrainConfig(server_round=2, hooks=("a", "b"), continuity=Continuity("s", "r", (1, 2))),
-        EvaluateConfig(local_sha256="0" * 64),
+        TrainConfig(frozen=True, attempt=0, fresh_batches=2),
+        EvaluateConfig(local_sha256="0" * 64, test_sets=("own", "global")),
     ],
 )
 def test_a_config_comes_back(config: MessageConfig) -> None:
