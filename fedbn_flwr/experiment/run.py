@@ -26,11 +26,13 @@ __all__ = ["Engine", "default_workers", "preflight", "run", "work_of"]
 
 Engine = Literal["in-process", "simulation"]
 
-_WORTH_PROCESSES = 1e8  # of ``work_of``, a tenth of a second of the smallest models
+_WORTH_PROCESSES = 1e8  # ``work_of`` from which processes pay: a tenth of a second with the smallest models
 
 
 def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     """Check a run before anything is written; return the resolved config and the absolute folder.
+
+    ``run`` calls it, too. After the first call in a process the data and their split are in memory.
 
     Raises:
         FedBNError: settings are bad, data is missing, the split is impossible, or the folder is in use.
@@ -40,10 +42,10 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
         RunFolder.refuse_used(out)
     else:
         RunFolder.refuse_shorter(out, config.num_server_rounds)
-    here = {"out": str(out)}
+    changes = {"out": str(out)}
     if not config.state_dir and config.strategy != CENTRALIZED and (config.checkpoint_every or config.method().local):
-        here["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
-    config = config.model_copy(update=here)
+        changes["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
+    config = config.model_copy(update=changes)
     if config.series and not config.resume and not Path(config.state_dir).is_absolute():
         raise ConfigError(
             f"series={config.series} has no effect: what clients keep lies in the folder of this run. Set state-dir to "
@@ -57,9 +59,9 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
 
 
 def default_workers(config: Config) -> int:
-    """Return how many worker processes make the run faster: one for each core and client of a round, or none.
+    """Return how many worker processes make the run faster: as many as cores, at most one for a client of a round.
 
-    Clients on a GPU share it in one process. A small run is over before processes have started.
+    0 for small runs, which are over before processes have started, and on CUDA: clients share a GPU in one process.
     """
     cores = num_cores() // config.torch_threads
     clients = max(1, share_of(config.fraction_train, config.num_clients))

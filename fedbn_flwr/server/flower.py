@@ -1,9 +1,11 @@
 """Flower's calls, the same for every method: sample nodes, send messages, check replies, report the round.
 
-A round has two kinds of message, training and evaluation. ``server.dispatch`` builds them, ``server.training_replies``
-and ``server.replies`` read the replies. Before a test ``server.recalibration`` may re-estimate statistics;
-``server.model_completion`` is the model that is tested. ``server.run_state`` is what the server knows of a run, and
-``server.run_health`` says whether it has failed. What differs between methods is in the hooks of ``server.method``.
+Every round has training messages, a tested one also evaluation messages. Some methods and options add queries:
+exchanges of a step, statistics, keys of masked sums. ``server.dispatch`` builds the two kinds of messages,
+``server.training_replies`` and ``server.replies`` read the replies. Before a test ``server.recalibration`` may
+re-estimate statistics; ``server.model_completion`` is the model that is tested. ``server.run_state`` is what the server
+knows of a run, and ``server.run_health`` says whether it has failed. What differs between methods is in the hooks of
+``server.method``.
 """
 
 from __future__ import annotations
@@ -56,6 +58,9 @@ OnReplies = Callable[[int, Sequence[Reply], State, State], None]
 class Server(Method[P]):
     """The part of a method that Flower calls: ``start`` for a whole run, or a loop of Flower's call by call.
 
+    ``start`` and ``to_legacy`` begin a run with ``prepare``, which makes its state and calls ``begin``, the method's
+    own beginning. Under any other loop the first ``configure_train`` calls ``begin``.
+
     Attributes:
         run: the state of the run.
         nodes: the nodes of the run.
@@ -86,7 +91,7 @@ class Server(Method[P]):
         self._saved: tuple[int, dict[str, Any]] | None = None
         self._early_replies: list[Message] = []
         self.run = RunState(self.name, parts)
-        self._connect(3600.0)
+        self._make_nodes_and_dispatcher(3600.0)
 
     def protect(self, protection: Protection) -> None:
         """Let ``protection`` stand between the clients' replies and the method.
@@ -101,9 +106,9 @@ class Server(Method[P]):
         if type(self.protection) is not Protection:
             raise ConfigError(f"strategy {self.name!r} has a protection already; make a new strategy for another one")
         self.protection = protection
-        self._connect(self.dispatcher.timeout)
+        self._make_nodes_and_dispatcher(self.dispatcher.timeout)
 
-    def _connect(self, timeout: float) -> None:
+    def _make_nodes_and_dispatcher(self, timeout: float) -> None:
         seed = secrets.randbits(63) if self.protection.secret_sampling else self.params.seed
         query: dict[str, Any] = {SYNCHRONISES: True} if self.synchronises else {}
         self.nodes = NodeRegistry(seed, timeout, query, self.num_partitions)
@@ -168,9 +173,18 @@ class Server(Method[P]):
         self.run.by_run_rounds = True
         self.run.count_start(grid)
         polled = polling(grid)
-        configs, test = (train_config, evaluate_config), partial(self._test_and_end_round, evaluate_fn)
         try:
-            result = run_rounds(self, polled, initial_arrays, after, num_rounds, timeout, *configs, test)
+            result = run_rounds(
+                self,
+                polled,
+                initial_arrays,
+                after=after,
+                num_rounds=num_rounds,
+                timeout=timeout,
+                train_config=train_config,
+                evaluate_config=evaluate_config,
+                after_round=partial(self._test_and_end_round, evaluate_fn),
+            )
         finally:
             self.stopped = False  # of this run, not of a next one
         arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
@@ -216,7 +230,7 @@ class Server(Method[P]):
         """
         self.run = RunState(self.name, self.parts, self.continuity, num_rounds)
         self._early_replies = []
-        self._connect(timeout)
+        self._make_nodes_and_dispatcher(timeout)
         self.run.set_model(initial_arrays)
         if self._saved is None:
             self.run.check_initial(views(initial_arrays))
@@ -233,6 +247,7 @@ class Server(Method[P]):
         return after
 
     def _begin(self) -> None:
+        """Begin the method and the protection, once in a run; ``run.begun`` says that it is done."""
         self.run.begun = True
         self.begin()
         self.protection.begin(self)
@@ -308,11 +323,11 @@ class Server(Method[P]):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model."""
-        replies = self._of_own_messages("configure_train", server_round, [*self._early_replies, *replies])
+        replies = self._require_super_call("configure_train", server_round, [*self._early_replies, *replies])
         self._early_replies = []
         usable, refused = self._training_replies.read(server_round, replies)
         self._refuse_useless_apps(bool(usable), refused)
-        before, released = self.run.before, self._released([reply for _, _, reply in usable])
+        before, released = self.run.before, self._replies_to_combine([reply for _, _, reply in usable])
         if not released:
             self._training_replies.note_unused(usable)
             return None, None
@@ -329,7 +344,7 @@ class Server(Method[P]):
             raise lacking[0]
         self.dispatcher.raise_shared_error(refused, bool(self.run.trained))
 
-    def _released(self, usable: Sequence[Reply]) -> Sequence[Reply]:
+    def _replies_to_combine(self, usable: Sequence[Reply]) -> Sequence[Reply]:
         """Return the replies to combine; none if too few are usable, or if the protection releases none."""
         report = self.run.report
         if len(usable) < self.params.min_replies and not (self.protection.always_releases and report.asked):
@@ -388,7 +403,7 @@ class Server(Method[P]):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the clients' metrics; write each client's metrics to the report."""
-        replies = self._of_own_messages("configure_evaluate", server_round, replies)
+        replies = self._require_super_call("configure_evaluate", server_round, replies)
         report, count_key = self.run.report, self.weighted_by_key
         pairs = [pair for pair in self.dispatcher.in_order(replies) if not tested_nothing(pair[1], count_key)]
         good, refused = read_replies(pairs, lambda _, message: read_metrics(message, count_key), report, "evaluation")
@@ -424,8 +439,8 @@ class Server(Method[P]):
             input_std=self.input_scale.std if self.input_scale else (),
         )
 
-    def _of_own_messages(self, configure: str, server_round: int, replies: Iterable[Message]) -> list[Message]:
-        """Return the replies.
+    def _require_super_call(self, configure: str, server_round: int, replies: Iterable[Message]) -> list[Message]:
+        """Return the replies as a list, after checking that the strategy's own ``configure`` made the messages.
 
         Raises:
             ConfigError: the method ``configure`` is the user's own, and has not called the strategy's in this round.
@@ -478,13 +493,13 @@ class Server(Method[P]):
         return {**super().outcome(num_rounds), **self.protection.outcome()}
 
     @classmethod
-    def every(cls, attribute: str) -> list[str]:
+    def names_in_bases(cls, attribute: str) -> list[str]:
         """Return the names in ``attribute`` of the method's class and of all its bases."""
         return [name for kind in reversed(cls.__mro__) for name in vars(kind).get(attribute, ())]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the strategy state to checkpoint, without the model: JSON values and arrays by name."""
-        own = {name: getattr(self, name) for name in self.every("checkpoint_keys")}
+        own = {name: getattr(self, name) for name in self.names_in_bases("checkpoint_keys")}
         protected = {_PROTECTION: state} if (state := self.protection.state_dict()) else {}
         return {**self.run.checkpoint(self.nodes.initialised_labels), **own, **protected}
 
@@ -494,7 +509,7 @@ class Server(Method[P]):
         Raises:
             ConfigError: the state belongs to another method.
         """
-        wanted = {*self.every("checkpoint_keys"), *RunState("").checkpoint([])}
+        wanted = {*self.names_in_bases("checkpoint_keys"), *RunState("").checkpoint([])}
         wanted |= {_PROTECTION} if self.protection.state_dict() else set()
         if set(state) != wanted:
             found, needed = ", ".join(sorted(state)), ", ".join(sorted(wanted))

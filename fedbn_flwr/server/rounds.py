@@ -2,8 +2,7 @@
 
 A round: ``configure_train`` samples nodes and makes messages, ``run_training`` sends them, ``aggregate_train`` checks
 the replies and combines them, ``configure_evaluate`` re-estimates statistics if a test needs them,
-``aggregate_evaluate`` reads the clients' tests, and ``evaluate_fn`` tests the global model, with which
-``Server.start`` also ends the round.
+``aggregate_evaluate`` reads the clients' tests, and ``after_round`` tests the global model and ends the round.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fedbn_flwr.compat.flower import log_start
 from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.metrics import AVERAGED, average_metrics
 
-__all__ = ["run_rounds"]
+__all__ = ["Evaluate", "run_rounds"]
 
 logger = logging.getLogger("flwr")
 
@@ -31,12 +30,13 @@ def run_rounds(
     strategy: Method[Any],
     grid: Grid,
     arrays: ArrayRecord,
+    *,
     after: int,
     num_rounds: int,
     timeout: float,
     train_config: ConfigRecord | None,
     evaluate_config: ConfigRecord | None,
-    evaluate_fn: Evaluate | None,
+    after_round: Evaluate,
 ) -> Result:
     """Run the rounds ``after`` + 1 to ``num_rounds``, or until the strategy stops.
 
@@ -51,7 +51,7 @@ def run_rounds(
         timeout: seconds to wait for the replies of an evaluation.
         train_config: further config of every training message.
         evaluate_config: further config of every evaluation message.
-        evaluate_fn: tests the global model before round 1 and after every round.
+        after_round: tests the global model and ends the round; also called with 0 before round 1.
 
     Returns:
         The model and the metrics of these rounds; without arrays if no round changed the model.
@@ -64,13 +64,13 @@ def run_rounds(
     train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
     result = Result()
 
-    def test(server_round: int) -> None:
-        if evaluate_fn and (found := evaluate_fn(server_round, arrays)) is not None:
+    def end_round(server_round: int) -> None:
+        if (found := after_round(server_round, arrays)) is not None:
             logger.info("Evaluation of the global model, round %d: %s", server_round, found)
             result.evaluate_metrics_serverapp[server_round] = found
 
     if not after:
-        test(0)
+        end_round(0)
     for server_round in range(after + 1, num_rounds + 1):
         if strategy.stops_after(server_round - 1):
             break
@@ -80,16 +80,17 @@ def run_rounds(
         if averaged is not None:
             result.arrays = arrays = averaged
         if metrics is not None:
-            logger.info("Training%s: %s", _how(strategy.train_metrics_aggr_fn), metrics)
+            logger.info("Training%s: %s", _aggregation_note(strategy.train_metrics_aggr_fn), metrics)
             result.train_metrics_clientapp[server_round] = metrics
         messages = strategy.configure_evaluate(server_round, arrays, evaluate_config, grid)
         metrics = strategy.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
         if metrics is not None:
-            logger.info("Evaluation%s: %s", _how(strategy.evaluate_metrics_aggr_fn), metrics)
+            logger.info("Evaluation%s: %s", _aggregation_note(strategy.evaluate_metrics_aggr_fn), metrics)
             result.evaluate_metrics_clientapp[server_round] = metrics
-        test(server_round)
+        end_round(server_round)
     return result
 
 
-def _how(aggregate: object) -> str:
+def _aggregation_note(aggregate: object) -> str:
+    """Return, for the log, that metrics are averages; "" for those of the user's own function."""
     return f" ({AVERAGED})" if aggregate is average_metrics else ""

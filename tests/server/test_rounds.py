@@ -54,9 +54,9 @@ def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, m
 
     ours, calls = run()
 
-    def flowers(strategy, grid, arrays, after, *rest):
+    def flowers(strategy, grid, arrays, after, after_round, **rest):
         assert after == 0
-        return FlowerFedAvg.start(strategy, grid, arrays, *rest)
+        return FlowerFedAvg.start(strategy, grid, arrays, evaluate_fn=after_round, **rest)
 
     monkeypatch.setattr(flower, "run_rounds", flowers)
     theirs, their_calls = run()
@@ -156,7 +156,7 @@ def test_what_the_callback_raises_ends_the_run(federate, mlp, points) -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_checkpoint_keys_are_unique(name: str) -> None:
     strategy = STRATEGIES[name]()
-    names = [*strategy.every("checkpoint_keys"), *strategy.run.checkpoint([])]
+    names = [*strategy.names_in_bases("checkpoint_keys"), *strategy.run.checkpoint([])]
     assert len(names) == len(set(names))
     assert {"momentum", "local_hashes", "volatile", "started"} <= set(names)
 

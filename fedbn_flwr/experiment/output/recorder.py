@@ -96,7 +96,7 @@ class Recorder:
     def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
         """Test in a round with a test, write and return the line of the round, and call ``on_round`` with it."""
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
-        reported = self._strategy.every("reported_metrics") if self._strategy else []
+        reported = self._strategy.names_in_bases("reported_metrics") if self._strategy else []
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
         line |= {key: report.metrics[key] for key in measured if key in report.metrics}
         due = self._due(report.server_round)
