@@ -1,4 +1,4 @@
-"""Averaging that is safe for BatchNorm. No other module weights client states, averages them or restores dtypes.
+"""Averaging that is safe for BatchNorm: ``average`` for states, ``weighted_sum`` for arrays; server steps use both.
 
 Sums are accumulated in float64 in the order given. Callers sort by partition id, so a run repeats bit for bit.
 """
@@ -35,7 +35,7 @@ _BLOCK = 1 << 18  # elements; in float64 2 MiB, which stay in the cache while th
 
 
 def to_shares(weights: Sequence[float]) -> list[float]:
-    """Return p_i = w_i / sum(w).
+    """Return p_i = w_i / sum(w). Weights whose sum overflows are first divided by the largest.
 
     Raises:
         ReplyError: a weight is negative or not finite, or all weights are zero.
@@ -122,22 +122,29 @@ def average(
     p, first = to_shares(weights), states[0]
     pairs = list(parts.moments()) if variance == "pooled" else []
     pairs = [pair for pair in pairs if all(name in first and first[name].dtype.kind in "fc" for name in pair)]
-    exact = {name for pair in pairs for name in pair}
+    pooled = {name for pair in pairs for name in pair}  # their averages stay wide until the spread is added
     result: dict[str, Array] = {}
     for name, array in first.items():
         if array.dtype.kind in "fc":
-            result[name] = np.empty(array.shape, wide_type(array) if name in exact else array.dtype)
+            result[name] = np.empty(array.shape, wide_type(array) if name in pooled else array.dtype)
         else:
             result[name] = np.asarray(np.maximum.reduce([state[name] for state in states]))
     for kind in "fc":
         names = [name for name, array in first.items() if array.dtype.kind == kind]
         _add_up([[state[name] for name in names] for state in states], p, [result[name] for name in names])
-    wide = {name: result[name] for name in exact}
+    return result | _with_spread(states, p, pairs, {name: result[name] for name in pooled})
+
+
+def _with_spread(
+    states: Sequence[State], p: Sequence[float], pairs: Sequence[tuple[str, str]], averaged: State
+) -> dict[str, Array]:
+    """Return the averaged means and variances in their dtypes, each variance with the spread of the clients' means."""
+    result, first = dict[str, Array](), states[0]
     for mean_name, var_name in pairs:
-        means = [state[mean_name].astype(np.float64) for state in states]
-        spread = weighted_sum([(mean - wide[mean_name]) ** 2 for mean in means], p)
-        result[mean_name] = wide[mean_name].astype(first[mean_name].dtype)
-        result[var_name] = (wide[var_name] + spread).astype(first[var_name].dtype)
+        mean = averaged[mean_name]
+        spread = weighted_sum([(state[mean_name].astype(np.float64) - mean) ** 2 for state in states], p)
+        result[mean_name] = mean.astype(first[mean_name].dtype)
+        result[var_name] = (averaged[var_name] + spread).astype(first[var_name].dtype)
     return result
 
 
