@@ -1,4 +1,4 @@
-r"""Recalibration: BN statistics re-estimated from the clients' data, under the current global weights.
+r"""Re-estimation: BN statistics from a pass over the clients' data, under the current global weights.
 
 The field calls it "precise BN". No data of the server's is used, and training does not see the result.
 
