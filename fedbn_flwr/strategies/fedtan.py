@@ -11,8 +11,9 @@ data. Synchronising the statistics is not enough: the gradients with respect to 
 
 ## Algorithm
 
-Client $i$ has $n_i$ elements per channel, $F_i$ is its loss, the mean over its batch, and $s = \sqrt{\sigma^2 +
-\epsilon}$. The first local step exchanges, forward at each BN layer with input $y$ and normalised output $\hat{x}$:
+Client $i$ has the weight $p_i = |D_i| / \sum_j |D_j|$ and makes $E$ local steps. It has $n_i$ elements per channel,
+$F_i$ is its loss, the mean over its batch, and $s = \sqrt{\sigma^2 + \epsilon}$. The first local step exchanges,
+forward at each BN layer with input $y$ and normalised output $\hat{x}$:
 
 $$\mu = \sum_i p_i \mu_i, \qquad \sigma^2 = \sum_i p_i \, E_i[(y - \mu)^2], \qquad \hat{x} = \frac{y - \mu}{s}$$
 
@@ -169,13 +170,13 @@ class SynchroniseFirstStep(ClientHook):
             union_batch_size=union,
             exchanges=self._exchanges,
             backward=self._backward,
-        ) as synchronised_step:
+        ) as mode:
             yield
-        synchronised_step.require_a_layer()
+        mode.require_a_layer()
         self._reducer.close()
 
 
-def _synchronise(context: HookContext) -> ClientHook:
+def _make_hook(context: HookContext) -> ClientHook:
     config = context.config
     size = int(config[FIRST_BATCH]) if FIRST_BATCH in config else None
     reducer = context.reducer or connect(config)
@@ -193,7 +194,7 @@ class FedTAN(FedAvg[P]):
     synchronises = True
     batch_renorm_conflict = "synchronises BatchNorm; norm=batch-renorm corrects it locally"
     Params = FedTANParams
-    client_hooks = {"synchronise-first-step": _synchronise}
+    client_hooks = {"synchronise-first-step": _make_hook}
     keys: ClassVar[tuple[Key, ...]] = (EXCHANGES, BACKWARD)
     backward: Backward = "global"
 
@@ -224,11 +225,9 @@ class FedTAN(FedAvg[P]):
 
     @classmethod
     def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse methods that keep BN with the clients, and SCAFFOLD."""
+        """Refuse methods that keep BN with the clients."""
         if other.local:
             return f"the clients of {other.name} have different BN layers: their batches are not one batch of one model"
-        if other.name == "scaffold":
-            return "scaffold's variates are means of a client's own gradients, which a synchronised step does not give"
         return super().excludes(other)
 
     @classmethod
@@ -238,35 +237,39 @@ class FedTAN(FedAvg[P]):
 
     @classmethod
     def exchange_cost(cls, params: P, gradient: bool = True) -> tuple[int, int]:
-        """Return exchanges per layer, and rows: mean, variance, two gradients; 2L+1 adds the mean's remainder."""
+        """Return a layer's exchanges, and how many vectors of its channels travel each way.
+
+        These are mean, variance and two gradients. 2L+1 also sends what rounding took from the mean.
+        """
         forward, rows = (2, 2) if params.fedtan_exchanges == "3L+1" else (1, 3)
         return (forward + 1, rows + 2) if cls.backward == "global" and gradient else (forward, rows)
 
     def beside_updates(self) -> dict[str, str]:
         """Add the exchanges of a step."""
         text = "the exchanges of its first step hold statistics of the clients' single batches"
+        more = "with fedtan-exchanges=2L+1 the server computes more than sums of them"
         if self.params.fedtan_exchanges == "2L+1":
-            return {**super().beside_updates(), "moments": f"{text}, and with fedtan-exchanges=2L+1 they are no sums"}
+            return {**super().beside_updates(), "moments": f"{text}; {more}"}
         return {**super().beside_updates(), "exchanges": text}
 
-    def synchronised(self, server_round: int) -> bool:
+    def synchronises_round(self, server_round: int) -> bool:
         """Return whether the round's first step is synchronised."""
         return True
 
     def phase(self, server_round: int) -> str:
         """Return "synchronised" if the round's first step is."""
-        return "synchronised" if self.synchronised(server_round) else super().phase(server_round)
+        return "synchronised" if self.synchronises_round(server_round) else super().phase(server_round)
 
     def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
         """Ask the clients to synchronise their first step."""
         hooks = super().hooks_for(server_round)
-        if self.synchronised(server_round):
+        if self.synchronises_round(server_round):
             hooks["synchronise-first-step"] = {EXCHANGES: self.params.fedtan_exchanges, BACKWARD: self.backward}
         return hooks
 
     def run_training(self, server_round: int, messages: Iterable[Message], grid: Grid) -> list[Message]:
         """Send the training messages, answer the exchanges of the first step, and return the replies."""
         messages = list(messages)
-        if not messages or not self.synchronised(server_round):
+        if not messages or not self.synchronises_round(server_round):
             return super().run_training(server_round, messages, grid)
         return self._training.run(server_round, messages, grid)

@@ -18,7 +18,7 @@ $M$ is `fedtan_rounds`: a number of rounds, a fraction of all, or "auto", FixBN'
 
 | | per round |
 |---|---|
-| sent down | as FedTAN in rounds $1 \dots M$; then the whole state, and the word to freeze |
+| sent down | as FedTAN in rounds $1 \dots M$; then the whole state, and a flag that says that BN is frozen |
 | sent up | as FedTAN in rounds $1 \dots M$; then the whole state, the frozen statistics unchanged |
 | kept | as FedTAN |
 | cost | $M$ rounds cost as FedTAN's, the others as FedAvg's: $F$ floats down, $F$ up per client, one exchange |
@@ -68,6 +68,6 @@ class FedTAN2(Freezing[FedTAN2Params], FedTAN[FedTAN2Params]):
         """Return M; gamma and beta are not frozen."""
         return FreezePlan("fedtan-rounds", params.fedtan_rounds, frozenset({Part.STATISTICS, Part.COUNTERS}))
 
-    def synchronised(self, server_round: int) -> bool:
+    def synchronises_round(self, server_round: int) -> bool:
         """Return whether the round is one of the first M."""
         return not self.frozen(server_round)

@@ -240,8 +240,14 @@ class Scaffold(FedAvg[P]):
 
     @classmethod
     def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse a second server step."""
-        return "scaffold has a server step of its own" if other.role == "server-step" else super().excludes(other)
+        """Refuse a second server step, and gradients that are not the client's own."""
+        if other.role == "server-step":
+            return "scaffold has a server step of its own"
+        if reason := super().excludes(other):
+            return reason
+        if other.synchronises:
+            return "scaffold's variates are means of a client's own gradients, which a synchronised step does not give"
+        return ""
 
     @classmethod
     def extra_copies(cls, params: P) -> int:

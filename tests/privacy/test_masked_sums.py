@@ -672,7 +672,7 @@ class Median(FedAvg):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "2L+1": (lambda: FedTAN(fedtan_exchanges="2L+1"), "with fedtan-exchanges=2L.1 they are no sums"),
+    "2L+1": (lambda: FedTAN(fedtan_exchanges="2L+1"), "with fedtan-exchanges=2L.1 the server computes more than sums"),
     "variates": (Scaffold, "the changes of the control variates come beside the model"),
     "losses": (FedBS, "the clients' losses are the weights"),
     "local statistics": (lambda: SiloBN(recalibrate=True), "relative to global ones, which the clients do not have"),
