@@ -66,6 +66,9 @@ P = TypeVar("P", bound=FedAvgParams, default=FedAvgParams)
 class FedAvg(CommonOptions[P]):
     """Federated averaging. Takes Flower's own constructor arguments, and the fields of ``Params`` by name.
 
+    Its bases: ``CommonOptions`` has the options of every method, ``Server`` Flower's calls, ``Method`` the interface
+    of a method, Flower's own ``FedAvg`` the arguments.
+
     ``state_dict()`` is the strategy state to checkpoint with the global model; after ``load_state_dict`` the next
     ``start`` continues from it. A subclass names its additional attributes in ``checkpoint_keys``.
 
@@ -92,6 +95,9 @@ class FedAvg(CommonOptions[P]):
         return [reply.num_examples for reply in replies]
 
     def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Return sum p_i x_i of the replies."""
+        """Return sum p_i x_i of the replies; with ``momentum_scope="global"`` also average their momentum.
+
+        An override calls ``super().combine``; one that averages by itself calls ``average_momentum``.
+        """
         self.average_momentum(replies)
         return average([reply.state for reply in replies], self.weights(replies), self.run.parts, self.params.variance)

@@ -29,7 +29,8 @@ client's first round.
 
 ## Differs from the paper
 
-None known.
+Algorithm 1 and the authors' code (med-air/FedBN) give each of $K$ clients the weight $1/K$. It is equal to $p_i$ where
+all clients have as many examples, as in the paper's experiments on digits.
 
 ## Law
 

@@ -27,11 +27,18 @@ for which there are at least $W$ means and the last $W$ of them have a populatio
 `freeze_window`, $\tau$ is `freeze_tau`. With `freeze_rule="clients"` it takes the variance of each client's own last
 $W$ values, as B.6 writes it, and freezes when that of every client seen so far is below $\tau$.
 
+## The learning rate after the freeze
+
+Lower it after $T^*$. Frozen statistics no longer follow the activations, so a rate that trains up to $T^*$ may diverge
+after it. With its decay, `lr-decay-at=freeze`, the recipe `apps/main/recipes/fixbn.yaml` reaches 92.20 %; without the
+decay it diverges in round 32 of 60, with $T^*$ = 30. In the tuned studies (`docs/results/which-method.md`) FixBN has no
+decay: it diverges at rate 1.0 on MNIST, and from 0.01 on with Office-Caltech-10.
+
 ## What travels
 
 | | per round |
 |---|---|
-| sent down | the whole state; from round $T^* + 1$ the word to freeze |
+| sent down | the whole state; from round $T^* + 1$ a flag that says that BN is frozen |
 | sent up | the whole state (the frozen statistics unchanged); with an automatic $T^*$, one number $\delta_m$ |
 | kept | nothing; the server keeps $S(T^*)$, the statistics after round $T^*$ |
 | cost | $F$ floats down, $F$ up per client, as FedAvg |
@@ -96,8 +103,10 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 DELTA = Key("statistics-delta", "float: delta_m", "client", "server")
-STATISTICS = Key("fedbn-flwr.freeze-statistics", "bool: the running statistics; missing = true", "server", "client")
-AFFINE = Key("fedbn-flwr.freeze-affine", "bool: gamma and beta", "server", "client")
+FREEZE_STATISTICS = Key(
+    "fedbn-flwr.freeze-statistics", "bool: the running statistics; missing = true", "server", "client"
+)
+FREEZE_AFFINE = Key("fedbn-flwr.freeze-affine", "bool: gamma and beta", "server", "client")
 
 At = int | float | str  # a round, a fraction of all rounds, or "auto"
 
@@ -178,6 +187,7 @@ class FreezeBN(ClientHook):
         return {}
 
 
+# --- the automatic round ----------------------------------------------------------------------------------------------
 class ReportDrift(ClientHook):
     """Client half of the automatic T*: delta_m = ||statistics after - received||_1 / number of entries."""
 
@@ -204,10 +214,16 @@ class ReportDrift(ClientHook):
 
 def _statistics(model: nn.Module) -> list[Tensor]:
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    pairs = [s for layer in layers for s in (layer.running_mean, layer.running_var)]
-    return [s for s in pairs if s is not None]
+    statistics = [s for layer in layers for s in (layer.running_mean, layer.running_var)]
+    return [s for s in statistics if s is not None]
 
 
+def _is_steady(series: Sequence[float], window: int, tau: float) -> bool:
+    """Return whether the last ``window`` values, if there are as many, have a population variance below ``tau``."""
+    return len(series) >= window and float(np.var(series[-window:])) < tau
+
+
+# --- freezing ---------------------------------------------------------------------------------------------------------
 W = TypeVar("W", bound=WindowParams, default=WindowParams)
 
 
@@ -231,11 +247,13 @@ class Freezing(FedAvg[W]):
     needs_batchnorm = True
     needs_each_reply = True  # frozen entries must come back bit for bit
     client_hooks = {
-        "freeze-bn": lambda context: FreezeBN(bool(context.config[AFFINE]), bool(context.config.get(STATISTICS, True))),
+        "freeze-bn": lambda context: FreezeBN(
+            bool(context.config[FREEZE_AFFINE]), bool(context.config.get(FREEZE_STATISTICS, True))
+        ),
         "report-drift": lambda context: ReportDrift(),
     }
     implicit_hooks = FedAvg.implicit_hooks | {"freeze-bn"}  # the frozen entries of the reply show it
-    keys: ClassVar[tuple[Key, ...]] = (STATISTICS, AFFINE, DELTA)
+    keys: ClassVar[tuple[Key, ...]] = (FREEZE_STATISTICS, FREEZE_AFFINE, DELTA)
     reported_metrics = (DELTA,)
     checkpoint_keys = ("frozen_after", "deltas")
 
@@ -302,7 +320,7 @@ class Freezing(FedAvg[W]):
         if other.reestimates:
             return f"{other.name} tracks no statistics in training that could be frozen"
         if other.synchronises or other.freezes_bn:
-            return "fedtan2 is FedTAN with frozen statistics"
+            return "a run has one method that freezes or synchronises the statistics; fedtan2 does both"
         return super().excludes(other)
 
     def beside_updates(self) -> dict[str, str]:
@@ -317,7 +335,8 @@ class Freezing(FedAvg[W]):
         """Set the round if it is known; check the window against the number of rounds."""
         super().begin()
         plan = self.freeze_plan(self.params)
-        rounds = self.run.total_rounds if isinstance(plan.at, float) else self.run.num_rounds  # a fraction needs R
+        # A fraction needs R: total_rounds raises ConfigError where Flower's own loop does not tell it.
+        rounds = self.run.total_rounds if isinstance(plan.at, float) else self.run.num_rounds
         self._frozen_parts = plan.parts - self.local  # parts that stay with the clients are frozen there
         self.deltas = []
         self.frozen_after = freeze_round(plan.at, rounds or 0)
@@ -358,8 +377,10 @@ class Freezing(FedAvg[W]):
         if self.frozen(server_round):
             parts = self.freeze_plan(self.params).parts
             # FROZEN is not for the hook: the learning rate (lr-decay-at=freeze) and DP-SGD follow it.
-            entries: dict[str, Any] = {AFFINE: Part.AFFINE in parts, FROZEN: True}
-            return {**hooks, "freeze-bn": entries if Part.STATISTICS in parts else {**entries, STATISTICS: False}}
+            entries: dict[str, Any] = {FREEZE_AFFINE: Part.AFFINE in parts, FROZEN: True}
+            if Part.STATISTICS not in parts:
+                entries[FREEZE_STATISTICS] = False
+            return {**hooks, "freeze-bn": entries}
         return {**hooks, "report-drift": {}} if self.frozen_after is None else hooks
 
     def check(self, server_round: int, reply: Reply, before: State) -> None:
@@ -390,6 +411,7 @@ class Freezing(FedAvg[W]):
         return self.run.parts.select(self._frozen_parts)
 
     def _watch(self, server_round: int, replies: Sequence[Reply]) -> None:
+        """Note the round's deltas; freeze from the next round on if they are steady."""
         if self.params.freeze_rule == "clients":
             self.deltas.append({reply.node.label: reply.metrics[DELTA] for reply in replies})
             clients = dict.fromkeys(client for row in self.deltas for client in row)
@@ -399,7 +421,7 @@ class Freezing(FedAvg[W]):
             self.deltas.append(sum(w * reply.metrics[DELTA] for w, reply in zip(p, replies, strict=True)))
             series = [self.deltas]
         size = self.params.freeze_window
-        if all(len(one) >= size and float(np.var(one[-size:])) < self.params.freeze_tau for one in series):
+        if all(_is_steady(one, size, self.params.freeze_tau) for one in series):
             self.frozen_after = server_round
             logger.info("BN frozen after round %d: variance of delta over %d rounds under tau", server_round, size)
 

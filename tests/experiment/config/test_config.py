@@ -145,7 +145,7 @@ def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
         ({"strategy": "fixbn", "freeze-statistics": False}, "freeze nothing; use strategy=fedavg"),
         (
             {"strategy": "fixbn", "client-hooks": "fedtan"},
-            "fixbn and fedtan cannot be combined: fedtan2 is FedTAN with",
+            "fixbn and fedtan cannot be combined: a run has one method that freezes or synchronises the statistics",
         ),
         ({"server-step": "fedprox"}, "unknown server-step 'fedprox'. Allowed: fedadagrad, fedadam, fedavgm, fedyogi."),
         ({"local-part": "fedadam"}, "unknown local-part 'fedadam'. Allowed: fedbn, mtfl, silobn."),
