@@ -14,7 +14,7 @@ from fedbn_flwr.client.masking import masked_update
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.client.update_clipping import clipped_update
-from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError
+from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import checked, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (
     DATA_REPORT,
@@ -84,7 +84,13 @@ def client_app(
         num_examples: returns the number of a node's training examples, as its client would report it. ``InProcessGrid``
             then sends no query, which takes a message and a client for each node.
             Not used with ``mods``, or by methods that synchronise the clients' steps.
+
+    Raises:
+        ConfigError: a mod stands in place of a list of mods.
     """
+    for name, given in (("mods", mods), ("train_mods", train_mods)):
+        if callable(given):
+            raise ConfigError(f"{name}={given!r:.80} is one mod, and client_app takes a list: write {name}=[...]")
     answers = _ClientMessages(client_fn)
     every = [masked_update, clipped_update, seeded_client, *mods]
     app = ClientApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)

@@ -18,11 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.local_state import LocalState
-from fedbn_flwr.client.mailbox import fill_outbox, records_in
+from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
 from fedbn_flwr.client.model_at_start import ModelAtStart
 from fedbn_flwr.client.replay_log import replay
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import APPLIED, ARRAY_NAMES, INBOX, OUTBOX, TrainConfig, merged_config
+from fedbn_flwr.messages.protocol import APPLIED, ARRAY_NAMES, INBOX, TrainConfig, merged_config
 from fedbn_flwr.messages.records import from_record, tensors, to_state
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
@@ -98,7 +98,7 @@ def bn_rules(
 
 
 def _refuse_second_block(context: Context | None, hooks: Iterable[ClientHook]) -> None:
-    if context is not None and OUTBOX in context.state and any(overrides(hook, *_PER_ROUND) for hook in hooks):
+    if context is not None and is_filled(context) and any(overrides(hook, *_PER_ROUND) for hook in hooks):
         raise ConfigError(
             "a second `with bn_rules(...)` in the training of one message: the hooks of the strategy would begin anew, "
             "and what they found in the first block would be lost. Write one block around all epochs."
@@ -178,7 +178,8 @@ class Hooks:
 
         Raises:
             ConfigError: the optimizer is of another model, a client hook needs plain SGD or refuses its settings, an
-                optimizer was already wrapped, or the model has changed or moved to another device inside the block.
+                optimizer was already wrapped, or the model has changed or moved to another device inside the block. A
+                model that changes later is refused in the first step.
         """
         if self._optimizer is not None:
             raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
@@ -186,7 +187,7 @@ class Hooks:
             if any(overrides(hook, "begin") for hook in acting):
                 self._stored.check_device()
                 self._stored.check_parameters()
-            self._stored.note_device()  # the others store nothing before this call
+            self._stored.note()  # the others store nothing before this call
             self._stored.refuse_other_model(optimizer)
             for hook in acting:
                 hook.start(self._model, optimizer)  # it refuses an optimizer that it cannot use
@@ -211,6 +212,8 @@ class Hooks:
         """Apply the hooks to the gradients; return the sum of the penalties."""
         if any(overrides(hook, "begin", "start") for hook in self._hooks.values()):
             self._stored.check_device()
+            if not self._steps:
+                self._stored.check_parameters()
         total: float | Tensor = 0.0
         for hook in self._hooks.values():
             with torch.enable_grad():

@@ -15,7 +15,7 @@ from fedbn_flwr.messages.protocol import OUTBOX
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["fill_outbox", "records_in", "take_records"]
+__all__ = ["fill_outbox", "is_filled", "open_outbox", "records_in", "take_records"]
 
 
 def records_in(context: Context | None, box: str) -> dict[str, ArrayRecord]:
@@ -32,8 +32,21 @@ def take_records(context: Context, box: str) -> dict[str, ArrayRecord]:
     return found
 
 
+def open_outbox(context: Context) -> None:
+    """Put an empty outbox into the context, for the training of one message."""
+    take_records(context, OUTBOX)
+    context.state[OUTBOX] = ConfigRecord()
+
+
+def is_filled(context: Context) -> bool:
+    """Return whether a block has filled the outbox of this message."""
+    return bool(context.state.get(OUTBOX))
+
+
 def fill_outbox(context: Context, metrics: Mapping[str, Any], hooks: Iterable[ClientHook]) -> None:
-    """Store the metrics and records of the client hooks for the reply."""
+    """Store the metrics and records of the client hooks for the reply, if the mod has opened the outbox."""
+    if OUTBOX not in context.state:  # without the mod nobody would empty it
+        return
     context.state[OUTBOX] = ConfigRecord(dict(metrics))
     for record, entries in ((r, e) for hook in hooks for r, e in hook.reply().items()):
         context.state[f"{OUTBOX}/{record}"] = to_record(to_state(entries))

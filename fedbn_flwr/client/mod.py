@@ -20,7 +20,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
 from fedbn_flwr.client.local_state import LocalState
-from fedbn_flwr.client.mailbox import take_records
+from fedbn_flwr.client.mailbox import open_outbox, take_records
 from fedbn_flwr.client.model_spec import ModelSpec, StateLocation
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
@@ -82,7 +82,8 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     if config.local_entries or config.extras or config.attempt is not None:
         # A TorchClient keeps its part itself, and refuses to work under the mod.
         next(iter(message.content.config_records.values()))[MOD] = "local_bn"
-    context.state.pop(OUTBOX, None)
+    if trained := message.metadata.message_type.partition(".")[0] == MessageType.TRAIN:
+        open_outbox(context)
     kept = {name: record for name, record in context.state.items() if name.startswith(PREFIX)}
     try:
         reply = _call(call_next, message, context, key, whole, bool(config.hooks))
@@ -91,7 +92,6 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         return _exchange(message, key, {exchange.tag: exchange.tensor})
     except StepDone:
         return _exchange(message, key, {})
-    trained = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
     if trained:
         kept.pop(KEPT_BY_HOOKS, None)  # those of an earlier round
     context.state.update({name: kept[name] for name in kept.keys() - context.state.keys()})  # the app may replace it
@@ -218,6 +218,8 @@ def _reopen(message: Message, context: Context) -> None:
     first = next(iter(message.content.array_records))
     arrays, config = open_message(message)
     model, config = log_answer(context, arrays, config)
-    for key, record in to_records(first, dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))).items():
+    _, *further = message.content.array_records
+    entries = dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))
+    for key, record in to_records(first, entries, further).items():
         message.content[key] = record
     message.content.pop(EXCHANGE, None)  # the log has it

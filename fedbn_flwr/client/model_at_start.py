@@ -11,15 +11,16 @@ __all__ = ["ModelAtStart"]
 
 
 class ModelAtStart:
-    """A model, with its device and its parameters at the start of the block."""
+    """A model, with its device and its parameters when client hooks stored them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._versions = {name: (p, p._version) for name, p in model.named_parameters() if not p.is_inference()}
-        self.note_device()
+        self.note()
 
-    def note_device(self) -> None:
-        """Take the model's present device for the one of the hooks' tensors."""
+    def note(self) -> None:
+        """Take the model's present device and parameters for those that the hooks have stored."""
+        named = self._model.named_parameters()
+        self._versions = {name: (p, p._version) for name, p in named if not p.is_inference()}
         self._device = self._now()
 
     def _now(self) -> torch.device | None:
@@ -48,9 +49,9 @@ class ModelAtStart:
         changed = [n for n, (p, version) in self._versions.items() if now.get(n) is not p or p._version != version]
         if changed:
             raise ConfigError(
-                f"{len(changed)} parameters ('{changed[0]}', ...) have changed between `with bn_rules(...)` and "
-                "rules.wrap(optimizer), and the method compares with the model as it was at the start of the block: "
-                "load the received state before the block"
+                f"{len(changed)} parameters ('{changed[0]}', ...) have changed inside `with bn_rules(...)` before the "
+                "first step, and the method compares with the model as it was received: load the received state "
+                "before the block"
             )
 
     def refuse_other_model(self, optimizer: torch.optim.Optimizer) -> None:

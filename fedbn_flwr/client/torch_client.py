@@ -42,6 +42,7 @@ from fedbn_flwr.messages.protocol import (
     MOD,
     NUM_EXAMPLES,
     PARTITION_ID,
+    SERVER_ROUND,
     STEPS,
     SYNCHRONISES,
     TRAIN_ACCURACY,
@@ -51,6 +52,7 @@ from fedbn_flwr.messages.protocol import (
     MessageConfig,
     TrainConfig,
     partition_of,
+    round_in,
 )
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.privacy.record_level import NOISE, RecordLevel
@@ -106,8 +108,8 @@ class TorchClient(NumPyClient):
             no metrics of the training, no tests, no statistics, no report.
 
     ``fit`` and ``evaluate`` take the entries named in ``config["fedbn-flwr.array-names"]`` (a JSON list) or, without
-    it, the whole state dict in its order. ``fit`` returns the shared entries, and names them in its metrics if they are
-    not all.
+    it, the whole state dict in its order. ``fit`` needs the round, ``config["server-round"]``; it returns the shared
+    entries, and names them in its metrics if they are not all.
     """
 
     def __init__(
@@ -206,8 +208,8 @@ class TorchClient(NumPyClient):
             StateError: the arrays or the kept entries do not fit the model.
             DataError: there is nothing to train on.
             NormLayerError: ``record_level`` is set, and a layer mixes the examples of a batch.
-            ConfigError: ``record_level`` is set, and a client hook sends more of the client than its model, or a buffer
-                has changed.
+            ConfigError: the config names no round; or ``record_level`` is set, and a client hook sends more of the
+                client than its model, or a buffer has changed.
         """
         arrays, num_examples, metrics = self._round(parameters, config)
         return [array.copy() for array in arrays], num_examples, metrics
@@ -224,6 +226,12 @@ class TorchClient(NumPyClient):
                 return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
 
     def _train(self, lent: LentModel, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
+        if round_in(config) is None:
+            raise ConfigError(
+                f"the config of fit has no '{SERVER_ROUND}', by which a client draws other batches in each round. "
+                "Flower's legacy strategies send none by themselves: give yours on_fit_config_fn=lambda server_round: "
+                f"{{'{SERVER_ROUND}': server_round}}"
+            )
         sent = TrainConfig.read(config)
         local = entries_that_stay(lent, sent.local_entries)
         self._standardise(sent)

@@ -8,6 +8,7 @@ config of scalars each way, with one ``fit`` and one ``evaluate`` per round. The
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -89,8 +90,14 @@ def to_legacy(
         timeout: seconds to wait for enough clients, and for their properties.
 
     Raises:
-        ConfigError: the method exchanges messages inside a round, or settings do not fit.
+        ConfigError: the method exchanges messages inside a round, settings do not fit, or an argument is of another
+            type.
     """
+    if not isinstance(strategy, FedAvg):
+        raise ConfigError(
+            f"to_legacy takes a strategy of fedbn_flwr.strategies, and strategy={strategy!r:.80} is none: write "
+            "to_legacy(FedBN(), arrays), with the brackets"
+        )
     if strategy.synchronises:
         _refuse(strategy, "exchanges statistics with its clients inside a local step")
     if strategy.recalibrates or RECALIBRATED in strategy.tests:
@@ -139,7 +146,8 @@ class LegacyStrategy(Strategy):
         self._fits += 1
         if self._fits > 1:
             self.strategy.prepare(self._initial, self.strategy.run.num_rounds, self.strategy.dispatcher.timeout)
-            self.strategy.run.start_id = str(self._fits)
+        # Another run on the same nodes may be of another object, or of another process.
+        self.strategy.run.start_id = secrets.token_hex(8)
         return _parameters(self._initial)
 
     def configure_fit(
@@ -150,6 +158,8 @@ class LegacyStrategy(Strategy):
         configure, config = self.strategy.configure_train, self._fit_config(server_round)
         opened = self._configure(configure, server_round, parameters, config, client_manager)
         self._fitting = server_round if opened else 0
+        if not opened:  # the loop leaves aggregate_fit out
+            self.strategy.aggregate_train(server_round, [])
         return [
             (proxy, FitIns(ndarrays_to_parameters(arrays), client_config)) for proxy, arrays, client_config in opened
         ]
@@ -177,7 +187,7 @@ class LegacyStrategy(Strategy):
         before = dict(self.strategy.run.report.rejected)
         arrays, averaged = self.strategy.aggregate_train(server_round, self._replies(reply, results, failures))
         metrics: dict[str, Any] = dict(averaged or {})
-        if self._fit_metrics:
+        if self._fit_metrics and arrays is not None:
             metrics = self._summed_up(self._fit_metrics, results, before)
         return None if arrays is None else _parameters(arrays), metrics
 
@@ -251,9 +261,10 @@ class LegacyStrategy(Strategy):
         """Return the strategy's messages of a round as clients with their arrays and config."""
         record, grid = self._record(parameters), _ManagerGrid(client_manager, self.strategy)
         messages = configure(server_round, record, ConfigRecord(dict(config)), grid)
-        proxies = client_manager.all()
+        proxies = dict(client_manager.all())  # clients come and go meanwhile
         self._sent = {str(message.metadata.dst_node_id): message for message in messages}
-        return [(_NamingProxy(proxies[cid]), *open_message(message)) for cid, message in self._sent.items()]
+        here = [(proxies[cid], message) for cid, message in self._sent.items() if cid in proxies]
+        return [(_NamingProxy(proxy), *open_message(message)) for proxy, message in here]
 
     def _end_halted_fit(self) -> None:
         """Report a round whose training ended without results: secure aggregation has halted."""
@@ -328,20 +339,20 @@ class _ManagerGrid(Grid):
         self._strategy = strategy
 
     def get_node_ids(self) -> list[int]:
-        return [int(cid) for cid in self._manager.all()]
+        return [int(cid) for cid in dict(self._manager.all())]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Return the clients' properties; a client without properties gives the error reply of an app."""
         batch = list(messages)
         if any(message.metadata.message_type != MessageType.QUERY or message.content for message in batch):
             _refuse(self._strategy, "sends messages of its own between the rounds' fit and evaluate")
-        proxies = self._manager.all()
+        proxies = dict(self._manager.all())
 
         def ask(message: Message) -> Message:
             silent = app_error(message, "no properties")
             try:
                 res = proxies[str(message.metadata.dst_node_id)].get_properties(GetPropertiesIns({}), timeout, None)
-            except Exception:  # Flower's proxy raises what the client raised
+            except Exception:  # it has gone, or Flower's proxy raises what the client raised
                 return silent
             return describe(message, dict(res.properties)) if res.status.code is Code.OK else silent
 

@@ -195,7 +195,10 @@ class InProcessGrid(ImmediateGrid):
         """Return the replies to the messages after at most ``timeout`` seconds; see ``Grid.send_and_receive``."""
         message_ids = self.push_messages(messages)
         wait([self._waiting[message_id] for message_id in message_ids], timeout)
-        return self.pull_messages(message_ids)
+        replies = self.pull_messages(message_ids)
+        for message_id in message_ids:
+            self._waiting.pop(message_id, None)  # nobody asks for a late reply
+        return replies
 
     def _new_id(self) -> str:
         return str(UUID(bytes=self._draw.bytes(16), version=4))

@@ -19,7 +19,7 @@ from flwr.common import Code
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.numpy_client import to_records
-from fedbn_flwr.messages.protocol import ARRAY_NAMES, INFO, PARTITION_ID, partition_of
+from fedbn_flwr.messages.protocol import ARRAY_NAMES, EXTRAS, INFO, PARTITION_ID, comma_list, partition_of
 from fedbn_flwr.messages.records import to_record, view
 
 __all__ = ["with_names"]
@@ -53,7 +53,7 @@ def _through(mod: Mod, kind: str, message: Message, context: Context, call_next:
     config = message.content.config_records[f"{kind}.config"]
     names = json.loads(str(config[ARRAY_NAMES]))
     entries = dict(zip(names, _decoded(message.content.array_records[key]), strict=True))
-    for name, record in to_records(key, entries).items():
+    for name, record in to_records(key, entries, comma_list(config, EXTRAS)).items():
         message.content[name] = record
 
     def by_number(message: Message, context: Context) -> Message:
@@ -129,6 +129,8 @@ def _introduced(reply: Message, context: Context) -> Message:
     own = partition_of(context)
     if reply.has_content() and own is not None:
         known: Mapping[str, Any] = reply.content.config_records.get(f"{_KNOWN}.properties", {})
-        reply.content[f"{_KNOWN}.properties"] = ConfigRecord({PARTITION_ID: own, **known})
+        said = known.get(PARTITION_ID)
+        number = said if type(said) is int else own  # the server reads no text and no float
+        reply.content[f"{_KNOWN}.properties"] = ConfigRecord({**known, PARTITION_ID: number})
         reply.content[f"{_KNOWN}.status"] = ConfigRecord({"code": Code.OK.value, "message": ""})
     return reply

@@ -8,7 +8,7 @@ same way.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,15 +104,15 @@ def describe(message: Message, properties: Config) -> Message:
     return Message(RecordDict({METRICS: MetricRecord(numbers)}), reply_to=message)
 
 
-def to_records(first: str, entries: Mapping[str, Array]) -> dict[str, ArrayRecord]:
-    """Return the records of named arrays: the model's, named ``first``, and a record for each ``record/entry``.
+def to_records(first: str, entries: Mapping[str, Array], further: Collection[str]) -> dict[str, ArrayRecord]:
+    """Return the records of named arrays: the model's, named ``first``, and those in ``further``, of ``record/entry``.
 
-    A record's name has no dot. So ``blocks.a/b.weight`` is an entry of the model.
+    A layer's name may have a slash, too: ``fc/1.weight`` is an entry of the model, unless there is a record ``fc``.
     """
     records: dict[str, dict[str, Array]] = {first: {}}
     for name, array in entries.items():
         record, slash, entry = name.partition("/")
-        own = not slash or "." in record
+        own = not slash or record not in further
         records.setdefault(first if own else record, {})[name if own else entry] = array
     return {key: to_record(record) for key, record in records.items()}
 

@@ -36,6 +36,7 @@ __all__ = [
     "num_partitions_of",
     "partition_of",
     "refuse_own_keys",
+    "round_in",
 ]
 
 PREFIX = "fedbn-flwr."
@@ -193,6 +194,8 @@ SPEC_SHAPES = Key("frame", "str, JSON, in fedbn-flwr.whole", "mod", "mod")
 CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, RECORD_DP)
 """Keys of the client part among the metrics of a ``NumPyClient``; they are left out of averages."""
 
+_USERS_ROUND = SERVER_ROUND.replace("-", "_")  # as projects on Flower's legacy strategies write it
+
 # A client makes a folder name of it: no separator, no "..".
 SERIES_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -224,6 +227,12 @@ def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def merged_config(message: Message) -> dict[str, Any]:
     """Return the entries of all ConfigRecords of the message."""
     return {key: value for record in message.content.config_records.values() for key, value in record.items()}
+
+
+def round_in(config: Mapping[str, Any]) -> int | None:
+    """Return the round in a message's config; None if it has none."""
+    found = config.get(SERVER_ROUND, config.get(_USERS_ROUND))
+    return None if found is None else int(found)
 
 
 def message_seed(message: Message, context: Context) -> int:
@@ -322,7 +331,7 @@ class MessageConfig:
     @classmethod
     def _entries(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "server_round": int(config.get(SERVER_ROUND, 1)),
+            "server_round": 1 if (server_round := round_in(config)) is None else server_round,
             "local_entries": tuple(json.loads(str(config.get(LOCAL_ENTRIES, "[]")))),
             "local_sha256": config.get(LOCAL_SHA256),
             "used_sha256": config.get(USED_SHA256),

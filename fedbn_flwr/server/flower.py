@@ -228,9 +228,7 @@ class Server(Method[P]):
         Raises:
             ConfigError: a setting does not fit this run, or the initial arrays are not finite.
         """
-        self.run = RunState(self.name, self.parts, self.continuity, num_rounds)
-        self._early_replies = []
-        self._make_nodes_and_dispatcher(timeout)
+        self._forget_run(num_rounds, timeout)
         self.run.set_model(initial_arrays)
         if self._saved is None:
             self.run.check_initial(views(initial_arrays))
@@ -245,6 +243,11 @@ class Server(Method[P]):
             setattr(self, name, value)
         self.dispatcher.expect_hashes(self.run.local_hashes)
         return after
+
+    def _forget_run(self, num_rounds: int | None, timeout: float) -> None:
+        self.run = RunState(self.name, self.parts, self.continuity, num_rounds)
+        self._early_replies = []
+        self._make_nodes_and_dispatcher(timeout)
 
     def _begin(self) -> None:
         """Begin the method and the protection, once in a run; ``run.begun`` says that it is done."""
@@ -269,6 +272,8 @@ class Server(Method[P]):
         such a loop it runs completely in this call, which then returns no messages.
         """
         refuse_own_keys(config=config)
+        if self.reports and not self.run.by_run_rounds and server_round <= self.reports[0].server_round:
+            self._forget_run(self.run.num_rounds, self.dispatcher.timeout)  # a loop of the user's begins anew
         self.run.configured = "configure_train", server_round
         self.run.set_model(arrays)
         check_wrapper(self, self.run.parts, warn=not self.run.begun)

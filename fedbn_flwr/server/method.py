@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from flwr.app import Message
@@ -175,6 +176,10 @@ class Method(FlowerFedAvg, Generic[P]):
             allowed = ", ".join([*sorted(fields), "on_round_end", "parts"])
             message = f"{type(self).__name__}: {error}. In addition to Flower's own arguments it takes: {allowed}."
             raise ConfigError(message) from error
+        for name in ("fraction_train", "fraction_evaluate"):
+            share = getattr(self, name)
+            if not isinstance(share, Real) or not 0 <= float(share) <= 1:
+                raise ConfigError(f"{type(self).__name__}: {name}={share!r} must be a number from 0 to 1")
         if is_default_aggregation(self.train_metrics_aggr_fn):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):

@@ -48,8 +48,8 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         sets = {key.removesuffix(NUM_EXAMPLES): float(np.asarray(size)) for key, size in sizes.items()}
         for key, value in record.items():
             if key != weighted_by_key:
-                size = next((count for prefix, count in sets.items() if key.startswith(prefix)), weight)
-                values.setdefault(key, []).append((size, value))
+                of = max((prefix for prefix in sets if key.startswith(prefix)), key=len, default="")  # mnist, mnist-m
+                values.setdefault(key, []).append((sets.get(of, weight), value))
     averaged = MetricRecord()
     for key, pairs in values.items():
         if len({np.shape(value) for _, value in pairs}) > 1:

@@ -134,8 +134,11 @@ class RunState:
         """Note the shapes; split the state by the names of the arrays, or check that the given split fits them.
 
         Raises:
-            ConfigError: the given split does not fit, or entries of the first model are missing.
+            ConfigError: this is no ArrayRecord, the given split does not fit, or entries of the first model are
+                missing.
         """
+        if not isinstance(arrays, ArrayRecord):
+            raise ConfigError(f"the arrays are a {type(arrays).__name__}: pass ArrayRecord(model.state_dict())")
         lost = [name for name in self.shapes if name not in arrays]
         if lost and self.shapes.keys() > {*arrays}:  # with other names it is another model, of another run
             raise ConfigError(

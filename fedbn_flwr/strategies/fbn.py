@@ -143,6 +143,7 @@ class GlobalStatistics(ClientHook):
 
     def __init__(self, warm_up: bool) -> None:
         self._warm_up = warm_up
+        self._model: nn.Module
         self._layers: list[_BatchNorm] = []
         self._undo: list[Callable[[], None]] = []
         self._sums = MomentSums()
@@ -150,6 +151,7 @@ class GlobalStatistics(ClientHook):
 
     def begin(self, model: nn.Module) -> None:
         """Let the layers that track statistics normalise as the round asks, and note their inputs."""
+        self._model = model
         self._layers = list(layers_in_training(model).values())
         self._hold()
 
@@ -175,7 +177,8 @@ class GlobalStatistics(ClientHook):
             self._undo.pop()()
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
-        if torch.is_grad_enabled():  # not in a test in the middle of the training
+        # Not in a test in the middle of the training; the mode is the model's, because the layers are held in eval.
+        if self._model.training and torch.is_grad_enabled():
             self._sums.add(layer, x)
 
 

@@ -117,7 +117,6 @@ class HybridStatistics(SurveyedStatistics):
         self._share = share
         self._given: Entries = {}
         self._before: Entries = {}
-        self._model: nn.Module
         self._alpha: dict[nn.Module, nn.Parameter] = {}
         self._finished: list[Callable[[], None]] = []
 
@@ -127,7 +126,6 @@ class HybridStatistics(SurveyedStatistics):
 
     def begin(self, model: nn.Module) -> None:
         """Take over the forward pass of the layers, each with its alpha."""
-        self._model = model
         replaceable_layers(model)  # also in the warm-up, which replaces nothing
         super().begin(model)
 

@@ -24,6 +24,7 @@ from fedbn_flwr.strategies.bn_scaffold import SurveyedBNVariates
 from fedbn_flwr.strategies.fbn import SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.hbn import HybridStatistics
+from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
 from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
 
@@ -49,6 +50,24 @@ def test_a_state_that_is_loaded_inside_the_block_is_refused(assign: bool) -> Non
     with pytest.raises(ConfigError, match=r"2 parameters \('weight', ...\) have changed .* before the block$"):
         train(config)
     train({})  # FedAvg compares with nothing
+
+
+@pytest.mark.parametrize("hook", [ProximalTerm(5.0), ControlVariates()])
+def test_a_state_that_is_loaded_before_the_first_step_is_refused(hook: ClientHook) -> None:
+    """SCAFFOLD's variates had the difference of the two states in them."""
+    model, received = nn.Linear(2, 1), nn.Linear(2, 1).state_dict()
+    hook.receive({}, {})
+    rules = Hooks(model, {"hook": hook})
+
+    def train() -> None:
+        with rules._block():
+            optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+            model.load_state_dict(received)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(ConfigError, match=r"2 parameters \('weight', ...\) have changed .* before the block$"):
+        train()
 
 
 @pytest.mark.parametrize("forward", ["take_forward", "watch_inputs"])

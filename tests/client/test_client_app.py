@@ -21,7 +21,9 @@ from fedbn_flwr.batchnorm.averaging import Array, average
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record, to_record, to_state
+from fedbn_flwr.mods import local_bn
 from fedbn_flwr.training import LearningRate, LocalTraining
 
 SETTINGS = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
@@ -248,6 +250,12 @@ def test_what_a_client_must_return_is_named(returned: Any, why: str, open_grid) 
     assert f"evaluate must return (loss, num_examples, metrics); {why}" in reason
 
 
+@pytest.mark.parametrize("name", ["mods", "train_mods"])
+def test_a_mod_in_place_of_a_list_is_refused(client_fn, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}=<function local_bn .* is one mod, .* write {name}=\[\.\.\.\]$"):
+        client_app(client_fn, **{name: local_bn})
+
+
 def test_a_client_fn_that_returns_no_client_is_refused(open_grid) -> None:
     reply = ask(open_grid(client_app(lambda _: "client")), RecordDict(), MessageType.QUERY)
     assert "client_fn returned str; client_app needs a flwr.client.NumPyClient" in reply.error.reason
@@ -256,7 +264,7 @@ def test_a_client_fn_that_returns_no_client_is_refused(open_grid) -> None:
 def test_an_error_restores_the_context(client_fn, mlp, open_grid, same_bits) -> None:
     grid = open_grid(client_app(client_fn))
     local = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    keep = ConfigRecord({"fedbn-flwr.local-entries": json.dumps(local)})
+    keep = ConfigRecord({"fedbn-flwr.local-entries": json.dumps(local), "server-round": 1})
     content = RecordDict({"arrays": to_record(state_of(mlp(dropout=0.3))), "config": keep})
     ask(grid, content, MessageType.TRAIN)
     kept = from_record(grid.context(0).state["fedbn-flwr.local"])

@@ -81,7 +81,7 @@ def test_a_model_that_views_its_memory_trains_by_default(given: str, caplog) -> 
     own = Viewed if given == "a function" else Viewed()
     tested = TensorDataset(torch.rand(3, 3, 8, 8), torch.arange(3))
     client = TorchClient(own, Noised(), tested, SETTINGS, context=context())
-    assert client.fit(arrays(Viewed()), {})[2]["steps"] == 2
+    assert client.fit(arrays(Viewed()), {"server-round": 1})[2]["steps"] == 2
     assert client.evaluate(arrays(Viewed()), {})[1] == 3
     assert not caplog.records
 
@@ -90,7 +90,7 @@ def test_the_seed_is_the_strategys_unless_the_client_has_one(points, mlp, same_b
     def trained(of_client: int | None, of_strategy: int) -> dict[int, np.ndarray]:
         torch.manual_seed(0)
         own = TorchClient(mlp(dropout=0.5), points(10, 1), points(6, 2), SETTINGS, context=context(), seed=of_client)
-        return dict(enumerate(own.fit(own.get_parameters({}), {"fedbn-flwr.seed": of_strategy})[0]))
+        return dict(enumerate(own.fit(own.get_parameters({}), {"server-round": 1, "fedbn-flwr.seed": of_strategy})[0]))
 
     same_bits(trained(None, 7), trained(7, 0))
     same_bits(trained(7, 1), trained(7, 2))
@@ -291,7 +291,7 @@ def test_dp_sgd_trains_on_a_torch_data_set(points, mlp) -> None:
     settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=12, batch_size=1)
     net = nn.Sequential(nn.Linear(5, 3)).double()
     client = TorchClient(net, pairs(points(8, 1)), points(2), settings, record_level=RecordLevel(1.0))
-    got, num_examples, _ = client.fit(arrays(net), {})
+    got, num_examples, _ = client.fit(arrays(net), {"server-round": 1})
     assert num_examples == 8
     assert all(np.isfinite(array).all() for array in got)
 
@@ -326,7 +326,7 @@ def test_what_is_no_data_set_is_refused(data, words: str, points, mlp) -> None:
 def test_examples_that_are_no_pairs_are_refused(points, mlp) -> None:
     examples = [{"image": torch.ones(5, dtype=torch.float64), "label": 1}] * 4
     with pytest.raises(DataError, match=r"batches are dict of image, label; \(inputs, targets\) are needed"):
-        TorchClient(mlp(), examples, points(2), SETTINGS).fit(arrays(mlp()), {})
+        TorchClient(mlp(), examples, points(2), SETTINGS).fit(arrays(mlp()), {"server-round": 1})
 
 
 @pytest.mark.parametrize("server_round", [1, 2])
@@ -368,7 +368,7 @@ def test_arrays_returned_by_fit_do_not_change_later(client) -> None:
     """Nor do the arrays the caller passed in."""
     start = client.get_parameters({})
     before = [a.copy() for a in start]
-    first, _, _ = client.fit(start, {})
+    first, _, _ = client.fit(start, {"server-round": 1})
     copies = [a.copy() for a in first]
     client.fit(first, {"server-round": 2})
     for held, kept in ((first, copies), (start, before)):
@@ -449,7 +449,7 @@ def test_a_split_that_misses_a_batchnorm_without_running_statistics_is_refused(p
 def test_kept_entries_win_over_received_ones(client) -> None:
     """A common start that is sent again does not undo what the client learnt."""
     start = client.get_parameters({})
-    client.fit(start, {"fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"])})
+    client.fit(start, {"server-round": 1, "fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"])})
     mean = client.model[1].running_mean.clone()
     client.evaluate(start, {"fedbn-flwr.local-entries": json.dumps(["1.running_mean", "1.running_var"])})
     assert torch.equal(client.model[1].running_mean, mean)
@@ -461,45 +461,62 @@ def test_a_client_that_lost_its_local_part_raises_an_error(client) -> None:
     names = ["0.weight", "0.bias", "4.weight", "4.bias"]
     values = [client.get_parameters({})[i] for i in (0, 1, 7, 8)]
     with pytest.raises(StateError) as error:
-        client.fit(values, {"fedbn-flwr.local-entries": BN, "fedbn-flwr.array-names": json.dumps(names)})
+        client.fit(
+            values, {"server-round": 1, "fedbn-flwr.local-entries": BN, "fedbn-flwr.array-names": json.dumps(names)}
+        )
     assert str(error.value) == (
         "no value for 5 entries ('1.weight', ...): they were neither sent nor kept by this client; the server will "
         "send the whole state again"
     )
 
 
+@pytest.mark.parametrize("key", ["server-round", "server_round"])
+def test_the_round_decides_which_batches_are_drawn_and_is_needed(client, key: str) -> None:
+    """Flower's legacy strategies send no round, and its own projects send it with an underscore."""
+    start = client.get_parameters({})
+    first, second = (client.fit(start, {key: server_round})[0][0] for server_round in (1, 2))
+    assert not np.array_equal(first, second)
+    assert np.array_equal(first, client.fit(start, {"server-round": 1})[0][0])
+    said = r"no 'server-round', .* on_fit_config_fn=lambda server_round: {'server-round': server_round}$"
+    with pytest.raises(ConfigError, match=said):
+        client.fit(start, {})
+
+
 def test_arrays_that_do_not_fit_the_model_are_refused(client) -> None:
     start = client.get_parameters({})
     with pytest.raises(StateError, match=r"^received 8 arrays for 9 entries; the model has 9\. Build the"):
-        client.fit(start[:-1], {})
+        client.fit(start[:-1], {"server-round": 1})
     swapped = [start[0].T, *start[1:]]
     with pytest.raises(StateError, match=r"^entry '0.weight' has shape \(5, 4\), the model has \(4, 5\)$"):
-        client.fit(swapped, {})
+        client.fit(swapped, {"server-round": 1})
     names = [*client.model.state_dict(), "9.weight"]
     with pytest.raises(
         StateError, match=r"^received 1 entries the model does not have \('9.weight', ...\)\. Build the"
     ):
-        client.fit([*start, start[0]], {"fedbn-flwr.array-names": json.dumps(names)})
+        client.fit([*start, start[0]], {"server-round": 1, "fedbn-flwr.array-names": json.dumps(names)})
     names = [f"fc.{name}" if name[0] == "4" else name for name in client.model.state_dict()]
     with pytest.raises(
         StateError, match=r"^received 2 entries the model does not have \('fc.4.weight', ...\)\. Build the"
     ):
-        client.fit(start, {"fedbn-flwr.array-names": json.dumps(names)})
+        client.fit(start, {"server-round": 1, "fedbn-flwr.array-names": json.dumps(names)})
 
 
 def test_local_parts_need_a_context(points, mlp) -> None:
     client = TorchClient(mlp(), points(8), points(1), SETTINGS)
     with pytest.raises(StateError, match="this client has no Context"):
-        client.fit(client.get_parameters({}), {"fedbn-flwr.local-entries": json.dumps(["1.weight", "1.bias"])})
+        client.fit(
+            client.get_parameters({}),
+            {"server-round": 1, "fedbn-flwr.local-entries": json.dumps(["1.weight", "1.bias"])},
+        )
 
 
 def test_no_data_and_unknown_client_hooks_are_refused(points, mlp) -> None:
     client = TorchClient(mlp(), points(0), points(1), SETTINGS)
     with pytest.raises(DataError, match="no training examples"):
-        client.fit(client.get_parameters({}), {})
+        client.fit(client.get_parameters({}), {"server-round": 1})
     client = TorchClient(mlp(), points(8), points(1), SETTINGS)
     with pytest.raises(ConfigError, match=r"unknown client hook 'proximall'\. Did you mean 'proximal'?"):
-        client.fit(client.get_parameters({}), {"fedbn-flwr.hooks": "proximall"})
+        client.fit(client.get_parameters({}), {"server-round": 1, "fedbn-flwr.hooks": "proximall"})
 
 
 def test_a_client_without_tests_of_its_own_does_the_others(points, mlp) -> None:
@@ -511,7 +528,7 @@ def test_a_client_without_tests_of_its_own_does_the_others(points, mlp) -> None:
 
 
 def test_inputs_that_cannot_have_the_servers_scale_are_refused(client, mlp) -> None:
-    scale = {"fedbn-flwr.input-mean": [0.5], "fedbn-flwr.input-std": [2.0]}
+    scale = {"server-round": 1, "fedbn-flwr.input-mean": [0.5], "fedbn-flwr.input-std": [2.0]}
     with pytest.raises(
         DataError, match="one mean and std for the inputs of all clients, and the training data are a Points"
     ):

@@ -14,7 +14,9 @@ from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
-from flwr.server import LegacyContext, ServerApp, ServerAppComponents, ServerConfig
+from flwr.common import ndarrays_to_parameters
+from flwr.server import LegacyContext, ServerApp, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.server.strategy import FedAvg as FlowersFedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from torch import nn
 
@@ -94,20 +96,88 @@ def test_the_legacy_loop_gives_the_same_bits_as_the_message_api(
         assert {"loss": loss, **metrics} == dict(record)
 
 
+@pytest.mark.parametrize("other_object", [False, True])
 @pytest.mark.parametrize("make", [FedBN, lambda: FedBS(fedbs_eps=10.0, fedbs_rounds=2)], ids=["fedbn", "fedbs"])
-def test_a_second_fit_of_the_same_strategy_begins_anew(make: Any, datasets, mlp) -> None:
+def test_a_second_fit_on_the_same_nodes_begins_anew(make: Any, other_object: bool, datasets, mlp) -> None:
     app = ClientApp(client_fn=torch_client_fn(mlp, datasets))
     history: list[list[Array]] = []
     noted = lambda _, arrays, config: history.append(arrays)  # type: ignore[func-returns-value] # noqa: E731
-    legacy = to_legacy(make(), to_record(mlp().state_dict()), num_rounds=2, evaluate_fn=noted)
-    components = ServerAppComponents(strategy=legacy, config=ServerConfig(num_rounds=2))
+
+    def new() -> Any:
+        return to_legacy(make(), to_record(mlp().state_dict()), num_rounds=2, evaluate_fn=noted)
+
+    legacy = new()
     with InProcessGrid(app, len(datasets)) as grid:
         for _ in range(2):
-            ServerApp(server_fn=lambda _: components)(grid, Context(0, 0, {}, RecordDict(), {}))
+            legacy = new() if other_object else legacy
+            components = ServerAppComponents(strategy=legacy, config=ServerConfig(num_rounds=2))
+            ServerApp(server_fn=lambda _, components=components: components)(grid, Context(0, 0, {}, RecordDict(), {}))
             assert [report.server_round for report in legacy.strategy.reports] == [1, 2]
     half = len(history) // 2
     for first, second in zip(history[:half], history[half:], strict=True):
         assert all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("call", ["get_properties", "fit"])
+def test_a_client_that_leaves_between_two_calls_is_reported(
+    call: str, run_legacy_loop, datasets, mlp, monkeypatch
+) -> None:
+    """The run ended with a KeyError."""
+    managers: list[SimpleClientManager] = []
+    init = SimpleClientManager.__init__
+    monkeypatch.setattr(SimpleClientManager, "__init__", lambda self: managers.append(self) or init(self))
+    train = FedAvg.configure_train
+
+    def leave() -> None:
+        (clients,) = (manager.clients for manager in managers)
+        clients.pop(next(iter(clients)), None) if len(clients) == len(datasets) else None
+
+    class Leaving(Stock):
+        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+            if call == "get_properties":
+                leave()
+            return {}
+
+    class Mine(FedAvg):
+        def configure_train(self, *args: Any) -> Any:
+            made = train(self, *args)
+            if call == "fit":
+                leave()
+            return made
+
+    app = ClientApp(client_fn=lambda c: Leaving(mlp(), datasets[int(c.node_config["partition-id"])]).to_client())
+    strategy = Mine(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1)
+    run_legacy_loop(strategy, app, mlp().state_dict(), len(datasets), 1)
+    (report,) = strategy.reports
+    assert len(report.participants) == len(datasets) - 1
+    assert ["no reply" in why for why in report.rejected.values()] == [True]
+
+
+def test_a_round_that_trains_nobody_keeps_the_previous_model(run_legacy, datasets, mlp) -> None:
+    class Empty(Stock):
+        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+            return {"num-examples": 0}
+
+    run = run_legacy(FedAvg(), mlp, lambda context: Empty(mlp(), datasets[0]).to_client(), len(datasets))
+    assert [report.kept_previous for report in run.strategy.reports] == [True] * ROUNDS
+
+
+@pytest.mark.parametrize("given", ["parameters", "arrays", "state", "model", "class", "flowers"])
+def test_an_argument_of_another_type_is_named(given: str, mlp) -> None:
+    arrays = list(to_state(mlp().state_dict()).values())
+    others = {
+        "parameters": ndarrays_to_parameters(arrays),
+        "arrays": arrays,
+        "state": mlp().state_dict(),
+        "model": mlp(),
+    }
+    if given in others:
+        with pytest.raises(ConfigError, match=r"^the arrays are a \w+: pass ArrayRecord\(model\.state_dict\(\)\)$"):
+            to_legacy(FedBN(), others[given])
+        return
+    strategy: Any = FedBN if given == "class" else FlowersFedAvg()
+    with pytest.raises(ConfigError, match=r"is none: write to_legacy\(FedBN\(\), arrays\), with the brackets$"):
+        to_legacy(strategy, to_record(mlp().state_dict()))
 
 
 def test_every_strategy_is_supported_or_refused(mlp, wsconv_net) -> None:
@@ -246,6 +316,15 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets,
     fitted, tested = [(6, "site 6"), (10, "site 10")], [(6, "test 6"), (10, "test 10"), (14, "test 14")]
     assert seen == [fitted, tested] * ROUNDS
     assert [metrics for _, metrics in run.evaluations] == [{"sites": 3}] * ROUNDS
+    seen.clear()
+    run_legacy(
+        FedAvg(min_replies=3, fraction_evaluate=0.0),
+        mlp,
+        lambda context: Worded(mlp(), datasets[int(context.node_config["partition-id"])]).to_client(),
+        len(datasets),
+        fit_metrics_aggregation_fn=words,
+    )
+    assert seen == [], "no result was used"
 
 
 def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_legacy, datasets, mlp) -> None:

@@ -193,6 +193,7 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(open_gr
     assert 0.2 <= time.monotonic() - start < 1
     nodes = grid.get_node_ids()
     assert [r.metadata.src_node_id for r in replies] == [nodes[0], nodes[2]]
+    assert not grid._waiting
     gate.set()
     time.sleep(0.05)
     again = to(grid, 0, 1, content=RecordDict({"second": ConfigRecord()}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -179,9 +180,33 @@ def test_a_client_without_properties_is_known_by_its_partition(by_the_loop, clie
     class Silent(TheirClient):
         get_properties = NumPyClient.get_properties
 
-    strategy = FedAvg(fraction_evaluate=0.0)
-    by_the_loop(strategy, ClientApp(client_fn=client_fn(kind=Silent), mods=[local_bn]), mlp())
-    assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * ROUNDS
+    class Worded(TheirClient):
+        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+            return {"partition-id": str(self.context.node_config["partition-id"])}
+
+    for kind in (Silent, Worded):
+        strategy = FedAvg(fraction_evaluate=0.0)
+        by_the_loop(strategy, ClientApp(client_fn=client_fn(kind=kind), mods=[local_bn]), mlp())
+        assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * ROUNDS
+
+
+@pytest.mark.parametrize("make", [FedBN, lambda: Scaffold(fraction_evaluate=0.0)], ids=["fedbn", "scaffold"])
+def test_a_layer_may_have_a_slash_in_its_name(by_the_loop, client_fn, datasets, mlp, make: Any) -> None:
+    """It was taken for a further record of the message."""
+
+    def slashed() -> nn.Module:
+        return nn.Sequential(OrderedDict((f"part/{name}", child) for name, child in mlp().named_children()))
+
+    def function(context: Context) -> Any:
+        return TheirClient(
+            slashed(), datasets[int(context.node_config["partition-id"])], context, True, 0.0
+        ).to_client()
+
+    strategy, plain = make(), make()
+    got = by_the_loop(strategy, ClientApp(client_fn=function, mods=[local_bn]), slashed())
+    assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
+    want = by_the_loop(plain, ClientApp(client_fn=client_fn(), mods=[local_bn]), mlp())
+    assert [got[f"part/{name}"].tobytes() for name in want] == [array.tobytes() for array in want.values()]
 
 
 def test_a_client_that_returns_less_than_the_model_is_rejected_with_advice(by_the_loop, client_fn, mlp) -> None:
@@ -254,6 +279,23 @@ def test_arrays_without_names_need_none_where_no_hook_does(run_strategy, client_
     numbered = ArrayRecord(list(to_state(mlp().state_dict()).values()))
     run_strategy(strategy, client_app(client_fn(), mods=[local_bn]), numbered, len(SIZES), rounds=1)
     assert strategy.reports[0].participants == [0, 1, 2]
+
+
+@pytest.mark.parametrize("way", ["messages", "loop"])
+def test_client_hooks_work_in_each_round_without_the_mod(by_messages, by_the_loop, client_fn, mlp, way: str) -> None:
+    """The client itself returns what the block reports. From round 2 on it was refused as a second block."""
+
+    class Reporting(TheirClient):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            arrays, count, _ = super().fit(parameters, config)
+            return arrays, count, {"fedbn-flwr.hooks-applied": "proximal"}
+
+    strategy, function = FedProx(proximal_mu=0.3, fraction_evaluate=0.0), client_fn(kind=Reporting)
+    if way == "messages":
+        by_messages(strategy, client_app(function), mlp())
+    else:
+        by_the_loop(strategy, ClientApp(client_fn=function), mlp())
+    assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
 
 
 def test_a_failing_client_is_reported_with_its_own_message(by_the_loop, mlp) -> None:

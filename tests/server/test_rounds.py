@@ -28,7 +28,7 @@ from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.run_state import RunState
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, Scaffold, StaticBN
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedAvgM, FedBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
 
@@ -273,6 +273,23 @@ def test_a_second_run_of_a_strategy_starts_at_round_one(federate, mlp, points, s
     again = federate(strategy, mlp, data, rounds=2)
     same_bits(again.state, once.state)
     assert [report.server_round for report in strategy.reports] == [1, 2]
+
+
+@pytest.mark.parametrize("make", [FedBN, FedAvgM, Scaffold])
+def test_a_second_start_of_ones_own_begins_anew(make: type[FedAvg], mlp, points, same_bits) -> None:
+    """Momentum, variates and what clients had kept went into it."""
+    strategy, data = make(fraction_evaluate=0.0), [points(8), points(12, 1)]
+    app = client_app(torch_clients(mlp, data, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)))
+    ends = []
+    with InProcessGrid(app, len(data)) as grid:
+        for _ in range(2):
+            arrays = to_record(mlp().state_dict())
+            for server_round in (1, 2):
+                messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
+                arrays, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
+            ends.append(from_record(arrays))
+            assert [report.server_round for report in strategy.reports] == [1, 2]
+    same_bits(*ends)
 
 
 @pytest.mark.parametrize(

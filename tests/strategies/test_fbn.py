@@ -160,7 +160,8 @@ def test_a_test_in_the_middle_of_the_training_is_not_measured_and_the_layers_are
     hook.begin(model)
     model.train()(data.inputs)
     with torch.no_grad():
-        model.eval()(1e6 * data.inputs)
+        model(1e6 * data.inputs)
+    model.eval()(1e6 * data.inputs)
     hook.end(model.train())
     hidden = model[0](data.inputs).detach()
     torch.testing.assert_close(hook.reply()["bn-moments"]["1.mean"], hidden.mean(0), rtol=1e-13, atol=1e-13)

@@ -167,6 +167,9 @@ def test_unknown_and_wrong_arguments_are_refused() -> None:
     for key in ("min_replies", "eval_every"):
         with pytest.raises(ConfigError, match=f"^{key}=0 must be at least 1$"):
             FedAvg(**{key: 0})
+    for share in ("0.5", 1.5):
+        with pytest.raises(ConfigError, match=f"^FedAvg: fraction_train={share!r} must be a number from 0 to 1$"):
+            FedAvg(fraction_train=share)
 
 
 def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
@@ -323,18 +326,19 @@ def test_a_users_metric_whose_name_ends_like_a_count_is_averaged(key: str, value
     assert dict(average_metrics(contents, "n")) == {key: expected}
 
 
-def test_metrics_of_a_test_set_are_weighted_by_its_size() -> None:
+@pytest.mark.parametrize(("first", "second"), [("own", "all"), ("mnist", "mnist-m")])
+def test_metrics_of_a_test_set_are_weighted_by_its_size(first: str, second: str) -> None:
     """A client without tests of its own counts in the others alone, and not by their size in the first."""
-    sizes = ({"own": 20, "all": 100}, {"own": 10, "all": 100}, {"own": 0, "all": 100})
+    sizes = ({first: 20, second: 100}, {first: 10, second: 100}, {first: 0, second: 100})
     contents = []
     for number, by_set in enumerate(sizes):
-        record = {"n": by_set["own"] or by_set["all"]} | {f"{name}-num-examples": n for name, n in by_set.items()}
+        record = {"n": by_set[first] or by_set[second]} | {f"{name}-num-examples": n for name, n in by_set.items()}
         record |= {f"{name}-accuracy": float(number) for name, n in by_set.items() if n}
         contents.append(RecordDict({"metrics": MetricRecord(record)}))
     averaged = average_metrics(contents, "n")
-    assert averaged["own-accuracy"] == pytest.approx(1 / 3)
-    assert averaged["all-accuracy"] == pytest.approx(1.0)
-    assert (averaged["own-num-examples"], averaged["all-num-examples"]) == (30, 300)
+    assert averaged[f"{first}-accuracy"] == pytest.approx(1 / 3)
+    assert averaged[f"{second}-accuracy"] == pytest.approx(1.0)
+    assert (averaged[f"{first}-num-examples"], averaged[f"{second}-num-examples"]) == (30, 300)
 
 
 def test_the_users_own_averaging_of_metrics_is_used(federate, datasets, mlp) -> None:
