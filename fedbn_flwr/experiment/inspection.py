@@ -257,11 +257,12 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
     parameter = next(model.parameters())
     found: list[tuple[int, bool]] = []
 
-    def note(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        found.append((args[0].shape[1], args[0].requires_grad))
+    def note(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        x = args[0] if args else kwargs["input"]
+        found.append((x.shape[1], x.requires_grad))
 
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and not holds_eval(module)]
-    handles = [layer.register_forward_pre_hook(note) for layer in layers]
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
         with kept_modes(model), torch.enable_grad():
             model.eval()(torch.zeros(2, *config.example_shape(), dtype=parameter.dtype, device=parameter.device))

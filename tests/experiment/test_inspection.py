@@ -188,3 +188,16 @@ def test_predicted_traffic_with_frozen_layers(run_strategy, strategy: str, froze
     assert measured(run_strategy, config, 2) == predicted(found)
     assert len(found.frozen) == 8
     assert found.fixed == (("norm1",) if frozen_bn == "eval" else ())
+
+
+def test_a_layer_that_is_called_by_keyword_is_an_exchange() -> None:
+    class ByKeyword(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = torch.nn.BatchNorm2d(1), torch.nn.Linear(28 * 28, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(input=x).flatten(1))
+
+    config = Config.make({"dataset": "digits", "model": "mlp", "strategy": "fedtan"})
+    assert inspect_model(ByKeyword(), "fedtan", 2, config).synchronised == (1,)
