@@ -22,6 +22,7 @@ from fedbn_flwr.doctor.findings import Diagnosis, Finding, Remedy
 from fedbn_flwr.doctor.measured import Training
 from fedbn_flwr.doctor.remedies import DIVERGED
 from fedbn_flwr.doctor.state_file import STATE_FILES, named, read_state_file
+from fedbn_flwr.doctor.texts import listed
 from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.doctor.trends import trends
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
@@ -39,6 +40,7 @@ from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.models import code_changed
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies.fixbn import Freezing
+from fedbn_flwr.training.state_file import tensors_by_name
 from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "fitting", "read_names", "training_of"]
@@ -70,14 +72,10 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     else:
         training = training_of(config, run)
         found = _with_data(model, config, clients, tests, training=training, state=state, notes=notes)
-    for client, entries in kept.items():
-        own = diagnose_state({**state, **entries}, model=model).findings
-        own = [replace(f, what=f"Client {client}: {f.what[0].lower()}{f.what[1:]}") for f in own]
-        known = {(f.id, *f.evidence) for f in found.findings}
-        found = replace(found, findings=[*(f for f in own if (f.id, *f.evidence) not in known), *found.findings])
     lines = read_metrics(run / STATISTICS_FILE)
     files = RunFiles.read(run)
-    findings = fitting([*_divergence(files), *found.findings], config)
+    of_clients = _of_clients(model, kept, found.findings)
+    findings = fitting([*_divergence(files), *of_clients, *found.findings], config)
     found = replace(found, findings=findings, notes=[*run_warnings(files), *found.notes])
     if lines:
         return replace(found, measures={**found.measures, "history": trends(lines)})
@@ -90,6 +88,25 @@ def _divergence(files: RunFiles) -> list[Finding]:
         return []
     what, evidence = "The run diverged.", f"In round {files.diverged_at}: {files.divergence}."
     return [Finding("diverged", what, [evidence], {"round": files.diverged_at}, DIVERGED)]
+
+
+def _of_clients(model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], known: Sequence[Finding]) -> list[Finding]:
+    """Return the faults in what the clients kept, but the known ones; an equal fault of several clients is one."""
+    own = {name: value.cpu() for name, value in tensors_by_name(model.state_dict()).items()}
+    # Shared entries are 1 here: a fault in them is the model's, not the client's.
+    sound = {name: torch.ones_like(v) if v.is_floating_point() else v for name, v in own.items()}
+    found: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
+    for client, entries in kept.items():
+        for one in diagnose_state({**sound, **entries}, model=model).findings:
+            found.setdefault((one.id, *one.evidence), (one, []))[1].append(client)
+    for one in known:
+        found.pop((one.id, *one.evidence), None)
+
+    def named_with(clients: list[str], one: Finding) -> Finding:
+        what = f"Client{'s' if len(clients) > 1 else ''} {listed(clients)}: {one.what[0].lower()}{one.what[1:]}"
+        return replace(one, what=what, numbers={**one.numbers, "clients": clients})
+
+    return [named_with(clients, one) for one, clients in found.values()]
 
 
 def diagnose_model(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torchvision.models import resnet18
 from typer.testing import CliRunner
@@ -210,6 +211,21 @@ def test_an_unfinished_run_whose_clients_keep_batchnorm(tmp_path: Path, quick_co
     save_file({**load_file(file), "norm.running_var": torch.full((30,), -1.0)}, file, {"format": "pt", "client": "1"})
     found = diagnose_run(tmp_path / "run", 100)
     assert any(f.what.startswith("Client 1: the state holds running variances below 0") for f in found.findings)
+
+
+def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(tmp_path: Path, quick_config) -> None:
+    run(quick_config(strategy="silobn", partition="iid"), tmp_path / "run", workers=0)
+    faults = {"model": {"norm.weight": torch.zeros(30)}}
+    faults |= {f"clients/client-{k}": {"norm.running_var": torch.full((30,), -1.0)} for k in (1, 2)}
+    for name, entries in faults.items():
+        file = tmp_path / f"run/{name}.safetensors"
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata()
+        save_file({**load_file(file), **entries}, file, about)
+    found = [f.what for f in diagnose_run(tmp_path / "run", 100).findings]
+    unusable = "the state holds running variances below 0, or values that are not finite."
+    assert [what for what in found if what.startswith("Client")] == [f"Clients 1, 2: {unusable}"]
+    assert found.count("A BatchNorm layer is dead.") == 1
 
 
 def test_a_model_with_data_and_its_saved_state(tmp_path: Path) -> None:
