@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.distances import Distance, Statistics, distance
-from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.single_examples import takes_one_example
 
@@ -25,6 +24,7 @@ __all__ = [
     "BatchMoments",
     "batch_moments",
     "deviation",
+    "held_layers",
     "layers_of",
     "noise",
     "normalising_by_batch",
@@ -43,14 +43,27 @@ def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _Batch
     return {path: module for path, module in modules if isinstance(module, _BatchNorm)}
 
 
+def held_layers(model: nn.Module) -> list[str]:
+    """Return the paths of the BatchNorm layers that stay in eval mode in training; a shared layer has all of its paths.
+
+    They are those that are not in train mode after ``train``: ``hold_eval`` or a ``train`` of the model's own holds
+    them.
+    """
+    if not any("train" in vars(module) or type(module).train is not nn.Module.train for module in model.modules()):
+        return []  # without the memory of a copy
+    working = copy.deepcopy(model)  # a train of the model's own may change more than modes
+    working.train()
+    return [path for path, layer in layers_of(working, every_path=True).items() if not layer.training]
+
+
 def normalising_by_batch(model: nn.Module) -> nn.Module:
     """Return a copy in eval mode whose BatchNorm layers use the batch's statistics, and change no running ones.
 
-    Layers that ``hold_eval`` keeps in eval mode use their running statistics, as in training.
+    Held layers use their running statistics, as in training.
     """
-    found = copy.deepcopy(model).eval()
-    for layer in layers_of(found).values():
-        if not holds_eval(layer):
+    found, held = copy.deepcopy(model).eval(), held_layers(model)
+    for path, layer in layers_of(found).items():
+        if path not in held:
             layer.training, layer.track_running_stats = True, False
     return found
 

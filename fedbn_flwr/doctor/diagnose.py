@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
-from fedbn_flwr.doctor.by_batch import layers_of
+from fedbn_flwr.doctor.by_batch import held_layers, layers_of
 from fedbn_flwr.doctor.clients import ClientData, Loaders, classes_of, read_clients
 from fedbn_flwr.doctor.data_rules import remarks, unanswered
 from fedbn_flwr.doctor.findings import Diagnosis
@@ -29,7 +29,6 @@ from fedbn_flwr.doctor.state_file import named
 from fedbn_flwr.doctor.texts import listed, number_of
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.norms.renorm import BatchRenorm
-from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.state_file import tensors_by_name
 from fedbn_flwr.training.wrappers import unwrap, wrapper_prefix
@@ -264,7 +263,7 @@ def _of_state(
     m.extremes = variance_extremes(parts, state, {path: layer.eps for path, layer in layers.items()})
     m.gammas = tiny_gammas(parts, state)
     m.starting = zero_at_first(parts, state)
-    m.held = [path for path, layer in layers.items() if holds_eval(layer)]
+    m.held = [] if model is None else held_layers(model)
     m.corrected = [path for path, layer in layers.items() if isinstance(layer, BatchRenorm)]
     m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]
     if local_keys is not None or shared_keys is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
-from fedbn_flwr.doctor.by_batch import layers_of
+from fedbn_flwr.doctor.by_batch import held_layers, layers_of
 from fedbn_flwr.doctor.clients import outputs_of
 from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.errors import NormLayerError
@@ -46,7 +46,7 @@ class Deviation:
 def deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[Deviation]:
     """Return the deviation of each client, given a batch (inputs, targets) of each; the model does not change.
 
-    BatchNorm is in train mode, all other layers (dropout) in eval mode.
+    BatchNorm is in train mode unless its training holds it in eval mode, all other layers (dropout) in eval mode.
 
     Raises:
         NormLayerError: a layer cannot be synchronised, a batch is too small for it, or the clients call other layers.
@@ -72,9 +72,9 @@ def regrouped(batches: Sequence[Batch], generator: torch.Generator) -> list[Batc
 
 
 def _training_copy(model: nn.Module) -> nn.Module:
-    found = copy.deepcopy(model).eval()
-    for layer in layers_of(found).values():
-        layer.train()
+    found, held = copy.deepcopy(model).eval(), held_layers(model)
+    for path, layer in layers_of(found).items():
+        layer.train(path not in held)
     return found
 
 

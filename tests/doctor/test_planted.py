@@ -16,7 +16,9 @@ from torchvision.models import resnet18
 
 from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Diagnosis, Finding, Training, diagnose_state
+from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.data_rules import train_test_mismatch
+from fedbn_flwr.doctor.gradients import _training_copy
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.state_file import named, read_state_file
@@ -441,12 +443,30 @@ def test_a_feature_shift_beside_a_mild_class_mix_is_no_label_skew() -> None:
     assert any("BatchNorm's statistics hardly differ with them" in note for note in found.notes)
 
 
+class _Holding(nn.Sequential):
+    """Some layers stay in eval mode: the usual way to fine-tune with frozen BatchNorm."""
+
+    held: tuple[int, ...] = ()
+
+    def train(self, mode: bool = True) -> nn.Sequential:
+        super().train(mode)
+        for index in self.held:
+            self[index].eval()
+        return self
+
+
+@pytest.mark.parametrize("by", ["hold_eval", "its own train"])
 @pytest.mark.parametrize("held", ["1", "1 and 4"])
-def test_a_layer_that_is_held_in_eval_mode_is_not_accused(held: str, trained: nn.Module, digits) -> None:
+def test_a_layer_that_is_held_in_eval_mode_is_not_accused(held: str, by: str, trained: nn.Module, digits) -> None:
     """Its training normalises by fixed statistics: neither the batch size nor the other clients' data reach it."""
-    model, order = copy.deepcopy(trained), torch.argsort(digits[1])
-    for path in held.split(" and "):
-        hold_eval(model[int(path)])
+    model, order = _Holding(*copy.deepcopy(trained)).eval(), torch.argsort(digits[1])
+    indices = tuple(map(int, held.split(" and ")))
+    if by == "its own train":
+        model.held = indices
+    else:
+        for index in indices:
+            hold_eval(model[index])
+    assert [layer.training for layer in layers_of(_training_copy(model)).values()] == [False, held == "1"]
     by_class = [
         torch.utils.data.DataLoader(torch.utils.data.TensorDataset(digits[0][own], digits[1][own]), batch_size=2)
         for own in order.chunk(NUM_CLIENTS)
