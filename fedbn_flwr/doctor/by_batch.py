@@ -80,8 +80,8 @@ def splits(model: nn.Module, data: ClientData, batch_size: int) -> list[Tensor]:
 def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
     """Return the moments of the client's batches, of the loader's size; of 2 examples for a loader of batches of 1.
 
-    A batch that is too small for BatchNorm is left out. A layer that is not called has no moments; without a usable
-    batch there are no layers.
+    A batch that is too small for BatchNorm is left out. Several calls of a layer in a pass are one batch. A layer that
+    is not called has no moments; without a usable batch there are no layers.
     """
     working = normalising_by_batch(model)
     layers = layers_of(working)
@@ -90,10 +90,11 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
     batches = splits(working, data, max(2, data.batch_size))
     usable = [b for b in batches if len(b) > 1 or takes_one_example(working, prepared(data.inputs[b]))]
     found: dict[str, list[Moments]] = {path: [] for path in layers if usable}
+    calls = dict[str, list[Moments]]()  # of one pass: a layer may be called more than once
 
     def note(path: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         moments = moments_of(args[0] if args else kwargs["input"])
-        found[path].append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
+        calls.setdefault(path, []).append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
 
     handles = [
         layer.register_forward_pre_hook(lambda _, *call, path=path: note(path, *call), with_kwargs=True)
@@ -101,7 +102,10 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
     ]
     with torch.no_grad():
         for positions in usable:
+            calls.clear()
             working(prepared(data.inputs[positions]))
+            for path, own in calls.items():
+                found[path].append(merge(own))
     for handle in handles:
         handle.remove()
     return found

@@ -101,16 +101,16 @@ class Features:
     """All layers over the examples of all clients.
 
     Attributes:
-        layers: by path; a layer that is not called with one row an example is left out.
+        layers: by path; a layer that is not called once with one row an example is left out.
         owner: index of each example's client, (N,).
         classes: class of each example, (N,); None if targets are not classes.
-        left_out: paths of the layers that are left out.
+        left_out: paths of the layers that are left out, and why.
     """
 
     layers: dict[str, LayerFeatures]
     owner: Tensor
     classes: Tensor | None
-    left_out: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def features(model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator) -> Features:
@@ -134,9 +134,7 @@ def features(model: nn.Module, clients: Sequence[ClientData], generator: torch.G
         handle.remove()
     owner = torch.cat([torch.full((len(client),), index) for index, client in enumerate(clients)])
     known = classes_of(clients)
-    return Features(
-        watch.layers(len(order)), owner[order], None if known is None else known[order], sorted(watch.refused)
-    )
+    return Features(watch.layers(len(order)), owner[order], None if known is None else known[order], watch.refused)
 
 
 def chosen_channels(count: int) -> Tensor:
@@ -149,7 +147,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.refused: set[str] = set()
+        self.refused: dict[str, str] = {}
         self._size = 0
         self._seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._centre: dict[str, Tensor] = {}
@@ -171,8 +169,9 @@ class _Watch(TorchFunctionMode):
 
     def enter(self, path: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         value = args[0] if args else kwargs["input"]
-        if len(value) != self._size or path in self._called:  # rows are not examples, or a second call
-            self.refused.add(path)
+        if len(value) != self._size or path in self._called:
+            reason = "called more than once in a pass" if path in self._called else "no row an example"
+            self.refused.setdefault(path, reason)
             return
         self._called.add(path)
         self._inputs[path] = Range.of(value).joined(self._inputs.get(path))
@@ -191,7 +190,7 @@ class _Watch(TorchFunctionMode):
         for path, pieces in self._seen.items():
             first, second = (torch.cat(column) for column in zip(*pieces, strict=True))
             if path in self.refused or len(first) != count:
-                self.refused.add(path)
+                self.refused.setdefault(path, "not called in every pass")
                 continue
             ranges = self._inputs[path], self._outputs[path]
             found[path] = LayerFeatures(self._centre[path].cpu(), first, second, *ranges, path in self._relu)

@@ -114,8 +114,9 @@ class Measuring:
 
     def _examples(self) -> Features:
         seen = features(self._model, self._clients, self._generator)
-        if seen.left_out:
-            self.lacking.append(f"differences of the clients in {listed(seen.left_out)}: no row an example.")
+        for reason in sorted({*seen.left_out.values()}):
+            paths = sorted(path for path, why in seen.left_out.items() if why == reason)
+            self.lacking.append(f"differences of the clients in {listed(paths)}: {reason}.")
         if uncalled := sorted({*self._layers} - {*seen.layers, *seen.left_out}):
             it = "it" if len(uncalled) == 1 else "them"
             self.lacking.append(f"{listed(uncalled)}: the model does not call {it} in eval mode.")

@@ -111,7 +111,7 @@ def test_a_layer_whose_rows_are_no_examples_is_left_out() -> None:
             return self.own(self.norm(x.reshape(-1, 4)).reshape(len(x), 8))
 
     found = features(Twice().eval(), [_client(torch.randn(10, 8))], _generator())
-    assert (list(found.layers), found.left_out) == (["own"], ["norm"])
+    assert (list(found.layers), found.left_out) == (["own"], {"norm": "no row an example"})
 
 
 # --- regrouping ------------------------------------------------------------------------------------------------------

@@ -593,6 +593,29 @@ def test_a_layer_that_is_called_by_keyword_is_measured(digits) -> None:
     assert {"batch-noise", "shift", "constant-channels"} <= found.measures["layers"]["norm"].keys()
 
 
+class _Twice(nn.Module):
+    """One layer, called for both halves of the inputs, which differ; or a layer for each."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.a = nn.BatchNorm2d(1)
+        self.b = self.a if shared else nn.BatchNorm2d(1)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(-1, 1, 8, 8)
+        return self.head(torch.cat([self.a(x[..., :4]), self.b(x[..., 4:] + 3)], 3).flatten(1))
+
+
+def test_a_layer_that_is_called_twice_in_a_pass_has_one_batch(digits) -> None:
+    pairs = [[(digits[0][k : k + 4], digits[1][k : k + 4]) for k in range(c, c + 40, 4)] for c in (0, 40)]
+    shared, apart = (diagnose(_Twice(shared).eval(), pairs) for shared in (True, False))
+    noise = [max(row["batch-noise"]) for found in (shared, apart) for row in found.measures["layers"].values()]
+    assert noise[0] < min(noise[1:])
+    assert "small-batch" not in [f.id for f in shared.findings]
+    assert shared.not_measured[0] == "differences of the clients in a: called more than once in a pass."
+
+
 def _squeezed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if outputs.squeeze().dim() < 2:
         raise ValueError("no batch")
