@@ -4,8 +4,8 @@
     python benchmarks/mnist_start.py --data-dir DIR --variant "lr 0.1" --seeds 0,1,2
 
 The setting of ``studies/fedtan-figure-6.yaml`` (FedTAN's paper, arXiv:2301.02982, 6.3), two classes a client, one
-thing changed at a time. "centralized" is FedAvg with one client that holds everything: without momentum that is the same
-plain loop. Both are tested with the running statistics and with those of the test batches (500 images).
+thing changed at a time. "centralized" is FedAvg with one client that holds everything: without momentum that is the
+same plain loop. Both are tested with the running statistics and with those of the test batches (500 images).
 """
 
 from __future__ import annotations
