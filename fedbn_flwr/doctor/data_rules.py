@@ -134,21 +134,23 @@ def clients_differ(m: Measured) -> Finding | None:
 def train_test_mismatch(m: Measured) -> Finding | None:
     """Running statistics do worse on the same examples than those of the test batch."""
     gap = m.gap
-    if gap is None or not gap.z >= Z_OF_A_GAP:
+    if gap is None:
         return None
+    by_loss, by_accuracy = gap.z >= Z_OF_A_GAP, gap.accuracy_z >= Z_OF_A_GAP
     lost, share = gap.running_loss - gap.batch_loss, abs(gap.batch_loss)
     if gap.running_accuracy is None:
-        harms = lost >= MIN_LOSS * share
+        harms = by_loss and lost >= MIN_LOSS * share
         running, batch = f"Loss {gap.running_loss:.4g}", f"{gap.batch_loss:.4g}"
     else:
-        harms = gap.accuracy_lost >= MIN_GAP or lost >= max(LARGE_LOSS[0] * share, LARGE_LOSS[1])
+        large = lost >= max(LARGE_LOSS[0] * share, LARGE_LOSS[1])
+        harms = (gap.accuracy_lost >= MIN_GAP and (by_accuracy or by_loss)) or (large and by_loss)
         running = f"Accuracy {gap.running_accuracy:.3f} and loss {gap.running_loss:.4g}"
         batch = f"{gap.batch_accuracy:.3f} and {gap.batch_loss:.4g}"
     if not harms:
         return None
     evidence = [
         f"{running} under running statistics, {batch} under those of mixed test batches: the same {gap.examples} "
-        f"examples, the same weights (z = {gap.z:.1f})."
+        f"examples, the same weights (z = {max(gap.z, gap.accuracy_z):.1f})."
     ]
     if m.running:
         worst = max(m.running, key=lambda path: max(m.running[path].mean, m.running[path].variance))
@@ -163,7 +165,10 @@ def train_test_mismatch(m: Measured) -> Finding | None:
         "train-test-mismatch",
         "The running statistics do not fit the model: training and test normalise differently.",
         evidence,
-        {"running-accuracy": gap.running_accuracy, "batch-accuracy": gap.batch_accuracy, "z": gap.z},
+        {
+            **{"running-accuracy": gap.running_accuracy, "batch-accuracy": gap.batch_accuracy},
+            **{"z": gap.z, "accuracy-z": gap.accuracy_z},
+        },
         remedies.MISMATCH,
     )
 

@@ -49,6 +49,8 @@ class Mismatch:
         running_accuracy: None if the targets are not classes.
         batch_accuracy: the same under batch statistics.
         z: the mean of the examples' differences in loss over its standard error; above 0 if running statistics lose.
+        accuracy_z: the same of the differences in being right, with one more example that is equally right: a
+            difference that all examples have would be certain from two of them. 0 if the targets are not classes.
     """
 
     examples: int
@@ -57,6 +59,7 @@ class Mismatch:
     running_accuracy: float | None
     batch_accuracy: float | None
     z: float
+    accuracy_z: float = 0.0
 
     @property
     def accuracy_lost(self) -> float:
@@ -126,11 +129,16 @@ def mismatch(model: nn.Module, clients: Sequence[ClientData], loss: Loss, genera
     classes = classes_of(clients)
     running = _run(copy.deepcopy(model).eval(), clients, targets, classes, batches, loss)
     by_batch = _run(normalising_by_batch(model), clients, targets, classes, batches, loss)
-    difference = running[0] - by_batch[0]
-    error = float(difference.std()) / math.sqrt(len(difference))
-    z = float(difference.mean()) / error if error else 0.0
+    z, accuracy_z = _z(running[0] - by_batch[0]), 0.0
+    if running[1] is not None and by_batch[1] is not None:
+        accuracy_z = _z(functional.pad(by_batch[1] - running[1], (0, 1)))
     first, second = (None if right is None else float(right.mean()) for _, right in (running, by_batch))
-    return Mismatch(len(targets), float(running[0].mean()), float(by_batch[0].mean()), first, second, z)
+    return Mismatch(len(targets), float(running[0].mean()), float(by_batch[0].mean()), first, second, z, accuracy_z)
+
+
+def _z(differences: Tensor) -> float:
+    error = float(differences.std()) / math.sqrt(len(differences))
+    return float(differences.mean()) / error if error else 0.0
 
 
 def accuracy_by_class(model: nn.Module, clients: Sequence[ClientData], batch_size: int) -> float | None:

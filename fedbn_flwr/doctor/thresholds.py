@@ -86,7 +86,7 @@ LARGE_LOSS = (2.0, 1.0)
 """The same of the loss beside an accuracy, as such a share, and in units of the loss: nats of cross-entropy."""
 
 Z_OF_A_GAP = 4.0
-"""Number of standard errors, over the test examples, that the loss must lose as well."""
+"""Number of standard errors, over the test examples, that the loss loses as well; for accuracy its own are enough."""
 
 MAX_CLIENTS_B = 8
 """Clients in the measurement of B_i: each runs in a thread with a copy of the model."""

@@ -313,6 +313,23 @@ def test_how_much_a_mismatch_loses(measured: Measured, found: bool) -> None:
     assert (train_test_mismatch(measured) is not None) == found
 
 
+@pytest.mark.parametrize("examples", [2, 400])
+def test_a_collapse_of_the_accuracy_is_found_whatever_the_loss_says(examples: int) -> None:
+    """Confident errors cost more under the batch's statistics; under a huge running variance all outputs are equal."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).eval()
+    model[0].running_var.fill_(1e8)
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[-100.0, 0.0], [100.0, 0.0]]))
+        model[1].bias.copy_(torch.tensor([1.0, 0.0]))
+    targets = torch.arange(examples) % 2
+    inputs = torch.stack([2.0 * targets - 1, torch.zeros(examples)], 1)
+    targets = torch.where(torch.arange(examples) % 20 >= 18, 1 - targets, targets)
+    found = diagnose(model, [[(inputs, targets)]])
+    gap = found.measures["train-test-mismatch"]
+    assert gap["z"] < 4
+    assert ("train-test-mismatch" in [f.id for f in found.findings]) == (examples == 400)
+
+
 def test_a_filter_on_names_for_resnet18() -> None:
     model = resnet18()
     found = diagnose_state(model.state_dict(), model=model, local_keys=[n for n in model.state_dict() if "bn" in n])
