@@ -82,8 +82,8 @@ def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
     return torch.cat(known) if len(known) == len(clients) else None
 
 
-def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
-    """Return the data of each client; a client without examples is left out.
+def read_clients(loaders: Loaders, max_examples: int, empty: list[str] | None = None) -> list[ClientData]:
+    """Return the data of each client; a client without examples is left out, and its name added to ``empty``.
 
     The default random generators are seeded while the loaders shuffle and augment, and restored afterwards, as are the
     loaders' own generators.
@@ -92,12 +92,16 @@ def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
         DataError: a loader yields no pairs of tensors, or batches that cannot be joined.
     """
     named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
+    found, without = list[ClientData](), [] if empty is None else empty
     with seeded(0):
-        found = []
         for name, loader in named:
             with _own_generators_kept(loader):
-                found.append(read_loader(str(name), loader, max_examples))
-    return [client for client in found if client is not None]
+                client = read_loader(str(name), loader, max_examples)
+            if client is None:
+                without.append(str(name))
+            else:
+                found.append(client)
+    return found
 
 
 @contextmanager
@@ -142,9 +146,12 @@ def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientDa
             left_out = "first"
             break
         if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
+            remedy = "Wrap it in a generator that does."
+            if isinstance(batch, Tensor):
+                remedy += " If you passed one loader, pass a list of loaders, one for each client: [loader]."
             raise DataError(
                 f"the loader of client {name} yields {_shape_of(batch)}; it must yield (inputs, targets), two tensors. "
-                "Wrap it in a generator that does."
+                f"{remedy}"
             )
         inputs.append(batch[0].detach().cpu())
         targets.append(batch[1].detach().cpu())

@@ -84,7 +84,10 @@ def diagnose(
     """
     if max_examples < 1:
         raise ConfigError(f"max_examples={max_examples}: it must be at least 1.")
-    clients, tests = read_clients(client_loaders, max_examples), read_clients(test_loaders, max_examples)
+    empty, untested = list[str](), list[str]()
+    clients = read_clients(client_loaders, max_examples, empty)
+    tests = read_clients(test_loaders, max_examples, untested)
+    notes = [*_notes_of_empty("loader", empty), *_notes_of_empty("test loader", untested)]
     if size := training.batch_size:
         clients = [replace(c, batch_size=size if c.left_out else min(size, len(c))) for c in clients]
     if not clients:
@@ -99,8 +102,12 @@ def diagnose(
         local_keys=local_keys,
         shared_keys=shared_keys,
         seed=seed,
-        notes=_notes_of_reading(clients, max_examples),
+        notes=[*notes, *_notes_of_reading(clients, max_examples)],
     )
+
+
+def _notes_of_empty(what: str, empty: Sequence[str]) -> list[str]:
+    return [f"{_of_clients(empty)}: its {what} yields no examples; it is left out."] if empty else []
 
 
 def _notes_of_reading(clients: Sequence[ClientData], max_examples: int) -> list[str]:

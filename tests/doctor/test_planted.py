@@ -573,6 +573,24 @@ def test_a_model_without_batchnorm_and_loaders_without_examples(loaders: Loaders
         diagnose(nn.Linear(64, 10), [])
 
 
+@pytest.mark.parametrize("given", ["client_loaders", "test_loaders"])
+@pytest.mark.parametrize("kind", ["DataLoader", "batches"])
+def test_one_loader_in_place_of_a_list_is_an_error(given: str, kind: str, trained: nn.Module, loaders: Loaders) -> None:
+    one = loaders()[0] if kind == "DataLoader" else [*loaders()[0]]
+    arguments = {"client_loaders": loaders(), given: one}
+    with pytest.raises(DataError, match=r"yields Tensor; .* pass a list of loaders, one for each client"):
+        diagnose(trained, **arguments)
+
+
+def test_a_client_without_examples_is_named(trained: nn.Module, loaders: Loaders) -> None:
+    found = diagnose(trained, [*loaders()[:2], []], test_loaders={"x": [], "y": loaders()[2]})
+    assert found.measures["clients"] == ["0", "1"]
+    assert found.notes == [
+        "client 2: its loader yields no examples; it is left out.",
+        "client x: its test loader yields no examples; it is left out.",
+    ]
+
+
 def test_a_model_that_returns_no_tensor_is_measured_in_part(loaders: Loaders) -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
