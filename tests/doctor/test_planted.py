@@ -497,6 +497,16 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(held: str, by: str, tr
     assert found.measures["layers"]["1"]["batch-deviation"]["mean"][0] > 0, "figures stay"
 
 
+def test_a_model_that_cannot_be_copied_is_measured_in_part(trained: nn.Module, loaders: Loaders) -> None:
+    model = _Holding(*copy.deepcopy(trained)).eval()
+    model.held = (1,)
+    model.kept = model[0].weight * 2  # a tensor with a graph
+    hold_eval(model[4])
+    found = diagnose(model, loaders())
+    assert "1 of 2 BatchNorm layers are held in eval mode (4)" in " ".join(found.notes)
+    assert sum("deepcopy" in line for line in found.not_measured) == 4
+
+
 class _Tied(nn.Module):
     """One layer under two names."""
 
