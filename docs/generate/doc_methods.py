@@ -182,7 +182,8 @@ def _reached(method: Method, root: Path, results: Mapping[str, Any]) -> Iterator
     found = _REACHED.search((root / _recipe(method.name)).read_text(encoding="utf-8"))
     if found:
         yield f"| {found[1]}, on {found[3]} | {found[2]} | - | its recipe, {found[4]} |"
-    for row in results["methods"].get(method.name, ()):
+    order = list(results["studies"]).index
+    for row in sorted(results["methods"].get(method.name, ()), key=lambda row: order(row["study"])):
         study = results["studies"][row["study"]]
         page = study.get("page", "README.md")
         how = f"[{study['name']}](../results/{page}#{study['section']}), {study['how']}" if "how" in study else "-"
