@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.compat.flower import app_error, copied_context, copied_message
 from fedbn_flwr.errors import NamedConfigErrors
 from fedbn_flwr.messages.protocol import message_seed
-from fedbn_flwr.training.randomness import turn
+from fedbn_flwr.training.turns import turn
 from fedbn_flwr.transport import Barrier, Reducer, use_reducers
 
 __all__ = ["Done", "Job", "LocalMember", "OwnProcess", "work"]

@@ -24,7 +24,7 @@ from torch import Tensor
 from fedbn_flwr.compat.flower import app_error, identify_process
 from fedbn_flwr.engines.client_work import work
 from fedbn_flwr.engines.link import Packed, WorkerPipe
-from fedbn_flwr.training.randomness import interrupted
+from fedbn_flwr.training.turns import interrupted
 
 __all__ = ["ANSWER", "CALL", "DONE", "READY", "WORK", "serve"]
 

@@ -2,17 +2,15 @@
 
 A model's dropout, a user's augmentation and a user's shuffling draw from the default generators of the process. They
 repeat, and are the same in every engine, because the generators are seeded for each message, and because in one process
-only one client computes at a time: it takes its turn, and gives it back while it waits for other clients.
+only one client computes at a time (``turns``).
 """
 
 from __future__ import annotations
 
 import os
 import random
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +19,10 @@ import torch
 __all__ = [
     "Generators",
     "drawing_from",
-    "interrupted",
     "seed_generators",
     "seed_secretly",
     "seeded",
     "seeded_on_cpu",
-    "turn",
 ]
 
 
@@ -112,37 +108,3 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
     finally:
         generator.set_state(torch.get_rng_state())
         before.restore()
-
-
-_TURN = threading.Lock()
-# After a fork the child has a copy of a held lock, but not the thread that would release it.
-os.register_at_fork(after_in_child=lambda: globals().update(_TURN=threading.Lock()))
-_OUTSIDE: ContextVar[Generators | None] = ContextVar("outside", default=None)
-
-
-@contextmanager
-def turn(seed: int) -> Iterator[None]:
-    """Wait until no other client of this process computes; then as ``seeded``."""
-    with _TURN, seeded(seed) as outside:
-        token = _OUTSIDE.set(outside)
-        try:
-            yield
-        finally:
-            _OUTSIDE.reset(token)
-
-
-@contextmanager
-def interrupted() -> Iterator[None]:
-    """Let other clients of this process compute while this one waits; without effect outside a turn."""
-    if (outside := _OUTSIDE.get()) is None:
-        yield
-        return
-    own, token = Generators.now(), _OUTSIDE.set(None)
-    outside.restore()
-    _TURN.release()
-    try:
-        yield
-    finally:
-        _TURN.acquire()
-        _OUTSIDE.reset(token)
-        own.restore()

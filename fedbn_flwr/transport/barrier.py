@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedbn_flwr.batchnorm.sync import Combine, combine
 from fedbn_flwr.errors import EngineError, FedBNError
+from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
 
 __all__ = ["Barrier", "BarrierGrid", "Member", "Sent", "local_reducer", "odd_ones", "use_reducers"]
@@ -42,10 +43,17 @@ class _Exchange:
     """One exchange of one attempt."""
 
     attempt: int
-    deadline: float | None = None
+    deadline: float = 0.0  # 0: no member has sent yet
     sent: dict[int, Sent] = field(default_factory=dict)
     answer: Tensor | None = None
-    aborted: bool = False
+    over: bool = False  # answered or aborted
+    waits: list[Wait] = field(default_factory=list)
+
+    def end(self) -> None:
+        """Let the members that wait go on."""
+        self.over = True
+        for wait in self.waits:
+            wait.end()
 
 
 class Barrier:
@@ -73,7 +81,7 @@ class Barrier:
         self._answer = answer
         self._timeout = timeout
         self._min_members = min_members
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._exchange = _Exchange(0)
         self._begun: set[int] = set()
         self._closed: set[int] = set()
@@ -89,7 +97,7 @@ class Barrier:
 
     def begin(self, node_id: int) -> tuple[int, int]:
         """Return (attempt, examples in the union of the batches of the remaining members)."""
-        with self._changed:
+        with self._lock:
             self._refuse_dropped(node_id)
             self._begun.add(node_id)
             self._latest_attempt = self._exchange.attempt
@@ -97,42 +105,55 @@ class Barrier:
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
         """Return the answer when all members' tensors of this exchange are there; see ``Reducer.reduce``."""
-        with self._changed:
+        with self._lock:
+            exchange = self._send(node_id, attempt, tag, tensor)
+            wait = None if exchange.over else Wait()  # the last member to send keeps its turn
+            exchange.waits += [wait] if wait else []
+        if wait:
+            self._wait(wait, exchange, tag)
+        if exchange.answer is not None:
+            return exchange.answer
+        with self._lock:
             self._refuse_dropped(node_id)
-            exchange = self._exchange
-            if attempt != exchange.attempt:
-                raise RetryStep(f"attempt {attempt} is over; attempt {exchange.attempt} has begun")
-            if not bool(torch.isfinite(tensor).all()):
-                self._drop({node_id: f"sent a value that is not finite in exchange '{tag}'"})
-                self._refuse_dropped(node_id)
-            exchange.sent[node_id] = (tag, tensor)
-            exchange.deadline = exchange.deadline or time.monotonic() + self._timeout
-            self.bytes_up += tensor.numel() * tensor.element_size()
-            self._answer_if_complete()
-            while exchange.answer is None and not exchange.aborted:
-                now = time.monotonic()
-                self._changed.wait(min(_LOOK, exchange.deadline - now))
-                # If this process was paused, extend the deadline by that time.
-                exchange.deadline += max(0.0, time.monotonic() - now - _LOOK)
-                timed_out = time.monotonic() >= exchange.deadline
-                if timed_out and exchange is self._exchange:  # no other thread has noticed it yet
-                    missing = {i: self._reason_late(i, tag) for i in self._remaining() if i not in exchange.sent}
-                    self.never_began += [reason for i, reason in missing.items() if i not in self._begun]
-                    self._drop(missing)
-            if exchange.answer is not None:
-                return exchange.answer
+        raise RetryStep("a client was lost in mid-step")
+
+    def _send(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> _Exchange:
+        self._refuse_dropped(node_id)
+        exchange = self._exchange
+        if attempt != exchange.attempt:
+            raise RetryStep(f"attempt {attempt} is over; attempt {exchange.attempt} has begun")
+        if not bool(torch.isfinite(tensor).all()):
+            self._drop({node_id: f"sent a value that is not finite in exchange '{tag}'"})
             self._refuse_dropped(node_id)
-            raise RetryStep("a client was lost in mid-step")
+        exchange.sent[node_id] = (tag, tensor)
+        exchange.deadline = exchange.deadline or time.monotonic() + self._timeout
+        self.bytes_up += tensor.numel() * tensor.element_size()
+        self._answer_if_complete()
+        return exchange
+
+    def _wait(self, wait: Wait, exchange: _Exchange, tag: str) -> None:
+        """Wait until the exchange is over; drop the members that do not send in time."""
+        with wait:
+            now = time.monotonic()
+            while not wait.is_over(_LOOK if exchange.over else min(_LOOK, max(0.0, exchange.deadline - now))):
+                with self._lock:
+                    # If this process was paused, extend the deadline by that time.
+                    exchange.deadline += max(0.0, time.monotonic() - now - _LOOK)
+                    now = time.monotonic()
+                    if now >= exchange.deadline and not exchange.over:
+                        missing = {i: self._reason_late(i, tag) for i in self._remaining() if i not in exchange.sent}
+                        self.never_began += [reason for i, reason in missing.items() if i not in self._begun]
+                        self._drop(missing)
 
     def close(self, node_id: int) -> None:
         """Mark a member that needs no more exchanges."""
-        with self._changed:
+        with self._lock:
             self._closed.add(node_id)
             self._answer_if_complete()
 
     def leave(self, node_id: int, reason: str) -> None:
         """Drop a member that has left without closing its reducer."""
-        with self._changed:
+        with self._lock:
             if node_id in self._remaining() and node_id not in self._closed:
                 self._drop({node_id: reason})
 
@@ -174,9 +195,8 @@ class Barrier:
         """Drop members and abort the exchange; the others repeat the step."""
         self.dropped.update(reasons)
         self._dropped_in.update(dict.fromkeys(reasons, self._exchange.attempt))
-        self._exchange.aborted = True
-        self._exchange = _Exchange(self._exchange.attempt + 1)
-        self._changed.notify_all()
+        aborted, self._exchange = self._exchange, _Exchange(self._exchange.attempt + 1)
+        aborted.end()
 
     def _answer_if_complete(self) -> None:
         """Answer the exchange if every remaining member has sent; drop members whose tensor does not fit the others."""
@@ -202,7 +222,7 @@ class Barrier:
         self.exchanges += 1
         self.bytes_down += exchange.answer.numel() * exchange.answer.element_size()
         self._exchange = _Exchange(exchange.attempt)
-        self._changed.notify_all()
+        exchange.end()
 
 
 def _kind(sent: Sent) -> tuple[str, tuple[int, ...], torch.dtype]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
+from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport.barrier import Barrier
 from fedbn_flwr.transport.reducer import Dropped, RetryStep
 
@@ -199,7 +200,8 @@ class ChannelReducer:
         wait = header["op"] != "begin"
         token = (("token", self._token),)
         try:
-            reply = self._call(_pack(header, tensor), metadata=token, timeout=self._deadline, wait_for_ready=wait)
+            with interrupted():
+                reply = self._call(_pack(header, tensor), metadata=token, timeout=self._deadline, wait_for_ready=wait)
         except grpc.RpcError as error:
             code = getattr(error, "code", lambda: "unknown")()
             details = getattr(error, "details", lambda: "")()

@@ -21,7 +21,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.training.randomness import interrupted
+from fedbn_flwr.training.turns import interrupted
 
 Handler = Callable[[Message, Context], Message]
 Open = Callable[..., InProcessGrid]

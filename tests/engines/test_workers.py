@@ -27,7 +27,7 @@ from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedTAN, FixBN, Scaffold
-from fedbn_flwr.training.randomness import turn
+from fedbn_flwr.training.turns import turn
 
 SIZES = (6, 13, 9, 21, 8)
 

@@ -16,7 +16,7 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.strategies import FedAvg, FedBN
-from fedbn_flwr.training.randomness import interrupted
+from fedbn_flwr.training.turns import interrupted
 from tests.support.bad_replies import BAD, Spoil, spoil_state, spoiling
 
 SIZES = (6, 13, 9)

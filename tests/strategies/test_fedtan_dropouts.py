@@ -18,7 +18,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.server import synchronised_step
 from fedbn_flwr.strategies import FedTAN
-from fedbn_flwr.training.randomness import interrupted
+from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 from tests.support.versioned import Versioned

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.training.randomness import Generators, interrupted, seed_generators, seeded, turn
+from fedbn_flwr.training.randomness import Generators, seed_generators, seeded
+from fedbn_flwr.training.turns import Wait, interrupted, turn
 
 X = torch.ones(40, 6)
 
@@ -110,6 +111,47 @@ def test_an_interruption_within_an_interruption_changes_nothing() -> None:
     with turn(1):
         torch.rand(1)
         assert torch.equal(torch.rand(3), drawing)
+
+
+def test_while_all_clients_wait_the_generators_are_as_before() -> None:
+    before, waiting, over = torch.get_rng_state(), threading.Barrier(3), threading.Event()
+
+    def work(seed: int) -> None:
+        with turn(seed), interrupted():
+            waiting.wait(10)
+            over.wait(10)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    waiting.wait(10)
+    assert torch.equal(torch.get_rng_state(), before)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_wait_ends_when_told_to_and_takes_its_turn_in_order() -> None:
+    order: list[str] = []
+    with turn(0):
+        wait = Wait()
+        wait.end()
+        wait.end()
+        later = threading.Thread(target=lambda: _do_in_turn(order, "later"))
+        with wait:
+            while not wait.is_over(0.01):
+                pass
+            assert wait.is_over(0)
+            later.start()
+            order.append("first")
+    later.join()
+    assert order == ["first", "later"]
+
+
+def _do_in_turn(order: list[str], name: str) -> None:
+    with turn(1):
+        order.append(name)
 
 
 def test_outside_a_turn_nothing_is_interrupted() -> None:

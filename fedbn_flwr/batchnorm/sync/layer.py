@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import other_axes, per_channel
 
-__all__ = ["BatchNormCall", "Normalise", "elements_per_channel", "local_moments"]
+__all__ = ["BatchNormCall", "Normalise", "elements_per_channel", "local_mean", "local_moments"]
 
 
 def elements_per_channel(y: Tensor) -> int:
@@ -24,19 +24,25 @@ def elements_per_channel(y: Tensor) -> int:
     return y.numel() // y.shape[1] if y.numel() else 0
 
 
-def local_moments(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(centred, centre, moments)`` of this client: y - centre, centre (C,), and (mean, rest, var) (3, C).
+def local_mean(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(centred, centre, error)`` of this client: y - centre, centre (C,), and the mean of centred (C,).
 
-    ``centre`` is a first mean with the rounding error of a long sum. The mean of ``centred`` corrects it: ``mean`` is
-    the corrected mean after rounding, ``rest`` is what rounding removed. ``var`` is biased, about mean + rest. On a CPU
-    this is several times faster than torch's Welford pass, and as exact if the mean is far above the deviation.
+    ``centre`` is a first mean with the rounding error of a long sum, which ``error`` corrects. On a CPU this and the
+    mean square are several times faster than torch's Welford pass, and as exact if the mean is far above the deviation.
     """
     centre = y.mean(other_axes(y))
     centred = y - per_channel(centre, y)
-    error = centred.mean(other_axes(y))
+    return centred, centre, centred.mean(other_axes(y))
+
+
+def local_moments(centred: Tensor, centre: Tensor, error: Tensor) -> Tensor:
+    """Return (mean, rest, var) of this client, (3, C), of what ``local_mean`` returns.
+
+    ``mean`` is centre + error after rounding, ``rest`` what rounding removed. ``var`` is biased, about mean + rest.
+    """
     mean = centre + error
     rest = error - (mean - centre)
-    return centred, centre, torch.stack([mean, rest, (mean_square(centred) - error.square()).clamp_min_(0)])
+    return torch.stack([mean, rest, (mean_square(centred) - error.square()).clamp_min_(0)])
 
 
 def mean_square(centred: Tensor) -> Tensor:
@@ -77,13 +83,14 @@ class BatchNormCall:
 
         ``var`` is taken about mean + rest. ``rest`` is the rounding error of mean; 0 if ``var`` is taken about mean.
         """
-        centred, centre, local = local_moments(y)
+        centred, centre, error = local_mean(y)
         if self._fused:
+            local = local_moments(centred, centre, error)
             self.mean, rest, self.var = self._exchange(f"moments/{self._call}", local)
             # The order matters: centre - mean is small and exact, and rest is far smaller than both.
             centred += per_channel(centre - self.mean - rest, y)
         else:
-            self.mean = self._exchange(f"mean/{self._call}", local[0])
+            self.mean = self._exchange(f"mean/{self._call}", centre + error)
             rest = torch.zeros_like(self.mean)
             centred += per_channel(centre - self.mean, y)
             self.var = self._exchange(f"variance/{self._call}", mean_square(centred))

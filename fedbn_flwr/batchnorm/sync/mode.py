@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from fedbn_flwr.batchnorm.sync.layer import BatchNormCall, Normalise, elements_per_channel
 from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce
 from fedbn_flwr.errors import NormLayerError, ReplyError
-from fedbn_flwr.training.randomness import interrupted
 from fedbn_flwr.training.wrappers import not_compiled
 
 __all__ = ["SynchronisedStep"]
@@ -128,8 +127,7 @@ class SynchronisedStep(TorchFunctionMode):
         """Return the server's answer to ``local``, in the same shape and dtype and on the same device."""
         if self._closed:
             raise NormLayerError(f"exchange {tag!r} comes after the synchronised block: loss.backward() belongs in it.")
-        with interrupted():
-            answer = self._reduce(tag, local)
+        answer = self._reduce(tag, local)
         if answer.shape != local.shape:
             raise ReplyError(
                 f"exchange {tag!r} was answered with shape {tuple(answer.shape)}; {tuple(local.shape)} was sent."

@@ -45,7 +45,8 @@ def synchronised(
         optimizer.step()
 
     ``reduce(tag, tensor)`` is called once per exchange (``reduction`` lists tags and shapes), in the thread that calls
-    the model and ``backward``, also on an accelerator. So clients in threads of one process may wait for one another.
+    the model and ``backward``, also on an accelerator. So clients in threads of one process may wait for one another;
+    where they take turns (``training.turns``) a ``reduce`` that waits gives its turn back meanwhile.
     Its exceptions pass through the block and leave the model half done: some layers have new running statistics and
     counters, some parameters a new ``.grad``. Restore the state dict, the gradients and the random state before you
     repeat the step.

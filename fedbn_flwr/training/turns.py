@@ -1,0 +1,127 @@
+"""One client of a process computes at a time: it takes its turn, and gives it back while it waits for other clients.
+
+The default random generators are those of the client whose turn it is; while nobody has a turn, they are as before.
+Turns are handed over in the order of asking, and only the thread whose turn has come wakes up: a synchronised step
+hands them over some hundred times a round.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from fedbn_flwr.training.randomness import Generators, seed_generators
+
+__all__ = ["Wait", "interrupted", "turn"]
+
+
+class _Turns:
+    """The turns of one process. A place is a held lock; its release hands the turn to the thread that waits there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: deque[threading.Lock] = deque()
+        self._outside: Generators | None = None  # None: nobody has a turn
+
+    def ask(self, place: threading.Lock) -> None:
+        """Release ``place`` when its turn has come."""
+        with self._lock:
+            if self._outside is not None:
+                self._queue.append(place)
+                return
+            self._outside = Generators.now()
+        place.release()
+
+    def take(self) -> None:
+        """Wait for a turn."""
+        place = _held_lock()
+        self.ask(place)
+        place.acquire()
+
+    def give(self) -> None:
+        """Hand the turn over to the next in the queue."""
+        with self._lock:
+            if self._queue:
+                self._queue.popleft().release()
+            elif self._outside is not None:
+                self._outside.restore()
+                self._outside = None
+
+
+def _held_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+_TURNS = _Turns()
+# After a fork the child has a copy of the turns, but not the threads that would give them back.
+os.register_at_fork(after_in_child=lambda: globals().update(_TURNS=_Turns()))
+_HAS_TURN: ContextVar[bool] = ContextVar("has_turn", default=False)
+
+
+@contextmanager
+def turn(seed: int) -> Iterator[None]:
+    """Wait until no other client of this process computes; then seed the default generators for the block."""
+    _TURNS.take()
+    token = _HAS_TURN.set(True)
+    try:
+        seed_generators(seed)
+        yield
+    finally:
+        _HAS_TURN.reset(token)
+        _TURNS.give()
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Let other clients of this process compute while this one waits; without effect outside a turn."""
+    with Wait():
+        yield
+
+
+class Wait:
+    """A client's wait, as a ``with`` block without its turn. After ``end`` the client is in the queue for a turn again.
+
+    Outside a turn there is none to give back. The end of the block ends the wait, too.
+    """
+
+    def __init__(self) -> None:
+        self._has_turn = _HAS_TURN.get()
+        self._place = _held_lock()
+        self._open = threading.Lock()  # held once the wait has ended
+        self._over = False
+
+    def __enter__(self) -> Wait:
+        if self._has_turn:
+            self._generators = Generators.now()
+            self._token = _HAS_TURN.set(False)
+            _TURNS.give()
+        return self
+
+    def end(self) -> None:
+        """End the wait, in any thread; a second call has no effect."""
+        if not self._open.acquire(blocking=False):
+            return
+        if self._has_turn:
+            _TURNS.ask(self._place)
+        else:
+            self._place.release()
+
+    def is_over(self, seconds: float) -> bool:
+        """Return whether the wait has ended, and the turn has come, after at most so many seconds."""
+        self._over = self._over or self._place.acquire(timeout=seconds)
+        return self._over
+
+    def __exit__(self, *error: Any) -> None:
+        self.end()
+        if not self._over:
+            self._place.acquire()
+        if self._has_turn:
+            _HAS_TURN.reset(self._token)
+            self._generators.restore()
