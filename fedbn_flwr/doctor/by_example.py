@@ -29,6 +29,12 @@ __all__ = ["Features", "LayerFeatures", "Range", "features"]
 _BATCH = 128
 _RELU = (functional.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, functional.relu6)
 _CLIPS = (functional.hardtanh, functional.hardtanh_)  # a ReLU if the smallest value is 0: nn.ReLU6
+# Functions of torch by name, as modules and methods have them, too: none makes a positive value of negative ones.
+_KEEP_SIGNS = {
+    f"{kind}{d}d" for kind in ("max_pool", "adaptive_max_pool", "avg_pool", "adaptive_avg_pool") for d in (1, 2, 3)
+}
+_KEEP_SIGNS |= {"dropout", "dropout1d", "dropout2d", "dropout3d", "mean", "amax", "contiguous"}
+_KEEP_SIGNS |= {"flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze"}
 
 
 class Range(NamedTuple):
@@ -65,7 +71,7 @@ class LayerFeatures:
         second: the average of (x - centre)^2, (N, D).
         inputs: smallest and largest input of the layer, (C,) each.
         outputs: the same of its output.
-        before_relu: whether a ReLU takes the layer's output as it is.
+        before_relu: whether a ReLU takes the layer's output, as it is or pooled.
     """
 
     centre: Tensor
@@ -143,7 +149,7 @@ def chosen_channels(count: int) -> Tensor:
 
 
 class _Watch(TorchFunctionMode):
-    """Collects the inputs and the range of the outputs, and sees which outputs go into a ReLU as they are."""
+    """Collects inputs and the ranges of outputs, and sees which outputs go into a ReLU, as they are or pooled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +161,8 @@ class _Watch(TorchFunctionMode):
         self._outputs: dict[str, Range] = {}
         self._relu: set[str] = set()
         self._called: set[str] = set()
-        self._output: tuple[str, Tensor] | None = None
+        self._latest = ""
+        self._same_signs: list[Tensor] = []  # the latest layer's output, and what pooling and views made of it
 
     def begin(self, size: int) -> None:
         self._size, self._called = size, set()
@@ -163,9 +170,13 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         cuts = func in _RELU or (func in _CLIPS and (args[1] if len(args) > 1 else kwargs.get("min_val")) == 0)
-        if cuts and self._output is not None and args and args[0] is self._output[1]:
-            self._relu.add(self._output[0])
-        return func(*args, **kwargs)
+        follows = bool(args) and any(args[0] is value for value in self._same_signs)
+        if cuts and follows:
+            self._relu.add(self._latest)
+        result = func(*args, **kwargs)
+        if follows and getattr(func, "__name__", "") in _KEEP_SIGNS and isinstance(result, Tensor):
+            self._same_signs.append(result)
+        return result
 
     def enter(self, path: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         value = args[0] if args else kwargs["input"]
@@ -182,7 +193,7 @@ class _Watch(TorchFunctionMode):
         self._seen.setdefault(path, []).append((x.mean(2).cpu(), x.square().mean(2).cpu()))
 
     def leave(self, path: str, output: Tensor) -> None:
-        self._output = (path, output)
+        self._latest, self._same_signs = path, [output]
         self._outputs[path] = Range.of(output).joined(self._outputs.get(path))
 
     def layers(self, count: int) -> dict[str, LayerFeatures]:

@@ -93,6 +93,26 @@ def test_features_against_plain_torch(relu: nn.Module) -> None:
     assert layer.constant().tolist() == [False, layer.before_relu]
 
 
+@pytest.mark.parametrize(
+    ("between", "keeps_signs"),
+    [
+        (nn.MaxPool2d(2), True),
+        (nn.AvgPool2d(2), True),
+        (nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Dropout(), nn.Flatten()), True),
+        (nn.Sequential(nn.AdaptiveMaxPool2d((2, 2)), nn.Flatten(2), nn.MaxPool1d(2)), True),
+        (nn.Conv2d(2, 2, 1), False),
+        (nn.Tanhshrink(), False),
+    ],
+)
+def test_a_channel_is_dead_where_a_relu_follows_behind_pooling(between: nn.Module, keeps_signs: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), between, nn.ReLU()).eval()
+    with torch.no_grad():
+        model[1].bias.copy_(torch.tensor([0.0, -100.0]))
+    inputs = torch.randn(40, 1, 6, 6, generator=_generator())
+    layer = features(model, [_client(inputs)], _generator()).layers["1"]
+    assert layer.constant().tolist() == [False, keeps_signs]
+
+
 def test_outputs_of_plus_and_minus_infinity_are_not_the_same() -> None:
     with torch.no_grad():
         model = nn.Sequential(nn.BatchNorm1d(2)).eval()
