@@ -1,10 +1,12 @@
 """Draws the site's pictures from the recorded results: ``python docs/pictures.py``.
 
-Each number is read from ``results/methods.yaml`` or from a table of ``results/README.md``.
+Each number is read from ``results/methods.yaml``, from a table of ``results/README.md``, or from the figures of each
+round in a folder beside it.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,29 @@ MNIST = [  # label, method, case in methods.yaml, colour
     ("FixBN", "fixbn", None, GOOD),
     ("FedTAN-II", "fedtan2", "M = 40", GOOD),
     ("FedTAN", "fedtan", None, GOOD),
+]
+# A panel: title, folder of results, and the lines: file, label, colour, style
+LONG_RUNS = [
+    (
+        "100 local steps a round (Table 4)",
+        "fixbn-table-4",
+        [
+            ("GN+WN", "GroupNorm, standardised weights", "#9c36b5", "--"),
+            ("FedTAN-II", "FedTAN-II", "#0c8599", "-"),
+            ("FixBN", "FixBN", GOOD, "-"),
+            ("GN", "GroupNorm", PLAIN, "--"),
+            ("BN", "FedAvg with BatchNorm", BAD, "-"),
+        ],
+    ),
+    (
+        "an average after every step (Table 1)",
+        "fixbn-table-1",
+        [
+            ("centralized-BN", "one machine, BatchNorm", "#0c8599", ":"),
+            ("GN", "FedAvg with GroupNorm", PLAIN, "--"),
+            ("BN", "FedAvg with BatchNorm", BAD, "-"),
+        ],
+    ),
 ]
 
 
@@ -73,6 +98,32 @@ def bars(theme: str, rows: list[tuple[str, tuple[float, float], str]], path: Pat
     save(figure, path)
 
 
+def tests(path: Path) -> tuple[list[int], list[float]]:
+    """Return the rounds with a test, and the test accuracies in per cent."""
+    with path.open(encoding="utf-8") as file:
+        tested = [row for row in csv.DictReader(file) if row["test-accuracy"]]
+    return [int(row["round"]) for row in tested], [100 * float(row["test-accuracy"]) for row in tested]
+
+
+def long_runs(theme: str, path: Path) -> None:
+    """Draw FixBN's Tables 4 and 1 over their rounds, a panel each."""
+    figure, _ = axes(theme, 9.6, 3.8)
+    figure.clear()
+    for ax, (title, folder, lines) in zip(figure.subplots(1, 2, sharey=True), LONG_RUNS, strict=True):
+        for name, label, colour, style in lines:
+            ax.plot(*tests(DOCS / f"results/{folder}/{name}.csv"), style, color=colour, label=label, linewidth=1.6)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        ax.set_xlabel("server round")
+        ax.set_ylim(0, 100)
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+        ax.grid(alpha=0.3)
+        ax.legend(frameon=False, fontsize=9, loc="lower right")
+    figure.axes[0].set_ylabel("test accuracy, %")
+    figure.tight_layout()
+    save(figure, path)
+
+
 def main() -> None:
     """Draw all pictures, light and dark."""
     results = yaml.safe_load((DOCS / "results/methods.yaml").read_text(encoding="utf-8"))["methods"]
@@ -88,6 +139,7 @@ def main() -> None:
     skew = table("Label skew over many clients: FedBS's setting")
     for theme in COLOURS:
         bars(theme, home, DOCS / f"images/home-{theme}.svg", 50, "MNIST, two classes a client, tuned rates, 3 seeds")
+        long_runs(theme, DOCS / f"images/long-runs-{theme}.svg")
         path = DOCS / f"results/digits-domains-{theme}.svg"
         bars(theme, average, path, 40, "mean over three digits domains, 3 seeds")
         figure, ax = axes(theme, 5.6, 3.6)
