@@ -32,7 +32,8 @@ class Limits:
     """The limits after which a synchronised step is given up, and the arithmetic of its exchanges.
 
     Attributes:
-        exchange_timeout: seconds that an exchange waits for its last client after its first.
+        exchange_timeout: seconds that an exchange waits for its last client after its first; in one process for the
+            next one.
         reply_timeout: seconds to wait for the models.
         min_members: smallest number of clients.
         answer: the answer to the clients' tensors of an exchange.
@@ -69,7 +70,8 @@ def step_by_barrier(
 
     ``barriers`` is the same object as ``grid``.
     """
-    barrier, barrier_id = Barrier(members, limits.exchange_timeout, limits.min_members, limits.answer), str(uuid4())
+    barrier_id = str(uuid4())
+    barrier = Barrier(members, limits.exchange_timeout, limits.min_members, limits.answer, in_turns=True)
     barriers.open_barrier(barrier_id, barrier)
     try:
         return _run(grid, [with_config(message, {BARRIER: barrier_id}) for message in messages], barrier, limits)

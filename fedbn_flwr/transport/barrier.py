@@ -64,6 +64,8 @@ class Barrier:
         timeout: seconds that an exchange waits for its last member after its first.
         min_members: smallest number of members; with fewer the step is given up.
         answer: the answer to the members' tensors of an exchange.
+        in_turns: members may compute one after the other, as in one process, and none is late while another computes:
+            the timeout begins anew with each member that begins or sends.
 
     Attributes:
         members: as given.
@@ -75,9 +77,16 @@ class Barrier:
     """
 
     def __init__(
-        self, members: Mapping[int, Member], timeout: float, min_members: int = 1, answer: Combine = combine
+        self,
+        members: Mapping[int, Member],
+        timeout: float,
+        min_members: int = 1,
+        answer: Combine = combine,
+        *,
+        in_turns: bool = False,
     ) -> None:
         self.members = dict(members)
+        self._in_turns = in_turns
         self._answer = answer
         self._timeout = timeout
         self._min_members = min_members
@@ -101,6 +110,8 @@ class Barrier:
             self._refuse_dropped(node_id)
             self._begun.add(node_id)
             self._latest_attempt = self._exchange.attempt
+            if self._in_turns and self._exchange.deadline:
+                self._exchange.deadline = time.monotonic() + self._timeout
             return self._exchange.attempt, sum(self.members[i].batch_size for i in self._remaining())
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
@@ -126,7 +137,8 @@ class Barrier:
             self._drop({node_id: f"sent a value that is not finite in exchange '{tag}'"})
             self._refuse_dropped(node_id)
         exchange.sent[node_id] = (tag, tensor)
-        exchange.deadline = exchange.deadline or time.monotonic() + self._timeout
+        if self._in_turns or not exchange.deadline:
+            exchange.deadline = time.monotonic() + self._timeout
         self.bytes_up += tensor.numel() * tensor.element_size()
         self._answer_if_complete()
         return exchange

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,14 @@ FAULTS = {
     "dies before the first exchange": (None, lambda *_: cut(torch.ones(1)), "lights out"),
     "does not synchronise": (None, lambda self, p, c: (list(p), 5, {}), ""),
 }
+
+
+def test_in_one_process_no_client_is_late_while_another_computes(run_step, model, data) -> None:
+    """Together the clients take longer than the timeout of an exchange."""
+    seconds = 0.4
+    model[4].fault = lambda x: (time.sleep(seconds * (len(x) > 2)), x)[1]  # not of the two examples of the first try
+    done = run_step(synchronised(FedTAN, "barrier", fedtan_timeout=2.5 * seconds), model, data, batch_size=4)
+    assert [report.rejected for report in done.strategy.reports] == [{}]
 
 
 @pytest.mark.parametrize(("transport", "simulated"), [*((c, False) for c in TRANSPORTS), ("channel", True)])

@@ -68,6 +68,18 @@ def test_late_members_are_dropped_and_the_others_retry_once(members, at_once, st
         barrier.reducer(7).begin()
 
 
+def test_where_members_take_turns_none_is_late_while_another_computes(members, at_once, steps) -> None:
+    barrier = Barrier(members(1, 1, 1, 1), timeout=1, in_turns=True)
+
+    def after(i: int) -> object:
+        time.sleep(0.4 * i)
+        return steps(barrier.reducer(100 + i), {"mean/0": row(i)})
+
+    done = at_once(*(partial(after, i) for i in range(4)))
+    assert barrier.dropped == {}
+    assert [attempts for _, _, attempts in done] == [1] * 4
+
+
 def test_nobody_is_late_because_the_process_was_paused(members, at_once, steps, monkeypatch) -> None:
     barrier, paused = Barrier(members(1, 1), timeout=5), threading.Event()
     now = time.monotonic
