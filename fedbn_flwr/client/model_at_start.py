@@ -19,7 +19,9 @@ class ModelAtStart:
 
     def note(self) -> None:
         """Take the model's present device and parameters for those that the hooks have stored."""
-        named = self._model.named_parameters()
+        tables = [module for module in self._model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+        changing = {id(table.weight) for table in tables if table.max_norm is not None}  # in each forward pass
+        named = [(name, p) for name, p in self._model.named_parameters() if id(p) not in changing]
         self._versions = {name: (p, p._version) for name, p in named if not p.is_inference()}
         self._device = self._now()
 

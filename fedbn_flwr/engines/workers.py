@@ -179,7 +179,7 @@ class WorkerProcesses:
 
     def _call(self, worker: _Worker, number: int, method: str, args: tuple[Any, ...]) -> None:
         """Let a thread of the barrier do a member's call."""
-        member = worker.jobs[number].member
+        member = job.member if (job := worker.jobs.get(number)) else None  # none: the grid was closed
         threads = self._barriers.get(member.barrier_id) if member else None
         try:
             if member is None or threads is None:

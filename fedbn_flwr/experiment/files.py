@@ -64,7 +64,8 @@ class NewLines:
         """
         try:
             file = self._path.open("rb")
-        except FileNotFoundError:
+        except FileNotFoundError:  # a file that comes later is that of a run from its beginning
+            self._lines, self._bytes, self._inode = 0, 0, 0
             return []
         with file:
             found, passed = os.fstat(file.fileno()), 0

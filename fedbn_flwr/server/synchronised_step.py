@@ -76,6 +76,7 @@ def step_by_barrier(
     try:
         return _run(grid, [with_config(message, {BARRIER: barrier_id}) for message in messages], barrier, limits)
     finally:
+        _release(barrier)
         barriers.close_barrier(barrier_id)
 
 
@@ -101,6 +102,7 @@ def step_by_channel(
             raise EngineError(f"{len(barrier.never_began)} of {len(members)} clients {barrier.never_began[0]}")
         return result
     finally:
+        _release(barrier)
         channel.dismiss(barrier)
 
 
@@ -116,6 +118,12 @@ def _run(grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limi
     moved, members = Traffic(barrier.exchanges, barrier.bytes_down, barrier.bytes_up), barrier.finished_with()
     dropped = {node_id: reason for node_id, reason in barrier.dropped.items() if node_id not in members}
     return StepResult(list(replies.values()), moved, members, dropped)
+
+
+def _release(barrier: Barrier) -> None:
+    """Let the members go that still wait, after Ctrl-C say: the command would end only with their timeout."""
+    for node_id in barrier.members:
+        barrier.leave(node_id, ENDED)
 
 
 def with_config(message: Message, config: Mapping[str, Any]) -> Message:

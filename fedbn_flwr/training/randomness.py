@@ -45,8 +45,8 @@ class Generators(NamedTuple):
         torch.set_rng_state(self.torch)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
-        elif torch.cuda.is_available() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed_all(torch.initial_seed())  # what torch keeps for the first use of the GPU
+        elif torch.cuda.is_available():  # it was not used before; it may have been since
+            torch.cuda.manual_seed_all(torch.initial_seed())  # what torch keeps for its first use
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 

@@ -7,6 +7,7 @@ hands them over some hundred times a round.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -19,6 +20,8 @@ from fedbn_flwr.training.randomness import Generators, seed_generators
 
 __all__ = ["Wait", "interrupted", "turn"]
 
+logger = logging.getLogger("flwr")
+
 
 class _Turns:
     """The turns of one process. A place is a held lock; its release hands the turn to the thread that waits there."""
@@ -26,15 +29,18 @@ class _Turns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queue: deque[threading.Lock] = deque()
-        self._outside: Generators | None = None  # None: nobody has a turn
+        self._taken = False
+        self._outside: Generators | None = None  # as they were before somebody had a turn
 
     def ask(self, place: threading.Lock) -> None:
         """Release ``place`` when its turn has come."""
         with self._lock:
-            if self._outside is not None:
+            if self._taken:
                 self._queue.append(place)
                 return
-            self._outside = Generators.now()
+            self._taken = True
+            with _logged():
+                self._outside = Generators.now()
         place.release()
 
     def take(self) -> None:
@@ -48,9 +54,20 @@ class _Turns:
         with self._lock:
             if self._queue:
                 self._queue.popleft().release()
-            elif self._outside is not None:
-                self._outside.restore()
-                self._outside = None
+                return
+            outside, self._outside, self._taken = self._outside, None, False
+            with _logged():
+                if outside is not None:
+                    outside.restore()
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Log an exception of the block: who broke the generators, or the GPU, does not keep the turn for ever."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("the random generators stay as a client left them: %s: %s", type(error).__name__, error)
 
 
 def _held_lock() -> threading.Lock:
@@ -93,13 +110,14 @@ class Wait:
 
     def __init__(self) -> None:
         self._has_turn = _HAS_TURN.get()
+        # Here, not in __enter__: if it fails, nobody knows this wait yet, and its end takes no turn.
+        self._generators = Generators.now() if self._has_turn else None
         self._place = _held_lock()
         self._open = threading.Lock()  # held once the wait has ended
         self._over = False
 
     def __enter__(self) -> Wait:
         if self._has_turn:
-            self._generators = Generators.now()
             self._token = _HAS_TURN.set(False)
             _TURNS.give()
         return self
@@ -122,6 +140,6 @@ class Wait:
         self.end()
         if not self._over:
             self._place.acquire()
-        if self._has_turn:
+        if self._generators is not None:
             _HAS_TURN.reset(self._token)
             self._generators.restore()

@@ -70,6 +70,15 @@ def test_a_state_that_is_loaded_before_the_first_step_is_refused(hook: ClientHoo
         train()
 
 
+def test_a_table_that_its_forward_pass_changes_is_no_loaded_state() -> None:
+    """It scales rows that are longer than ``max_norm``."""
+    model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1), nn.Flatten(), nn.Linear(6, 1))
+    with bn_rules(model, {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}) as rules:
+        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+        model(torch.tensor([[0, 1]])).sum().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("forward", ["take_forward", "watch_inputs"])
 def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
     """An average of the weights is such a copy, made in mid-training; it must leave the original alone."""

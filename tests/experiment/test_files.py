@@ -52,6 +52,16 @@ def test_a_file_that_a_resume_replaced_goes_on_from_its_new_end(path: Path, repl
     assert rounds(new) == [replaced_with + 1]
 
 
+def test_the_file_of_a_run_that_begins_again_is_read_from_its_first_line(path: Path) -> None:
+    new = NewLines(path)
+    path.write_text(lines(range(1, 6)))
+    assert rounds(new) == [1, 2, 3, 4, 5]
+    path.unlink()
+    assert rounds(new) == []
+    path.write_text(lines(range(1, 4)))
+    assert rounds(new) == [1, 2, 3]
+
+
 def test_a_long_file_is_not_read_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep looks twice a second; reading 40,000 rounds anew each time took half a core from the runs."""
     new, parsed = NewLines(path), 0

@@ -20,6 +20,7 @@ from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.server import synchronised_step
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.training.turns import interrupted
+from fedbn_flwr.transport import Barrier, Dropped, Member, RetryStep
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 from tests.support.versioned import Versioned
@@ -111,6 +112,40 @@ def test_in_one_process_no_client_is_late_while_another_computes(run_step, model
     model[4].fault = lambda x: (time.sleep(seconds * (len(x) > 2)), x)[1]  # not of the two examples of the first try
     done = run_step(synchronised(FedTAN, "barrier", fedtan_timeout=2.5 * seconds), model, data, batch_size=4)
     assert [report.rejected for report in done.strategy.reports] == [{}]
+
+
+def test_an_interrupted_step_leaves_no_client_waiting(monkeypatch) -> None:
+    """After Ctrl-C the command ended only with the timeout of the exchange, in the threads that wait at the barrier."""
+    ended: list[BaseException] = []
+
+    class Barriers:
+        def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
+            self.barrier = barrier
+
+        def close_barrier(self, barrier_id: str) -> None:
+            pass
+
+    def client() -> None:
+        reducer = barriers.barrier.reducer(1)
+        reducer.begin()
+        try:
+            reducer.reduce("mean/0", torch.ones(2))
+        except (Dropped, RetryStep) as error:
+            ended.append(error)
+
+    def interrupt(*_: Any) -> None:
+        waiting.start()
+        while not barriers.barrier.bytes_up:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    barriers, waiting = Barriers(), threading.Thread(target=client, daemon=True)
+    monkeypatch.setattr(synchronised_step, "send_until", interrupt)
+    members = {node_id: Member(1, 2, f"node {node_id}") for node_id in (1, 2)}
+    with pytest.raises(KeyboardInterrupt):
+        synchronised_step.step_by_barrier(None, barriers, [], members, synchronised_step.Limits(60, 60, 1))
+    waiting.join(10)
+    assert len(ended) == 1
 
 
 @pytest.mark.parametrize(("transport", "simulated"), [*((c, False) for c in TRANSPORTS), ("channel", True)])

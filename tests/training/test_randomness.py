@@ -173,3 +173,35 @@ def test_a_gpu_that_is_not_used_yet_is_seeded_too(monkeypatch: pytest.MonkeyPatc
     assert seeds.pop() == 5
     before.restore()
     assert seeds.pop() == 42
+    seeds.clear()  # torch.manual_seed has been here, too
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # the client was the first to use it
+    before.restore()
+    assert seeds == [42]
+
+
+def test_a_client_that_breaks_the_generators_does_not_keep_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+    usual = np.random.get_bit_generator()  # type: ignore[no-untyped-call]
+    try:
+        with turn(0):
+            np.random.set_bit_generator(np.random.PCG64())  # type: ignore[no-untyped-call]
+    finally:
+        np.random.set_bit_generator(usual)  # type: ignore[no-untyped-call]
+    assert "the random generators stay as a client left them: ValueError: " in caplog.text
+    order: list[str] = []
+    later = threading.Thread(target=_do_in_turn, args=(order, "later"), daemon=True)
+    later.start()
+    later.join(10)
+    assert order == ["later"]
+
+
+def test_a_wait_that_cannot_begin_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Generators:
+        raise RuntimeError("CUDA error")
+
+    waits: list[Wait] = []
+    with turn(0):
+        monkeypatch.setattr(Generators, "now", broken)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            waits.append(Wait())  # a barrier lists it at once, and ends all that it has listed
+        monkeypatch.undo()
+    assert not waits

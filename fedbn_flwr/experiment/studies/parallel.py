@@ -200,7 +200,7 @@ class _Watched:
     on_round: OnRound | None = None
 
     def __post_init__(self) -> None:
-        self._before = self._stamp()
+        self._before, self._place = self._stamp(), self._inode()
         self._lines = NewLines(self.folder / "metrics.jsonl")
         with suppress(StateError):  # damaged: its own process says so
             self._lines.read()  # those of an earlier try
@@ -211,9 +211,17 @@ class _Watched:
             if self._stamp() in (None, self._before):
                 return
             self.begun, self.on_round = True, self.follower.begin(self.cell)
+            if self._inode() != self._place:  # the former folder was renamed: this run begins with round 1
+                self._lines = NewLines(self.folder / "metrics.jsonl")
         if self.on_round:
             for line in self._lines.read():
                 self.on_round(line)
+
+    def _inode(self) -> int:
+        try:
+            return self.folder.stat().st_ino
+        except OSError:
+            return 0
 
     def _stamp(self) -> tuple[int, int] | None:
         try:

@@ -405,6 +405,21 @@ def test_a_run_that_is_watched_tells_its_first_lines(earlier: int, study: Study,
     assert noted.rounds == [(cell.name, number) for number in range(earlier + 1, 6)]
 
 
+def test_a_run_that_begins_again_in_a_new_folder_is_watched_from_its_first_line(study: Study, tmp_path: Path) -> None:
+    """The former folder was renamed between two looks."""
+    cell, noted = next(study.cells()), Noted()
+    lines = [json.dumps({"round": number}) + "\n" for number in range(1, 6)]
+    for config, rounds in (("earlier", 5), ("now", 3)):
+        (folder := cell.folder(tmp_path)).mkdir(parents=True)
+        (folder / "config.yaml").write_text(config)
+        (folder / "metrics.jsonl").write_text("".join(lines[:rounds]))
+        if config == "earlier":
+            watched = _Watched(cell, folder, noted)
+            folder.rename(folder.with_name("former"))
+    watched.look()
+    assert noted.rounds == [(cell.name, number) for number in (1, 2, 3)]
+
+
 def test_damaged_lines_of_a_former_try_do_not_end_the_watch(study: Study, tmp_path: Path) -> None:
     cell = next(study.cells())
     (folder := cell.folder(tmp_path)).mkdir(parents=True)
