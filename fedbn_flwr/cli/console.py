@@ -56,8 +56,8 @@ class EngineChoice(StrEnum):
 
 
 @contextmanager
-def exit_codes() -> Iterator[None]:
-    """Turn errors into exit codes: 2 for bad usage, config or data, 1 for a failed run, 130 for Ctrl-C."""
+def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
+    """Turn errors into exit codes: 2 for bad usage, config or data, and ``bad_input``; 1 for others; 130 for Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt as error:  # its argument says what is saved
@@ -66,7 +66,7 @@ def exit_codes() -> Iterator[None]:
         raise typer.Exit(130) from error
     except FedBNError as error:
         complaints.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, (ConfigError, DataError, NormLayerError)) else 1) from error
+        raise typer.Exit(2 if isinstance(error, (ConfigError, DataError, NormLayerError, *bad_input)) else 1) from error
 
 
 @contextmanager

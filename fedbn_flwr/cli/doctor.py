@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedbn_flwr.cli.console import app, console, exit_codes
-from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.errors import ConfigError, EngineError, StateError
 
 if TYPE_CHECKING:
     from fedbn_flwr.doctor.findings import Diagnosis
@@ -34,7 +34,7 @@ def doctor(
     from fedbn_flwr.experiment.config import read_overrides
     from fedbn_flwr.experiment.doctor import diagnose_model, diagnose_run, diagnose_saved_state, read_names
 
-    with exit_codes():
+    with exit_codes(StateError):  # 1 is a finding, under --strict
         settings = read_overrides(set_ or [])
         given = {"local_keys": local_keys, "shared_keys": shared_keys}
         split = {name: read_names(file) for name, file in given.items() if file}

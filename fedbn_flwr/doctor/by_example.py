@@ -28,7 +28,12 @@ __all__ = ["Features", "LayerFeatures", "Range", "features"]
 
 _BATCH = 128
 _RELU = (functional.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, functional.relu6)
-_CLIPS = (functional.hardtanh, functional.hardtanh_)  # a ReLU if the smallest value is 0: nn.ReLU6
+# By name, each with the settings behind its input: it is a ReLU if they are 0, as in nn.ReLU6 or clamp(min=0).
+_CLIPS = {
+    **dict.fromkeys(("hardtanh", "hardtanh_"), ("min_val",)),
+    **dict.fromkeys(("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_"), ("min",)),
+    **dict.fromkeys(("threshold", "_threshold", "threshold_"), ("threshold", "value")),
+}
 # Functions of torch by name, as modules and methods have them, too: none makes a positive value of negative ones.
 _KEEP_SIGNS = {
     f"{kind}{d}d" for kind in ("max_pool", "adaptive_max_pool", "avg_pool", "adaptive_avg_pool") for d in (1, 2, 3)
@@ -57,6 +62,24 @@ class Range(NamedTuple):
         """Return the channels, bool (C,), with one value, up to rounding; infinity and NaN are none."""
         size = self.high - self.low
         return size.isfinite() & (size <= 1e-6 * self.high.abs().clamp(min=1e-6))
+
+
+@dataclass
+class _Same:
+    """Whether all examples of some batches have the same value: the first one's, up to rounding."""
+
+    all: bool = True
+    _first: Tensor | None = None
+
+    def add(self, values: object) -> None:
+        """Add a batch (N, *); what is no tensor of finite numbers counts as different."""
+        if not isinstance(values, Tensor) or not values.dim():
+            self.all = False
+        elif self.all:
+            rows = values.detach().float().reshape(len(values), -1)
+            first = rows[0] if self._first is None else self._first
+            self._first = first
+            self.all = bool(torch.isclose(rows, first, rtol=1e-6, atol=1e-12).all())
 
 
 @dataclass
@@ -111,12 +134,17 @@ class Features:
         owner: index of each example's client, (N,).
         classes: class of each example, (N,); None if targets are not classes.
         left_out: paths of the layers that are left out, and why.
+        blocked: the first layer, in the order of the calls, with the same input for all examples, in every channel,
+            although the model's inputs differ; "" = none.
+        same_output: whether the model's output is the same for all examples, although its inputs differ.
     """
 
     layers: dict[str, LayerFeatures]
     owner: Tensor
     classes: Tensor | None
     left_out: dict[str, str] = field(default_factory=dict)
+    blocked: str = ""
+    same_output: bool = False
 
 
 def features(model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator) -> Features:
@@ -132,20 +160,32 @@ def features(model: nn.Module, clients: Sequence[ClientData], generator: torch.G
         )
     ]
     order = torch.randperm(sum(map(len, clients)), generator=generator)
+    inputs, outputs = _Same(), _Same()
     with torch.no_grad(), watch:
         for positions in parts(order, examples_a_pass(clients, _BATCH)):
             watch.begin(len(positions))
-            working(prepared(inputs_at(clients, positions)))
+            batch = prepared(inputs_at(clients, positions))
+            inputs.add(batch)
+            outputs.add(working(batch))
     for handle in handles:
         handle.remove()
     owner = torch.cat([torch.full((len(client),), index) for index, client in enumerate(clients)])
     known = classes_of(clients)
-    return Features(watch.layers(len(order)), owner[order], None if known is None else known[order], watch.refused)
+    layers, differ = watch.layers(len(order)), not inputs.all
+    blocked = next((path for path, layer in layers.items() if differ and bool(layer.inputs.constant().all())), "")
+    classes = None if known is None else known[order]
+    return Features(layers, owner[order], classes, watch.refused, blocked, differ and outputs.all)
 
 
 def chosen_channels(count: int) -> Tensor:
     """Return the channels that are kept of so many, at most 64, evenly spread."""
     return torch.linspace(0, count - 1, min(MAX_CHANNELS, count)).round().long()
+
+
+def _all_zero(settings: tuple[str, ...], args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Return whether a call has 0 for each of these settings, by position or by name."""
+    found = [args[place] if len(args) > place else kwargs.get(name) for place, name in enumerate(settings, 1)]
+    return all(isinstance(value, (int, float)) and value == 0 for value in found)
 
 
 class _Watch(TorchFunctionMode):
@@ -169,12 +209,13 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        cuts = func in _RELU or (func in _CLIPS and (args[1] if len(args) > 1 else kwargs.get("min_val")) == 0)
+        name = getattr(func, "__name__", "")
+        cuts = func in _RELU or (name in _CLIPS and _all_zero(_CLIPS[name], args, kwargs))
         follows = bool(args) and any(args[0] is value for value in self._same_signs)
         if cuts and follows:
             self._relu.add(self._latest)
         result = func(*args, **kwargs)
-        if follows and getattr(func, "__name__", "") in _KEEP_SIGNS and isinstance(result, Tensor):
+        if follows and name in _KEEP_SIGNS and isinstance(result, Tensor):
             self._same_signs.append(result)
         return result
 

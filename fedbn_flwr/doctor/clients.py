@@ -50,6 +50,11 @@ class ClientData:
         return self.inputs[positions], self.targets[positions]
 
     @property
+    def not_finite(self) -> int:
+        """The number of examples whose input has NaN or infinity."""
+        return int((~self.inputs.isfinite()).flatten(1).any(1).sum()) if self.inputs.dim() > 1 else 0
+
+    @property
     def binary(self) -> bool:
         """Whether the targets are one 0 or 1 an example."""
         return self.targets.numel() == len(self) and bool(((self.targets == 0) | (self.targets == 1)).all())

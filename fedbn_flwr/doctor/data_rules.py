@@ -27,12 +27,24 @@ from fedbn_flwr.norms.report import shown_path
 __all__ = [
     "clients_differ",
     "feature_shift",
+    "inputs_not_finite",
     "label_skew",
     "remarks",
     "small_batch",
     "train_test_mismatch",
     "unanswered",
 ]
+
+
+def inputs_not_finite(m: Measured) -> Finding | None:
+    """Examples with NaN or infinity: nothing that they are part of can be measured."""
+    if not m.not_finite:
+        return None
+    evidence = [
+        f"Client {name}: {bad} of {number_of(count, 'example')}." for name, (bad, count) in m.not_finite.items()
+    ]
+    what = f"Inputs of {number_of(len(m.not_finite), 'client')} hold NaN or infinity."
+    return Finding("inputs-not-finite", what, evidence[:3], {"clients": [*m.not_finite]}, remedies.NOT_FINITE)
 
 
 def small_batch(m: Measured) -> Finding | None:
@@ -74,7 +86,8 @@ def label_skew(m: Measured) -> Finding | None:
     ]
     if m.within is not None and m.within.share >= MIN_SHARE:
         evidence.append(
-            f"With the classes held fixed {m.within.excess:.2f} above chance remain, of {shift.excess:.2f}."
+            f"Over all layers they are {shift.excess:.2f} standard deviations above chance; compared within each class "
+            f"{m.within.excess:.2f} remain (the clients' classes overlap by {m.within.share:.0%})."
         )
     evidence += _of_gradients(m)
     steps = m.training.local_steps
@@ -100,8 +113,8 @@ def feature_shift(m: Measured) -> Finding | None:
     evidence = [
         f"Among examples of the same class, statistics of a client are {within.layers[worst]:.2f} standard deviations "
         f"from those of all in {shown_path(worst)}; chance gives {within.by_chance[worst]:.2f} ({_p(within)}).",
-        f"So the classes are not the cause. {within.share:.0%} of the examples are of classes that two or more clients "
-        "have.",
+        f"So the classes are not the cause: those of the clients overlap by {within.share:.0%} (100 % = all clients "
+        "have the same mix).",
     ]
     evidence += _of_gradients(m)
     return Finding(
@@ -152,9 +165,10 @@ def train_test_mismatch(m: Measured) -> Finding | None:
         f"{running} under running statistics, {batch} under those of mixed test batches: the same {gap.examples} "
         f"examples, the same weights (z = {max(gap.z, gap.accuracy_z):.1f})."
     ]
-    if m.running:
-        worst = max(m.running, key=lambda path: max(m.running[path].mean, m.running[path].variance))
-        _, mean, variance = m.running[worst]
+    finite = {path: found for path, found in m.running.items() if math.isfinite(found.mean + found.variance)}
+    if finite:
+        worst = max(finite, key=lambda path: max(finite[path].mean, finite[path].variance))
+        _, mean, variance = finite[worst]
         off = f"mean is {mean:.2f} standard deviations"
         if variance > mean:
             off = f"variance is a factor of {math.exp(min(variance, 700)):.3g}"
@@ -180,8 +194,8 @@ def unanswered(m: Measured) -> list[str]:
         found.append("label skew: the targets are not one class an example.")
     if m.within is not None and m.within.share < MIN_SHARE:
         found.append(
-            f"feature shift apart from label skew: only {m.within.share:.0%} of the examples are of classes that two "
-            "or more clients have, so the same class cannot be compared between clients."
+            f"feature shift apart from label skew: the clients' classes overlap by {m.within.share:.0%} only (100 % = "
+            "all have the same mix), so the same class can hardly be compared between clients."
         )
     return found
 

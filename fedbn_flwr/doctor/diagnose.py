@@ -18,6 +18,7 @@ from fedbn_flwr.doctor.measuring import Measuring
 from fedbn_flwr.doctor.mismatch import LogitLoss, Loss, RowLoss, default_loss
 from fedbn_flwr.doctor.rules import findings
 from fedbn_flwr.doctor.state import (
+    all_untrained,
     averaged_counters,
     missed_entries,
     tiny_gammas,
@@ -145,6 +146,7 @@ def diagnose_clients(
     plain = unwrap(model)
     m = _of_state(plain, _as_of(plain, state), training, local_keys, shared_keys)
     m.training_layers = [p for p, layer in layers_of(plain, every_path=True).items() if layer.training]
+    m.not_finite = {c.name: (c.not_finite, len(c)) for c in [*clients, *tests] if c.not_finite}
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
     sizes = {"BatchNorm layer": m.num_layers, "client": len(clients), "example": sum(map(len, clients))}
     about = f"{', '.join(number_of(count, what) for what, count in sizes.items())}."
@@ -269,7 +271,7 @@ def _of_state(
     m.diverged = any(name not in statistics for name in m.unusable)
     m.extremes = variance_extremes(parts, state, {path: layer.eps for path, layer in layers.items()})
     m.gammas = tiny_gammas(parts, state)
-    m.starting = zero_at_first(parts, state)
+    m.starting, m.fresh = zero_at_first(parts, state), all_untrained(parts, state)
     m.held = [] if model is None else held_layers(model)
     m.corrected = [path for path, layer in layers.items() if isinstance(layer, BatchRenorm)]
     m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]

@@ -6,7 +6,8 @@ which shrinks as 1 / sqrt(n), is in the comparison, and no threshold depends on 
 
 Two ways to regroup tell two causes apart. Regrouping *all* examples breaks every tie between client and example.
 Regrouping *within each class* keeps each client's classes: what still differs is how the same class looks at different
-clients, a feature shift. A class that one client alone has says nothing about that.
+clients, a feature shift. A class that one client has, all but a few examples, says nothing about that: it is compared
+with itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = [
     "ClassSkew",
     "Shift",
     "class_skew",
-    "comparable",
+    "overlap",
     "regroupings",
     "shift",
     "shuffled",
@@ -67,7 +68,7 @@ class Shift:
         excess: of all layers together, what is above chance: sqrt(mean square - mean square by chance).
         p_value: share of the regroupings with a mean square as large, the data among them.
         peak_p_value: share of the regroupings in which any layer is as far above its chance as the worst one is here.
-        share: share of the examples that can be compared; 1 where classes are not held fixed.
+        share: how much the clients' classes overlap, see ``overlap``; 1 where classes are not held fixed.
     """
 
     layers: dict[str, float]
@@ -140,7 +141,7 @@ def shift(
     share = 1.0
     if classes is not None:
         rows = {path: _without_class_means(values, classes) for path, values in rows.items()}
-        share = float(comparable(classes, owner).double().mean())
+        share = overlap(classes, owner)
     table, widths = torch.cat(list(rows.values()), 1).float(), [values.shape[1] for values in rows.values()]
     clients = int(owner.max()) + 1
 
@@ -163,10 +164,18 @@ def shift(
     )
 
 
-def comparable(classes: Tensor, owner: Tensor) -> Tensor:
-    """Return which examples are of a class that two or more clients have, bool (N,)."""
-    shared = [c for c in torch.unique(classes).tolist() if len(torch.unique(owner[classes == c])) > 1]
-    return torch.isin(classes, torch.tensor(shared, dtype=classes.dtype))
+def overlap(classes: Tensor, owner: Tensor) -> float:
+    """Return how much the clients' classes overlap: 0 without a shared class, 1 for equal clients with one class mix.
+
+    It is the share of pairs of one class (with repetition) whose examples are of two clients, over 1 - 1 / K, which it
+    is for K equal clients. A client with 95 % of a class is compared with itself there, and hardly with others.
+    """
+    _, known = torch.unique(classes, return_inverse=True)
+    clients, width = int(owner.max()) + 1, int(known.max()) + 1
+    counts = torch.bincount(known * clients + owner, minlength=clients * width).view(width, clients).double()
+    sizes = counts.sum(1)
+    between = sizes * (1 - (counts / sizes[:, None]).square().sum(1))
+    return float(between.sum() / sizes.sum()) / max(1 - 1 / clients, 0.5)
 
 
 def shuffled(owner: Tensor, classes: Tensor | None, generator: torch.Generator) -> Tensor:

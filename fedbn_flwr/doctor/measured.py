@@ -47,6 +47,7 @@ class Measured:
         extremes: see ``state.variance_extremes``.
         gammas: see ``state.tiny_gammas``.
         starting: see ``state.zero_at_first``.
+        fresh: see ``state.all_untrained``.
         missed: see ``state.missed_entries``.
         held: BatchNorm layers that are kept in eval mode in training, too: the rules for batches and clients leave
             them out.
@@ -55,6 +56,9 @@ class Measured:
         untracked: BatchNorm layers without running statistics.
         num_layers: BatchNorm layers.
         constant: by layer, channels with constant output, and all channels.
+        blocked: see ``by_example.Features``.
+        same_output: see ``by_example.Features``.
+        not_finite: by client, its examples with NaN or infinity, and all examples.
         noise: by layer, the noise of a batch, mean over the clients.
         skew: how classes differ.
         shift: how the inputs of BatchNorm differ.
@@ -76,6 +80,7 @@ class Measured:
     extremes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     gammas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     starting: Collection[str] = ()
+    fresh: bool = False
     missed: Missed | None = None
     held: Collection[str] = ()
     corrected: Collection[str] = ()
@@ -83,6 +88,9 @@ class Measured:
     untracked: Sequence[str] = ()
     num_layers: int = 0
     constant: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    blocked: str = ""
+    same_output: bool = False
+    not_finite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     noise: Mapping[str, float] = field(default_factory=dict)
     skew: ClassSkew | None = None
     shift: Shift | None = None

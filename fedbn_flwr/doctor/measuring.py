@@ -124,6 +124,7 @@ class Measuring:
             few = number_of(count, "example")
             self.lacking.append(f"dead layers by their outputs: {few}, of {MIN_EXAMPLES} that it needs.")
             return seen
+        self._m.blocked, self._m.same_output = seen.blocked, seen.same_output
         self._m.constant = {path: (int(f.constant().sum()), len(f.outputs.low)) for path, f in seen.layers.items()}
         for path, (dead, channels) in self._m.constant.items():
             self._rows[path] |= {"constant-channels": dead, "channels": channels}

@@ -61,7 +61,7 @@ def name_filter(m: Measured) -> Finding | None:
         f"{', '.join(missed.layers[:3])}.",
         f"{len(missed.entries)} entries are sent and averaged: {', '.join(missed.entries[:3])}, ...",
     ]
-    if missed.by_letters:
+    if missed.by_letters and missed.kept_layers:
         evidence.append(
             f"A filter `{missed.by_letters!r} in name` keeps exactly the other layers: names do not tell a layer's "
             "type. A layer in a Sequential has a number, torchvision's shortcut is called downsample.1."
@@ -98,8 +98,8 @@ def tested_by_batch(m: Measured) -> Finding | None:
     numbers: dict[str, object] = {"layers": [*layers]}
     if m.gap and m.gap.running_accuracy is not None and m.sorted_accuracy is not None:
         evidence.append(
-            f"The same examples, accuracy: {m.gap.batch_accuracy:.3f} in mixed batches, {m.sorted_accuracy:.3f} if "
-            f"they come sorted by class"
+            f"The same examples, accuracy with all BatchNorm layers in train mode: {m.gap.batch_accuracy:.3f} in mixed "
+            f"batches, {m.sorted_accuracy:.3f} if they come sorted by class"
             + ("." if m.untracked else f", {m.gap.running_accuracy:.3f} in eval mode in any order.")
         )
         numbers |= {"mixed": m.gap.batch_accuracy, "sorted": m.sorted_accuracy, "eval": m.gap.running_accuracy}
@@ -114,12 +114,12 @@ def tested_by_batch(m: Measured) -> Finding | None:
 
 
 def dead_layers(m: Measured) -> Finding | None:
-    """Layers of which half of the channels give the same output for every example."""
+    """Layers of which half of the channels give the same output for every example; or a model that does."""
     seen = {path: counts for path, counts in m.constant.items() if path not in m.starting}
     by_data = {path: counts for path, counts in seen.items() if counts[0] >= DEAD_SHARE * counts[1]}
     by_gamma = {path: counts for path, counts in m.gammas.items() if counts[0] >= DEAD_SHARE * counts[1]}
     if not by_data and not by_gamma:
-        return None
+        return _dead_elsewhere(m)
     evidence = [
         f"{path}: {dead} of {all_} channels have the same output for every example (0 where a ReLU follows)."
         for path, (dead, all_) in _first(by_data)
@@ -133,6 +133,23 @@ def dead_layers(m: Measured) -> Finding | None:
         {"layers": layers},
         remedies.DEAD_LAYER,
     )
+
+
+def _dead_elsewhere(m: Measured) -> Finding | None:
+    """The examples differ, and behind some layer that is no BatchNorm they do not."""
+    same_output = m.same_output and not m.fresh
+    if not m.blocked and not same_output:
+        return None
+    evidence = []
+    if m.blocked:
+        evidence.append(
+            f"All examples have the same input of {shown_path(m.blocked)}, in every channel, and they differ: a layer "
+            "in front of it lets nothing through, a ReLU whose inputs are all negative say."
+        )
+    if same_output:
+        evidence.append("The model has the same output for all examples.")
+    what = f"A layer in front of {shown_path(m.blocked)} is dead." if m.blocked else "The last layers are dead."
+    return Finding("dead-layer", what, evidence, {"layers": [], "in-front-of": m.blocked}, remedies.DEAD_LAYER)
 
 
 def extreme_variance(m: Measured) -> Finding | None:

@@ -14,6 +14,7 @@ __all__ = [
     "MISMATCH",
     "NAME_FILTER",
     "NOTHING_KEPT",
+    "NOT_FINITE",
     "NO_RUNNING_STATISTICS",
     "SMALL_BATCH",
     "TRAIN_MODE",
@@ -112,6 +113,9 @@ _NO_STEPS = Remedy(
 )
 UNUSABLE = [_NO_STEPS, _RECALIBRATE, _FINITE_BEFORE]
 DIVERGED = [_FINITE_BEFORE, Remedy("gradient-clip-norm=1.0", "limits single steps"), _NO_STEPS]
+NOT_FINITE = [
+    Remedy("inputs.isfinite()", "finds the examples: repair or remove them; missing=mean fills gaps of own tables")
+]
 NAME_FILTER = [
     Remedy(
         "fedbn_flwr.split_state(model)",

@@ -12,6 +12,7 @@ __all__ = ["RULES", "findings"]
 
 RULES: tuple[Callable[[Measured], Finding | None], ...] = (
     model_rules.unusable_statistics,
+    data_rules.inputs_not_finite,
     model_rules.averaged_counters,
     model_rules.name_filter,
     model_rules.tested_by_batch,

@@ -14,6 +14,7 @@ from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, NO_VARIANCE, TINY_G
 __all__ = [
     "Missed",
     "TensorState",
+    "all_untrained",
     "averaged_counters",
     "extremes",
     "missed_entries",
@@ -106,6 +107,12 @@ def zero_at_first(parts: Parts, state: TensorState) -> set[str]:
         for layer in parts.layers
         if "weight" in layer.entries and _untrained(layer, state) and bool((state[layer.entries["weight"]] == 0).any())
     }
+
+
+def all_untrained(parts: Parts, state: TensorState) -> bool:
+    """Return whether no layer has seen a batch, as far as counters tell: some networks start with a last layer of 0."""
+    counting = [layer for layer in parts.layers if "num_batches_tracked" in layer.entries]
+    return bool(counting) and all(_untrained(layer, state) for layer in counting)
 
 
 def _untrained(layer: BatchNormLayer, state: TensorState) -> bool:

@@ -50,7 +50,11 @@ In the second layer of lenet it is 0.16 under label skew, and FedTAN and GroupNo
 """
 
 MIN_SHARE = 0.2
-"""Share of examples in classes of two or more clients, below which a feature shift cannot be told from a label skew."""
+"""Overlap of the clients' classes below which a feature shift cannot be told from a label skew.
+
+Two classes a client with 5 % strays have 0.12 with five clients, and a shift there leaves a fifth of itself within the
+classes; equal clients have 1.
+"""
 
 SMALL_BATCH = 4
 """Largest batch that counts as small: BatchNorm's error rises below 16, sharply at 4 and 2 (Wu & He 2018, Fig. 1)."""

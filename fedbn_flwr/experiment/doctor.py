@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +18,12 @@ from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.client.saved_state import ABSENT, read_state
 from fedbn_flwr.data import Subset
 from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.data_rules import train_test_mismatch
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
 from fedbn_flwr.doctor.findings import Diagnosis, Finding, Remedy
-from fedbn_flwr.doctor.measured import Training
-from fedbn_flwr.doctor.remedies import DIVERGED
+from fedbn_flwr.doctor.measured import Measured, Training
+from fedbn_flwr.doctor.mismatch import mismatch
+from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
 from fedbn_flwr.doctor.state_file import STATE_FILES, named, read_state_file
 from fedbn_flwr.doctor.texts import listed
 from fedbn_flwr.doctor.threads import threads
@@ -46,6 +49,7 @@ from fedbn_flwr.training.wrappers import load_state
 __all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "fitting", "read_names", "training_of"]
 
 Split = Mapping[str, Any]
+_BATCHNORM = ("batch", "batch-renorm")  # norms that leave a model with BatchNorm
 
 
 def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
@@ -63,6 +67,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
     load_state(model, state)
+    clients, tests = list[ClientData](), list[ClientData]()
     try:
         clients, tests = _examples_of(config, max_examples, notes)
     except DataError as error:
@@ -75,11 +80,13 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     lines = read_metrics(run / STATISTICS_FILE)
     files = RunFiles.read(run)
     of_clients = _of_clients(model, kept, found.findings)
+    if clients and config.strategy != CENTRALIZED and Part.STATISTICS in config.method().local:
+        of_clients += _mismatch_of_clients(model, kept, tests, config)
     findings = fitting([*_divergence(files), *of_clients, *found.findings], config)
     found = replace(found, findings=findings, notes=[*run_warnings(files), *found.notes])
     if lines:
         return replace(found, measures={**found.measures, "history": trends(lines)})
-    missing = "changes from round to round: the run has no statistics.jsonl (watch-statistics=0)."
+    missing = f"changes from round to round: no statistics.jsonl yet (watch-statistics={config.watch_statistics})."
     return replace(found, not_measured=[*found.not_measured, missing])
 
 
@@ -107,6 +114,32 @@ def _of_clients(model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], know
         return replace(one, what=what, numbers={**one.numbers, "clients": clients})
 
     return [named_with(clients, one) for one, clients in found.values()]
+
+
+def _mismatch_of_clients(
+    model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], tests: Sequence[ClientData], config: Config
+) -> list[Finding]:
+    """Return the mismatch of training and test in the clients' own models, each on its own test examples.
+
+    Where statistics stay with the clients these models are what is used; the average of their BatchNorm is not.
+    """
+    found: dict[str, Finding] = {}
+    loss, generator = config.learning_task().loss, torch_generator(config.seed, "doctor-clients")
+    for test in tests:
+        if test.name not in kept or len(test) < 2:
+            continue
+        own = copy.deepcopy(model)
+        load_state(own, {**own.state_dict(), **kept[test.name]})
+        gap = mismatch(on_device(own, config), [test], loss, generator)
+        if one := train_test_mismatch(Measured(gap=gap)):
+            found[test.name] = one
+    if not found:
+        return []
+    names = [*found]
+    of = f"Client{'s' if len(names) > 1 else ''} {listed(names)}"
+    evidence = [f"Client {name}, its own model on its own test examples: {found[name].evidence[0]}" for name in names]
+    what = f"{of}: the running statistics do not fit the client's own model."
+    return [Finding("train-test-mismatch", what, evidence[:3], {"clients": names}, MISMATCH)]
 
 
 def diagnose_model(
@@ -202,6 +235,8 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
         full_batch, alone = not config.batch_size, config.strategy == CENTRALIZED
         if (full_batch and then.batch_size) or (alone and then.strategy != CENTRALIZED):
             return False  # a larger batch than all examples, and clients where there are none
+        if then.strategy != CENTRALIZED and then.method().needs_batchnorm and then.norm not in _BATCHNORM:
+            return False
         return any(settings[key] != value for key, value in asked.items())
 
     def of(remedy: Remedy) -> Iterator[Remedy]:
@@ -210,6 +245,8 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
             yield remedy
         elif shorter != remedy.setting and fits(shorter):
             yield replace(remedy, setting=shorter)
+        elif remedy.setting.startswith("norm=") and fits(f"strategy=fedavg {remedy.setting}"):
+            yield replace(remedy, setting=f"strategy=fedavg {remedy.setting}")
 
     return [replace(f, remedies=[one for remedy in f.remedies for one in of(remedy)]) for f in findings]
 

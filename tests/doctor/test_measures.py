@@ -19,7 +19,7 @@ from fedbn_flwr.doctor.clients import ClientData, read_clients
 from fedbn_flwr.doctor.data_rules import clients_differ
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
 from fedbn_flwr.doctor.distances import Statistics, distance
-from fedbn_flwr.doctor.heterogeneity import class_skew, comparable, shift, shuffled, total_variation
+from fedbn_flwr.doctor.heterogeneity import class_skew, overlap, shift, shuffled, total_variation
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.state import averaged_counters, missed_entries
@@ -79,7 +79,21 @@ def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hid
 # --- examples --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("relu", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(0.0, 1.0), nn.Hardtanh()])
+class Clamp(nn.Module):
+    """A ReLU as some write it."""
+
+    def __init__(self, smallest: float) -> None:
+        super().__init__()
+        self.smallest = smallest
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(min=self.smallest)
+
+
+RELUS = [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(0.0, 1.0), nn.Threshold(0.0, 0.0), Clamp(0.0)]
+
+
+@pytest.mark.parametrize("relu", [*RELUS, nn.Hardtanh(), nn.Threshold(0.1, 20.0), Clamp(-2.0)])
 def test_features_against_plain_torch(relu: nn.Module) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), relu, nn.Flatten(), nn.Linear(32, 3)).eval()
     with torch.no_grad():
@@ -148,10 +162,14 @@ def test_shuffling_within_classes_keeps_the_classes_of_each_client() -> None:
     assert torch.equal(torch.bincount(shuffled(owner, None, _generator())), torch.bincount(owner))
 
 
-def test_total_variation_and_comparable_examples() -> None:
+def test_total_variation_and_overlap_of_classes() -> None:
     assert total_variation(torch.tensor([[2, 0], [0, 2]])).tolist() == [0.5, 0.5]
     assert total_variation(torch.tensor([[1, 1], [3, 3]])).tolist() == [0, 0]
-    assert comparable(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1])).tolist() == [True, True, False, False]
+    assert overlap(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])) == 1, "equal clients"
+    assert overlap(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 1])) == 0, "no class of two clients"
+    assert overlap(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1])) == 0.5, "one of two classes"
+    assert overlap(torch.tensor([0] * 20), torch.tensor([0] * 19 + [1])) == pytest.approx(2 * (1 - 0.95**2 - 0.05**2))
+    assert overlap(torch.tensor([0, 1]), torch.tensor([0, 0])) == 0, "one client"
 
 
 @pytest.mark.parametrize("cause", ["none", "labels", "features"])

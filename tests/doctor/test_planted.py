@@ -214,6 +214,64 @@ def test_a_dead_layer(fault: str, layer: int, trained: nn.Module, loaders: Loade
     assert found.findings[0].numbers["layers"] == [str(layer)]
 
 
+class _Shortcut(nn.Module):
+    """relu(x + norm(x))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocked"),
+    [("an addition", "3"), ("a ReLU in front of BatchNorm", "2"), ("a sigmoid", "3"), ("nothing behind it", "")],
+)
+def test_a_network_that_is_dead_elsewhere(kind: str, blocked: str, digits) -> None:
+    """No BatchNorm layer has a constant output of inputs that vary, and every example has the same logits."""
+    torch.manual_seed(0)
+    middle: list[nn.Module] = {
+        "an addition": [_Shortcut(), nn.Linear(16, 16), nn.BatchNorm1d(16)],
+        "a ReLU in front of BatchNorm": [nn.ReLU(), nn.BatchNorm1d(16)],
+        "a sigmoid": [nn.BatchNorm1d(16), nn.Sigmoid(), nn.BatchNorm1d(16)],
+        "nothing behind it": [nn.BatchNorm1d(16), nn.Linear(16, 16), nn.ReLU()],
+    }[kind]
+    model = nn.Sequential(nn.Linear(64, 16), *middle, nn.Linear(16, 10)).eval()
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm1d):
+            layer.num_batches_tracked += 1
+    killed = {"an addition": getattr(middle[0], "norm", None), "a ReLU in front of BatchNorm": model[0]}
+    killed |= {"a sigmoid": middle[0], "nothing behind it": middle[1]}
+    nn.init.constant_(killed[kind].bias, -200.0)
+    loaders = [[(digits[0][k : k + 100], digits[1][k : k + 100])] for k in (0, 100)]
+    found = diagnose(model, loaders)
+    assert first(found) == ("dead-layer", "learning-rate ten times lower")
+    assert found.findings[0].numbers == {"layers": [], "in-front-of": blocked}
+    assert "The model has the same output for all examples." in found.findings[0].evidence
+    same = [[(digits[0][:1].repeat(len(y), 1), y)] for [(_, y)] in loaders]
+    assert "dead-layer" not in [f.id for f in diagnose(model, same).findings], "the inputs are the same already"
+
+
+def test_a_last_layer_that_starts_at_0_is_not_dead_before_training(digits) -> None:
+    model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).eval()
+    nn.init.zeros_(model[2].weight)
+    loaders = [[(digits[0][k : k + 32], digits[1][k : k + 32])] for k in (0, 32)]
+    assert "dead-layer" not in [f.id for f in diagnose(model, loaders).findings]
+    model[1].num_batches_tracked += 1
+    assert "dead-layer" in [f.id for f in diagnose(model, loaders).findings]
+
+
+def test_inputs_that_are_not_finite_are_named_with_their_client(trained: nn.Module, digits) -> None:
+    """With NaN nothing else can be measured: an empty answer would pass for a healthy model."""
+    parts = [(digits[0][k : k + 50].clone(), digits[1][k : k + 50]) for k in (0, 50, 100)]
+    parts[1][0][3, 7] = float("nan")
+    found = diagnose(trained, {name: [part] for name, part in zip("abc", parts, strict=True)})
+    assert found.findings[0].id == "inputs-not-finite"
+    assert found.findings[0].evidence == ["Client b: 1 of 50 examples."]
+
+
 def test_features_that_are_constant_kill_no_layer(digits) -> None:
     inputs = torch.cat([torch.zeros(64, 40), digits[0][:64, 20:44]], 1)
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10)).train()
@@ -458,6 +516,17 @@ def test_a_feature_shift_beside_a_mild_class_mix_is_no_label_skew() -> None:
     assert found.measures["class-skew"]["p_value"] == 0.001
     assert [f.id for f in found.findings] == ["feature-shift"]
     assert any("BatchNorm's statistics hardly differ with them" in note for note in found.notes)
+
+
+def test_a_shift_that_hardly_shared_classes_hide_is_not_denied() -> None:
+    """Almost each class is with one client: its own shift is in the mean of its class."""
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+    found = diagnose(model, _three_clients(feature=1.0, label=0.96))
+    assert found.findings[0].id == "label-skew"
+    assert not any("within each class" in text for text in found.findings[0].evidence)
+    assert any(
+        line.startswith("feature shift apart from label skew: the clients' classes") for line in found.not_measured
+    )
 
 
 class _Holding(nn.Sequential):

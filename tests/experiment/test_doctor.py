@@ -132,8 +132,8 @@ EVERY = ["recalibrate=true", "bn-momentum=0.3", "strategy=fixbn lr-decay-at=free
     [
         ({}, []),
         ({"recalibrate": True}, ["recalibrate=true"]),
-        ({"strategy": "staticbn"}, ["recalibrate=true", "bn-momentum=0.3"]),
-        ({"strategy": "fedbn"}, ["recalibrate=true"]),
+        ({"strategy": "staticbn"}, ["recalibrate=true", "bn-momentum=0.3", "norm=group"]),
+        ({"strategy": "fedbn"}, ["recalibrate=true", "norm=group"]),
         ({"strategy": "centralized"}, ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze"]),
         ({"batch-size": 0, "bn-momentum": 0.3}, ["batch-size=16", "bn-momentum=0.3"]),
     ],
@@ -143,6 +143,7 @@ def test_remedies_that_the_run_has_or_cannot_take_are_left_out(settings: dict[st
     found = fitting(ACCUSED, Config.make({"dataset": "digits", "model": "mlp", **run_settings, **settings}))
     left = {remedy.setting for finding in found for remedy in finding.remedies}
     assert sorted({*EVERY} - left) == sorted(lost)
+    assert ("strategy=fedavg norm=group" in left) == ("norm=group" in lost), "FedBN refuses a model without BatchNorm"
 
 
 def test_a_remedy_whose_second_setting_does_not_fit_is_its_first() -> None:
@@ -213,6 +214,24 @@ def test_an_unfinished_run_whose_clients_keep_batchnorm(tmp_path: Path, quick_co
     assert any(f.what.startswith("Client 1: the state holds running variances below 0") for f in found.findings)
 
 
+def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(tmp_path: Path, quick_config) -> None:
+    """FedBN is no remedy for them: the client is tested with its own running statistics."""
+    settings = {"strategy": "fedbn", "partition": "iid", "num-server-rounds": 4, "local-steps": 20}
+    run(quick_config(**settings), tmp_path / "run", workers=0)
+    own = "running statistics do not fit the client's own model"
+    assert not any(own in finding.what for finding in diagnose_run(tmp_path / "run", 200).findings)
+    for k in (0, 2):
+        file = tmp_path / f"run/clients/client-{k}.safetensors"
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata()
+        entries = load_file(file)
+        entries["norm.running_mean"] += 5 * entries["norm.running_var"].sqrt()
+        save_file(entries, file, about)
+    found = [finding for finding in diagnose_run(tmp_path / "run", 200).findings if own in finding.what]
+    assert [finding.what for finding in found] == [f"Clients 0, 2: the {own}."]
+    assert found[0].evidence[0].startswith("Client 0, its own model on its own test examples: Accuracy ")
+
+
 def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(tmp_path: Path, quick_config) -> None:
     run(quick_config(strategy="silobn", partition="iid"), tmp_path / "run", workers=0)
     faults = {"model": {"norm.weight": torch.zeros(30)}}
@@ -266,7 +285,7 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
     ("arguments", "code", "text"),
     [
         (["nowhere"], 2, "nowhere is no folder of a run and no file. For a model give its data"),
-        (["mlp", "--state", "absent.pt"], 1, "absent.pt is no file of a saved state"),
+        (["mlp", "--state", "absent.pt"], 2, "absent.pt is no file of a saved state"),
         (["nomodel", "--dataset", "digits"], 2, "unknown model 'nomodel'"),
         ([".", "--dataset", "digits"], 2, "a run has its data, settings, state and split"),
         (["saved.pt", "--set", "seed=3"], 2, "saved.pt is a saved state: for data and settings name the model"),

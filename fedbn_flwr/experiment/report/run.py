@@ -121,7 +121,8 @@ def run_warnings(run: RunFiles) -> list[str]:
     reasons = Counter(reason for line in run.lines for reason in line.get("rejected", ()))
     if reasons:
         shown = "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))
-        found.append(f"{reasons.total()} replies of clients were refused ({shown}).")
+        more = f"; and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
+        found.append(f"{reasons.total()} replies of clients were refused ({shown}{more}).")
     if kept := [line["round"] for line in run.lines if line.get("kept-previous")]:
         found.append(f"Too few replies were usable in {len(kept)} rounds (the first is {kept[0]}): the model stayed.")
     if dropped := sum(line.get(DROPPED_BATCHES, 0) for line in run.lines):
