@@ -176,4 +176,5 @@ class Display:
 
     def _count(self) -> None:
         failed = f", {self._failed} failed" if self._failed else ""
-        self._progress.update(self._all, shown=f"{self._ended} of {self._left} done{failed}")
+        shown = f"{self._ended} of {self._left} done{failed}" if self._left else "nothing is left to do"
+        self._progress.update(self._all, shown=shown)

@@ -286,6 +286,7 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
     [
         (["nowhere"], 2, "nowhere is no folder of a run and no file. For a model give its data"),
         (["mlp", "--state", "absent.pt"], 2, "absent.pt is no file of a saved state"),
+        (["study"], 2, "study is the folder of a study. Name one of its runs: study/METHOD/SPLIT/seed-N."),
         (["nomodel", "--dataset", "digits"], 2, "unknown model 'nomodel'"),
         ([".", "--dataset", "digits"], 2, "a run has its data, settings, state and split"),
         (["saved.pt", "--set", "seed=3"], 2, "saved.pt is a saved state: for data and settings name the model"),
@@ -295,6 +296,8 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
 def test_bad_arguments(arguments: list[str], code: int, text: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "saved.pt").touch()
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study/study.yaml").touch()
     done = call(*arguments)
     assert done.exit_code == code
     assert text in done.stderr

@@ -13,6 +13,7 @@ from fedbn_flwr.client.saved_state import AVERAGED, client_file, global_state, m
 from fedbn_flwr.data import is_own
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.experiment.config import CENTRALIZED, Config
+from fedbn_flwr.experiment.files import STUDY_FILE
 from fedbn_flwr.experiment.output.folder import RunFolder
 from fedbn_flwr.experiment.output.model_description import ModelDescription
 from fedbn_flwr.experiment.setup import in_memory_format
@@ -66,6 +67,8 @@ def run_config(run: Path) -> Config:
         ConfigError: the folder has none, or this version cannot read them.
     """
     path = run / "config.yaml"
+    if (run / STUDY_FILE).is_file():
+        raise ConfigError(f"{run} is the folder of a study. Name one of its runs: {run}/METHOD/SPLIT/seed-N.")
     if not path.is_file():
         raise ConfigError(f"{run} is no folder of a run: {path.name} is absent. {NEEDED}")
     try:

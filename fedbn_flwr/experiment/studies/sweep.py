@@ -118,6 +118,13 @@ def sweep(
         _do_all(cells, out, runner, follower, lambda: _tables_now(results))
         with _writing(out):
             table = write_tables(results)
+    if former := [cell.name for cell in study.cells() if cell not in selection and _is_former(cell, out)]:
+        logger.warning(
+            "%d finished runs have other settings than the study, and the tables leave them out: %s. Give the command "
+            "without --method, --split and --seed to repeat them.",
+            len(former),
+            ", ".join(former),
+        )
     if absent := results.absent_metrics():
         logger.warning("metrics: no run of this study has %s", ", ".join(absent))
     if unused := results.unused_papers():
@@ -138,6 +145,11 @@ def _log_dropped(study: Study, selection: Selection) -> None:
     }
     for about, why in dropped.items():
         logger.warning("%s/%s: %s of base is left out: %s", *about, why)
+
+
+def _is_former(cell: Cell, out: Path) -> bool:
+    """Return whether the run is finished, with other settings than the study's."""
+    return finished(cell.folder(out)) and not is_done(cell, out)
 
 
 def _check_before(study: Study, out: Path, selection: Selection) -> None:
@@ -180,9 +192,11 @@ def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
     """Do the runs that are left; call ``after`` now and then."""
     left = [cell for cell in cells if not is_done(cell, out)]
     for cell in left:
-        if finished(folder := cell.folder(out)):
+        if _is_former(cell, out):
             logger.warning(
-                "%s is repeated, its settings are not the study's: %s", cell.name, changed(cell.config, folder)
+                "%s is repeated, its settings are not the study's: %s",
+                cell.name,
+                changed(cell.config, cell.folder(out)),
             )
     follower.plan(cells, left)
     if not left:

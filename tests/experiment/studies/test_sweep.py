@@ -219,6 +219,25 @@ def test_a_part_of_a_study_is_done_and_the_rest_later(study: Study, tmp_path: Pa
         sweep(study, out, selection=Selection(["FedBN/own"], ["iid"]))
 
 
+def test_finished_runs_that_a_part_of_a_changed_study_leaves_out_are_named(tmp_path: Path, caplog) -> None:
+    text = """
+name: changed
+base: {num-server-rounds: 1, num-clients: 2, local-steps: 1, batch-size: 8}
+methods: {BN: {strategy: fedavg}}
+seeds: [0, 1]
+"""
+    (path := tmp_path / "study.yaml").write_text(text)
+    sweep(load_study(path), tmp_path / "out")
+    path.write_text(text.replace("local-steps: 1", "local-steps: 2"))
+    caplog.clear()
+    sweep(load_study(path), tmp_path / "out", selection=Selection(seeds=[1]))
+    left_out = "1 finished runs have other settings than the study, and the tables leave them out: BN/all/seed-0. "
+    assert [message for message in caplog.messages if message.startswith(left_out)] != []
+    caplog.clear()
+    sweep(load_study(path), tmp_path / "out")
+    assert not any("leave them out" in message for message in caplog.messages)
+
+
 def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path: Path, caplog) -> None:
     class Cut(KeyboardInterrupt):
         pass
