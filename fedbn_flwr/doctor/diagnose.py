@@ -266,6 +266,7 @@ def _of_state(
     weights = state if model is None else {name for name, _ in model.named_parameters(remove_duplicate=False)}
     statistics = frozenset(parts.select([Part.STATISTICS, Part.COUNTERS]))
     m = Measured(training, num_layers=len(parts.layers))
+    m.first_layer = parts.layers[0].path if parts.layers else ""
     m.counters = averaged_counters(parts, state)
     m.unusable = unusable_statistics(parts, state, [name for name in state if name in weights or name in statistics])
     m.diverged = any(name not in statistics for name in m.unusable)

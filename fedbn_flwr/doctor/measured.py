@@ -55,6 +55,7 @@ class Measured:
         training_layers: BatchNorm layers that are in train mode in the model as it was given.
         untracked: BatchNorm layers without running statistics.
         num_layers: BatchNorm layers.
+        first_layer: the first of them in the state.
         constant: by layer, channels with constant output, and all channels.
         blocked: see ``by_example.Features``.
         same_output: see ``by_example.Features``.
@@ -87,6 +88,7 @@ class Measured:
     training_layers: Sequence[str] = ()
     untracked: Sequence[str] = ()
     num_layers: int = 0
+    first_layer: str = ""
     constant: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     blocked: str = ""
     same_output: bool = False

@@ -163,6 +163,9 @@ def extreme_variance(m: Measured) -> Finding | None:
 
     # Where the data are not extreme, it is the statistics that are wrong.
     of_data = [path for path in found if path not in m.in_data or any(m.in_data[path])]
+    # Behind a first layer that is sound, the scale of the inputs is not the cause.
+    of_inputs = m.first_layer in of_data
+    chosen = remedies.EXTREME_VARIANCE if of_inputs else remedies.EXTREME_INSIDE if of_data else remedies.WRONG_VARIANCE
     return Finding(
         "extreme-variance",
         "Running variances are near zero or explode.",
@@ -172,7 +175,7 @@ def extreme_variance(m: Measured) -> Finding | None:
             for path, (low, high, all_) in list(found.items())[:3]
         ],
         {"layers": {path: {"near-zero": c[0], "exploding": c[1], "channels": c[2]} for path, c in found.items()}},
-        remedies.EXTREME_VARIANCE if of_data else remedies.WRONG_VARIANCE,
+        chosen,
     )
 
 

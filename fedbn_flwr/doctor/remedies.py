@@ -9,6 +9,7 @@ __all__ = [
     "COUNTERS",
     "DEAD_LAYER",
     "DIVERGED",
+    "EXTREME_INSIDE",
     "EXTREME_VARIANCE",
     "FEATURE_SHIFT",
     "MISMATCH",
@@ -142,8 +143,7 @@ _SMALLER_STEPS = (
     Remedy("learning-rate ten times lower", "activations that explode come from steps that are too large"),
     Remedy("gradient-clip-norm=1.0", "limits single steps"),
 )
-EXTREME_VARIANCE = [
-    Remedy("standardise=federated", "rows and signals at one scale; drop features that are constant"),
-    *_SMALLER_STEPS,
-]
+_SCALE = Remedy("standardise=federated", "rows and signals at one scale; drop features that are constant")
+EXTREME_VARIANCE = [_SCALE, *_SMALLER_STEPS]
+EXTREME_INSIDE = [*_SMALLER_STEPS, _SCALE]
 WRONG_VARIANCE = [_RECALIBRATE, *_SMALLER_STEPS]

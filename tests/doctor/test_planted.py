@@ -282,6 +282,20 @@ def test_features_that_are_constant_kill_no_layer(digits) -> None:
     assert "dead-layer" not in [f.id for f in found.findings]
 
 
+@pytest.mark.parametrize(
+    ("layer", "first_remedy"), [(1, "standardise=federated"), (4, "learning-rate ten times lower")]
+)
+def test_the_scale_of_inputs_is_the_first_remedy_for_the_first_layer_alone(
+    layer: int, first_remedy: str, trained: nn.Module, loaders: Loaders
+) -> None:
+    model = copy.deepcopy(trained)
+    with torch.no_grad():
+        model[layer - 1].weight.mul_(1e6)
+        model[layer].running_var.mul_(1e12)
+    found = [f for f in diagnose(model, loaders()).findings if f.id == "extreme-variance"]
+    assert found[0].remedies[0].setting == first_remedy
+
+
 @pytest.mark.parametrize("count", [15, 16])
 def test_of_few_examples_no_layer_is_dead(count: int, digits) -> None:
     model = nn.Sequential(nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)).eval()
