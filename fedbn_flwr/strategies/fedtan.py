@@ -103,7 +103,9 @@ class FedTANParams(FedAvgParams):
     fedtan_transport: Literal["messages", "channel"] = setting(
         "messages", "how exchanges travel between processes; in one process clients wait at a barrier"
     )
-    fedtan_timeout: float = setting(120.0, "seconds that an exchange waits for its last client", gt=0)
+    fedtan_timeout: float = setting(
+        120.0, "seconds that an exchange waits for its last client; in one process for its next one", gt=0
+    )
     fedtan_bind: str = setting("127.0.0.1:0", "address of the channel on the server, host:port; port 0 = a free port")
     fedtan_address: str = setting("", "host:port that clients connect to; empty = fedtan-bind with the port in use")
     fedtan_tls_dir: str = setting("", "folder with ca.crt, server.crt, server.key; empty = loopback only")
