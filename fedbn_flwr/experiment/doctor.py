@@ -130,7 +130,8 @@ def _mismatch_of_clients(
             continue
         own = copy.deepcopy(model)
         load_state(own, {**own.state_dict(), **kept[test.name]})
-        gap = mismatch(on_device(own, config), [test], loss, generator)
+        with threads(config.torch_threads):
+            gap = mismatch(on_device(own, config), [test], loss, generator)
         if one := train_test_mismatch(Measured(gap=gap)):
             found[test.name] = one
     if not found:
