@@ -142,7 +142,8 @@ class Hooks:
         self._trained = False
         self._exit = ExitStack()
         self._watching = ExitStack()
-        if any(overrides(hook, "survey") for hook in hooks.values()):
+        self._compares = any(hook.compares_with_start for hook in hooks.values())
+        if self._compares or any(overrides(hook, "survey") for hook in hooks.values()):
             self._exit.callback(self._watching.close)
             note = not_compiled(self._note)
             for layer in (module for module in model.modules() if isinstance(module, _BatchNorm)):
@@ -206,7 +207,11 @@ class Hooks:
 
     def _note(self, *_: Any) -> None:
         """Note a training pass that no other call sees: the optimizer need not be wrapped."""
-        self._trained = self._trained or (self._model.training and torch.is_grad_enabled())
+        if self._trained or not (self._model.training and torch.is_grad_enabled()):
+            return
+        self._trained = True
+        if self._compares:
+            self._stored.check_parameters()
 
     def _act(self) -> float | Tensor:
         """Apply the hooks to the gradients; return the sum of the penalties."""

@@ -191,6 +191,8 @@ class FreezeBN(ClientHook):
 class ReportDrift(ClientHook):
     """Client half of the automatic T*: delta_m = ||statistics after - received||_1 / number of entries."""
 
+    compares_with_start = True
+
     def __init__(self) -> None:
         self._received: list[Tensor] = []
 

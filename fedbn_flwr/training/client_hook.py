@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,13 @@ class ClientHook:
     Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step ``penalty`` and ``gradients``; then
     ``end``, ``reply``, ``keep``. Around a step ``TorchClient`` calls ``run_step``, and a user's loop calls ``around``:
     a hook that acts there overrides both. What ``keep`` returns is stored under the name of the hook's class.
+
+    Attributes:
+        compares_with_start: whether ``end`` compares the model with what ``begin`` found, and the optimizer need not be
+            wrapped: a state that a user's loop loads in between would be taken for training.
     """
+
+    compares_with_start: ClassVar[bool] = False
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the server's extra records, and the entries that this hook kept in the last round."""

@@ -70,6 +70,28 @@ def test_a_state_that_is_loaded_before_the_first_step_is_refused(hook: ClientHoo
         train()
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_block(inside: bool) -> None:
+    """The difference of the two states would be taken for what training did to the statistics."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).train()
+    received = copy.deepcopy(model.state_dict())
+
+    def train() -> dict[str, Any]:
+        with bn_rules(model, {"fedbn-flwr.hooks": "report-drift"}) as rules:
+            if inside:
+                model.load_state_dict(received)
+            for _ in range(2):
+                model(torch.randn(4, 2)).sum().backward()
+        model.load_state_dict(received)  # after the block it is the user's
+        return rules.metrics
+
+    if inside:
+        with pytest.raises(ConfigError, match=r"4 parameters \('0.weight', ...\) have changed .* before the block$"):
+            train()
+    else:
+        assert train()["statistics-delta"] > 0
+
+
 def test_a_table_that_its_forward_pass_changes_is_no_loaded_state() -> None:
     """It scales rows that are longer than ``max_norm``."""
     model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1), nn.Flatten(), nn.Linear(6, 1))
