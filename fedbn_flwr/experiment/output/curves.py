@@ -76,8 +76,8 @@ def draw_curves(
 def _plot(axis: Axes, lines: Sequence[Mapping[str, Any]], key: str, label: str, colour: str | None) -> None:
     """Draw a metric over the rounds that have it; without a colour in the next one."""
     points = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
-    style = "--" if key.startswith("train") else "-"
-    axis.plot(*zip(*points, strict=True), style, label=_as_it_is(label), linewidth=1.3, color=colour)
+    style, order = ("--", 1.9) if key.startswith("train") else ("-", 2)  # one step a round makes a band of training
+    axis.plot(*zip(*points, strict=True), style, label=_as_it_is(label), linewidth=1.3, color=colour, zorder=order)
 
 
 def _as_it_is(name: str) -> str:
