@@ -63,7 +63,7 @@ class _Turns:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log an exception of the block: who broke the generators, or the GPU, does not keep the turn for ever."""
+    """Log an exception of the block: a client that broke the generators does not keep its turn."""
     try:
         yield
     except Exception as error:
