@@ -114,7 +114,7 @@ def tested_by_batch(m: Measured) -> Finding | None:
 
 
 def dead_layers(m: Measured) -> Finding | None:
-    """Layers of which half of the channels give the same output for every example; or a model that does."""
+    """Layers of which half of the channels give the same output for every example, or a dead layer of another kind."""
     seen = {path: counts for path, counts in m.constant.items() if path not in m.starting}
     by_data = {path: counts for path, counts in seen.items() if counts[0] >= DEAD_SHARE * counts[1]}
     by_gamma = {path: counts for path, counts in m.gammas.items() if counts[0] >= DEAD_SHARE * counts[1]}
@@ -136,15 +136,15 @@ def dead_layers(m: Measured) -> Finding | None:
 
 
 def _dead_elsewhere(m: Measured) -> Finding | None:
-    """The examples differ, and behind some layer that is no BatchNorm they do not."""
+    """A layer that is no BatchNorm layer is dead: behind it all examples are the same."""
     same_output = m.same_output and not m.fresh
     if not m.blocked and not same_output:
         return None
     evidence = []
     if m.blocked:
         evidence.append(
-            f"All examples have the same input of {shown_path(m.blocked)}, in every channel, and they differ: a layer "
-            "in front of it lets nothing through, a ReLU whose inputs are all negative say."
+            f"The examples differ, but the input of {shown_path(m.blocked)} is the same for all of them, in every "
+            "channel. A layer in front of it lets nothing through, such as a ReLU whose inputs are all negative."
         )
     if same_output:
         evidence.append("The model has the same output for all examples.")

@@ -121,7 +121,7 @@ def _run(grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limi
 
 
 def _release(barrier: Barrier) -> None:
-    """Let the members go that still wait, after Ctrl-C say: the command would end only with their timeout."""
+    """Drop the members that still wait, for example after Ctrl-C: else the command ends only after their timeout."""
     for node_id in barrier.members:
         barrier.leave(node_id, ENDED)
 
