@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _call(*words: str) -> None:
-    subprocess.run(["fedbn-flwr", *words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([Path(sys.executable).parent / "fedbn-flwr", *words], check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
