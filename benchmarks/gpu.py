@@ -271,19 +271,21 @@ def main(
         raise typer.BadParameter(
             "there is no CUDA device here; --device cpu --steps 3 tries the program", param_hint="--device"
         )
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
     began, limits = time.perf_counter(), Limits(steps, seconds, 1 if steps else repeats)
-    one, many, fedtan = (
-        alone(where, limits, compile_too),
-        together(where, clients, limits),
-        reductions(where, 5, limits),
-    )
+    titled = {
+        "one model": alone(where, limits, compile_too),
+        f"{clients} clients, steps of all": together(where, clients, limits),
+        f"{clients} clients, steps of all in rounds": in_workers(where, clients, limits),
+        "5 clients, steps of all": reductions(where, 5, limits),
+    }
     tolerances = ", ".join(f"{value:g} ({kind})" for kind, value in TOLERANCES.items())
     about = (
         f"{facts(where)}; {time.perf_counter() - began:.0f} s in all. ResNet-20, images of 32 pixels. A ratio is steps "
         "per second over those of the first row. Off: the distance from the eager loop after "
         f"{CHECKED_STEPS} steps, over the distance travelled; above {tolerances} the way fails. Counters are equal."
     )
-    titled = {"one model": one, f"{clients} clients, steps of all": many, "5 clients, steps of all": fedtan}
     text = "\n\n".join([about, *(table(title, rows) for title, rows in titled.items())])
     print(text)
     if write:

@@ -64,7 +64,7 @@ def start() -> nn.Module:
 def synchronise(device: torch.device) -> None:
     """Wait until the device has done its work."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)

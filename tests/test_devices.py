@@ -26,7 +26,7 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.memory_format import set_memory_format
+from fedbn_flwr.training.memory_format import inputs_for, set_memory_format
 from fedbn_flwr.training.randomness import Generators, seeded
 from tests.support.fake_gpu import fake_gpu
 from tests.support.points import Points
@@ -221,6 +221,11 @@ def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(m
     assert forwards > 4 * 60
     # Four batches more: a conversion, the variance and a product in each layer, beside the forward pass.
     assert passes <= forwards + 4 * 3 * len(tracking_layers(resnet()))
+
+
+def test_a_batch_on_a_gpu_has_come_when_a_model_on_the_cpu_reads_it(device: torch.device) -> None:
+    batch = torch.ones(2, 3, 4, 4, device=device)
+    assert torch.equal(inputs_for(nn.Conv2d(3, 3, 3))(batch), torch.ones(2, 3, 4, 4))
 
 
 BROKEN: dict[str, Callable[[torch.Tensor], Any]] = {

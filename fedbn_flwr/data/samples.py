@@ -118,7 +118,9 @@ class Samples:
     def to(self, device: str | torch.device) -> Samples:
         """Return the same samples on ``device``; tensors that are there already are not copied."""
         groups, units = (None if part is None else part.to(device) for part in (self.groups, self.units))
-        return Samples(self.inputs.to(device), self.targets.to(device), groups, units)
+        grey = self.inputs.ndim == 4 and self.inputs.stride(1) == 0  # channels that share their memory
+        inputs = self.inputs[:, :1].to(device).expand_as(self.inputs) if grey else self.inputs.to(device)
+        return Samples(inputs, self.targets.to(device), groups, units)
 
     def regrouped(self, groups: Tensor | None, units: Tensor | None = None) -> Samples:
         """Return the same examples with other groups and units."""

@@ -70,8 +70,15 @@ def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
 
     Args:
         model: any model; it does not change.
-        example: a batch of inputs; the model runs on it, and the new one.
+        example: a batch of inputs; the model runs on it, and the new one, on a GPU without TF32.
     """
+    cudnn = torch.backends.cudnn
+    # TF32 rounds the filters, and those of the new model to others: it would look as if folding changed the outputs.
+    with cudnn.flags(cudnn.enabled, deterministic=cudnn.deterministic, allow_tf32=False):
+        return _fold(model, example)
+
+
+def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
     plain, model = model, copy.deepcopy(model).eval()
     paths = {layer: path for path, layer in reversed(list(model.named_modules(remove_duplicate=False)))}
     uses, expected = _uses(model, example)

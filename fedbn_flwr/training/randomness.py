@@ -97,12 +97,14 @@ def seeded_on_cpu(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let the default generators on the CPU draw from this one in the block, from all of its state; it moves on."""
+    """Let the default generators draw from this one in the block, on the CPU from all of its state; it moves on."""
     before = Generators.now()
     words = torch.randint(2**32, (624,), generator=generator).numpy().astype(np.uint32)
     np.random.seed(words)
     random.seed(words.tobytes())
     torch.set_rng_state(generator.get_state())
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(int.from_bytes(words[:2].tobytes(), "little") >> 1)
     try:
         yield
     finally:

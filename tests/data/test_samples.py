@@ -81,6 +81,13 @@ def test_repeated_grey_channels_give_contiguous_batches() -> None:
     assert inputs.shape == (2, 3, 4, 4)
 
 
+def test_repeated_grey_channels_are_one_on_a_device_too() -> None:
+    grey = torch.arange(2 * 4 * 4, dtype=torch.uint8).view(2, 1, 4, 4).expand(-1, 3, -1, -1)
+    there = Samples(grey, torch.zeros(2, dtype=torch.int64)).to("meta").inputs
+    assert there.shape == grey.shape
+    assert there.untyped_storage().nbytes() == 2 * 4 * 4
+
+
 def test_an_empty_subset_and_an_empty_batch(samples: Samples) -> None:
     subset = Subset(samples, np.empty(0, np.int64), mean=MEAN, std=STD, augment=Augment(1, True))
     inputs, targets = subset.batch(torch.empty(0, dtype=torch.int64), torch.Generator())

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.simulation
 ROOT = Path(__file__).parents[2]
 NODES = 5
 SETTINGS = {"strategy": "fedbn", "num-server-rounds": 2, "local-steps": 3, "batch-size": 16, "num-clients": NODES}
+SETTINGS["device"] = "cpu"  # where the bits are those of any engine
 
 
 @pytest.fixture(scope="module")

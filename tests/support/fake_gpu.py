@@ -1,7 +1,8 @@
 """A fake GPU: tensors that say ``cuda:0`` and hold their values in the CPU's memory.
 
 It refuses what a GPU refuses: tensors of two devices in an operation, except CPU scalars in elementwise ones, CPU
-indices and copies; a generator of the CPU that is passed; numpy. Operations are done on the CPU, so values are those of
+indices and copies; a generator of the CPU that is passed; numpy. It also refuses a copy to the CPU that does not block,
+which a GPU would let be read before it has ended. Operations are done on the CPU, so values are those of
 the CPU. It counts kernels, the times that the CPU waits for a value, and uploads.
 
 Not kept: the GPU's own default generator (draws are the CPU's), mixed precision (autocast does nothing), streams,
@@ -270,6 +271,8 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if device is None or (on_gpu and isinstance(tensor, _OnGpu)):
         return _torch_to(tensor, **options)
     if not on_gpu:
+        if isinstance(tensor, _OnGpu) and kwargs.get("non_blocking", flags[:1] == [True]):
+            raise RuntimeError("a copy from cuda:0 that does not block may be read before it has ended")
         return _torch_to(tensor, torch.device(device), **options)
     _costs.uploads += 1
     uploaded: Tensor = _Upload.apply(_torch_to(tensor, **options))  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.training.randomness import Generators, seed_generators, seeded
+from fedbn_flwr.training.randomness import Generators, drawing_from, seed_generators, seeded
 from fedbn_flwr.training.turns import Wait, interrupted, turn
 
 X = torch.ones(40, 6)
@@ -177,6 +177,23 @@ def test_a_gpu_that_is_not_used_yet_is_seeded_too(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # the client was the first to use it
     before.restore()
     assert seeds == [42]
+
+
+def test_what_is_drawn_on_a_gpu_from_a_stream_moves_on_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, stream = torch.Generator().manual_seed(1), torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [gpu.get_state()])
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: gpu.set_state(states[0]))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", gpu.manual_seed)
+    before, drawn = gpu.get_state(), []
+    for _ in range(2):
+        stream.manual_seed(3)
+        for _ in range(3):
+            with drawing_from(stream):
+                drawn.append(float(torch.rand((), generator=gpu)))
+    assert torch.equal(gpu.get_state(), before)
+    assert drawn[:3] == drawn[3:]
+    assert len(set(drawn)) == 3
 
 
 def test_a_client_that_breaks_the_generators_does_not_keep_its_turn(caplog: pytest.LogCaptureFixture) -> None:
