@@ -9,6 +9,8 @@ domain are drawn at random; their classes do not matter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from fedbn_flwr.data.splits import Indices, PartitionRequest
@@ -33,12 +35,13 @@ def split_domain(request: PartitionRequest) -> list[Indices]:
             f"({_named(request, members)}). Use {len(members)} or more."
         )
     for domain, (group, examples) in enumerate(members.items()):
-        used = _used(request.domain_share, len(examples), group)
+        name = _named(request, [group])
+        used = _used(request.domain_share, len(examples), name)
         holders = range(domain, request.num_clients, len(members))
         if used < len(holders):
             raise DataError(
                 f"partition 'domain': domain-share={request.domain_share} leaves {used} of the {len(examples)} "
-                f"examples of domain {group} for its {len(holders)} clients. Use a larger share or fewer clients."
+                f"examples of domain {name} for its {len(holders)} clients. Use a larger share or fewer clients."
             )
         shuffled = numpy_generator(request.seed, "partition", "domain", group).permutation(examples)[:used]
         for client, part in zip(holders, np.array_split(shuffled, len(holders)), strict=True):
@@ -67,12 +70,12 @@ def _members(name: str, request: PartitionRequest) -> dict[int, Indices]:
     return {int(group): np.flatnonzero(request.groups == group).astype(np.int64) for group in np.unique(request.groups)}
 
 
-def _named(request: PartitionRequest, members: dict[int, Indices]) -> str:
+def _named(request: PartitionRequest, members: Iterable[int]) -> str:
     """Return the names of the groups; their numbers if they have no names."""
     return ", ".join(request.group_names[group] if request.group_names else str(group) for group in members)
 
 
-def _used(share: float, count: int, group: int) -> int:
+def _used(share: float, count: int, domain: str) -> int:
     """Return how many of a domain's ``count`` examples are used."""
     if 0 < share <= 1:
         return share_of(share, count)
@@ -82,7 +85,7 @@ def _used(share: float, count: int, group: int) -> int:
         )
     if share > count:
         raise DataError(
-            f"domain-share={share}: domain {group} has only {count} training examples. Use {count} or fewer, or a "
+            f"domain-share={share}: domain {domain} has only {count} training examples. Use {count} or fewer, or a "
             "fraction."
         )
     return int(share)

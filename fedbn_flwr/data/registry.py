@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fedbn_flwr.data.cityscapes import read_cityscapes
 from fedbn_flwr.data.digits_domains import read_digits_domains
-from fedbn_flwr.data.domains import DOMAINNET10, OFFICE_CALTECH10, read_digits_five, read_domains
+from fedbn_flwr.data.domains import DIGITS_FIVE, DOMAINNET10, OFFICE_CALTECH10, read_digits_five, read_domains
 from fedbn_flwr.data.folders import read_imagenet, read_tiny_imagenet
 from fedbn_flwr.data.readers import Reader, read_cifar, read_digits, read_idx, read_svhn, read_usps
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
@@ -42,6 +42,7 @@ class DatasetInfo:
         by_file: the images are files, which may stay on the disk.
         notes: what a user must know of own data, one text each.
         warnings: what looks wrong in own data, one text each.
+        group_names: all groups of the data set as published, if a copy may lack some: a run names those that it lacks.
         shared: another process has read the data, see ``data.shared``; no file is needed here.
     """
 
@@ -67,6 +68,7 @@ class DatasetInfo:
     by_file: bool = False
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    group_names: tuple[str, ...] = ()
     shared: bool = False
 
 
@@ -117,7 +119,7 @@ _INFOS = (
         "one or more of MNIST/raw/, train_32x32.mat and test_32x32.mat (SVHN), usps.bz2 and usps.t.bz2, "
         "synth_train_32x32.mat and synth_test_32x32.mat, or mnist/, svhn/, usps/, synth_digits/ and mnist_m/ with one "
         "npz file each (x_train, y_train, x_test, y_test)",
-        (0.5,) * 3, (0.5,) * 3, grouped=True, downloads=False,
+        (0.5,) * 3, (0.5,) * 3, grouped=True, downloads=False, group_names=DIGITS_FIVE,
     ),
     DatasetInfo(
         "office-caltech10", 10, 3, 64, "2,533 photographs of 10 kinds of things in 4 domains", "Gong et al. 2012",

@@ -160,7 +160,7 @@ def test_743_real_digits_per_domain() -> None:
     train, test = split_dataset(data, "domain", 6, seed=0, domain_share=743)
     assert [len(part) for part in train] == [372, 372, 372, 371, 371, 371]
     assert [len(test[i]) + len(test[i + 3]) for i in range(3)] == [10_000, 2_007, 2_000]
-    with pytest.raises(DataError, match=r"domain-share=7438: domain 1 has only 7291 training examples"):
+    with pytest.raises(DataError, match=r"domain-share=7438: domain usps has only 7291 training examples"):
         split_dataset(data, "domain", 3, seed=0, domain_share=7438)
 
 

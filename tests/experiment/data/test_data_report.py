@@ -95,6 +95,19 @@ def test_what_looks_wrong(tmp_path: Path, case: str) -> None:
         raise AssertionError("\n".join(found.warnings))
 
 
+def test_domains_that_a_copy_lacks_are_named(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for folder in ("usps", "mnist_m"):
+        (tmp_path / folder).mkdir()
+        x, y = draw.integers(0, 256, (20, 28, 28, 3)).astype(np.uint8), np.arange(20) % 10
+        np.savez(tmp_path / folder / "a.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    settings = {"dataset": "digits-five", "data-dir": str(tmp_path), "partition": "domain", "num-clients": 2}
+    config = Config.make({**settings, "model": "digits-cnn"})
+    assert data_report(partitioned_data(config, 2), config).warnings == (
+        "digits-five has mnist, svhn, synth-digits too, absent from data-dir: this run is of usps, mnist-m alone",
+    )
+
+
 def test_the_number_of_classes_of_pixels_is_told(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (6, 4, 4, 3)).astype(np.uint8), np.arange(96).reshape(6, 4, 4) % 5

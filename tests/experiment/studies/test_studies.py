@@ -17,6 +17,7 @@ from fedbn_flwr.experiment.studies.sweep import sweep
 
 FOLDER = Path(__file__).parents[3] / "studies"
 FULL = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-small"))
+OF_A_DOMAIN = {"digits-five": 7291, "office-caltech10": 112}  # training examples of the smallest domain
 LONGER = {"fedwon-table-1-office-small", "fixbn-table-4-small"}  # they have results, so they stay as they are
 SIZES = {"imagenet": 1281167, "tiny-imagenet": 100000, "cityscapes": 2975, "office-caltech10": 2021}
 
@@ -41,6 +42,9 @@ def checked(path: Path, tmp_path: Path) -> None:
         methods.discard(method)
         splits.discard(split)
     assert not methods | splits, "a method or split that is never run"
+    for method, split in names:
+        settings = {**content["base"], **content["splits"][split], **content["methods"][method]}
+        assert settings.get("domain-share", 1) <= OF_A_DOMAIN.get(settings["dataset"], 1), f"{method}/{split}"
     left_out = ["/".join(name) for name in names if name not in chosen]
     thin = {**content, "seeds": content["seeds"][:1], "skip": content["skip"] + left_out}
     (tmp_path / path.name).write_text(yaml.safe_dump(thin, sort_keys=False))
