@@ -103,7 +103,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     warnings = [*info.warnings, *_of_clients(figures)]
     if absent := [name for name in info.group_names if name not in data.group_names]:
         there = ", ".join(data.group_names)
-        warnings.append(f"{info.name} has {', '.join(absent)} too, absent from data-dir: this run is of {there} alone")
+        warnings.append(f"{info.name} also has {', '.join(absent)}, not in data-dir: this run has only {there}")
     left = len(data.test) - sum(map(len, split.test)) - sum(len(test) for _, test in split.held_out)
     if own and left:
         warnings.append(f"{left} test examples belong to no client: they count in tests of the global model only")

@@ -104,7 +104,7 @@ def test_domains_that_a_copy_lacks_are_named(tmp_path: Path) -> None:
     settings = {"dataset": "digits-five", "data-dir": str(tmp_path), "partition": "domain", "num-clients": 2}
     config = Config.make({**settings, "model": "digits-cnn"})
     assert data_report(partitioned_data(config, 2), config).warnings == (
-        "digits-five has mnist, svhn, synth-digits too, absent from data-dir: this run is of usps, mnist-m alone",
+        "digits-five also has mnist, svhn, synth-digits, not in data-dir: this run has only usps, mnist-m",
     )
 
 
