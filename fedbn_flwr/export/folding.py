@@ -72,10 +72,14 @@ def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
         model: any model; it does not change.
         example: a batch of inputs; the model runs on it, and the new one, on a GPU without TF32.
     """
-    cudnn = torch.backends.cudnn
-    # TF32 rounds the filters, and those of the new model to others: it would look as if folding changed the outputs.
-    with cudnn.flags(cudnn.enabled, deterministic=cudnn.deterministic, allow_tf32=False):
+    conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = conv.fp32_precision
+    # TF32 rounds the old and the new filters differently, which would look as if folding changed the outputs.
+    conv.fp32_precision = "ieee"
+    try:
         return _fold(model, example)
+    finally:
+        conv.fp32_precision = before
 
 
 def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:

@@ -120,9 +120,9 @@ def inputs_for(model: nn.Module) -> Callable[[Tensor], Tensor]:
     memory_format = torch.channels_last if last else torch.contiguous_format
 
     def prepared(inputs: Tensor) -> Tensor:
-        # A copy to the CPU that does not block may be read before it has ended.
-        blocks = device.type == "cpu"
-        inputs = inputs.to(device, dtype if inputs.is_floating_point() else None, non_blocking=not blocks)
+        wanted = dtype if inputs.is_floating_point() else None
+        # A copy from a GPU to the CPU that does not block may be read before it has ended.
+        inputs = inputs.to(device, wanted, non_blocking=device.type != "cpu")
         return inputs.contiguous(memory_format=memory_format) if inputs.dim() == 4 else inputs
 
     return prepared

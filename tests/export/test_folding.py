@@ -198,20 +198,21 @@ def test_outputs_that_folding_would_change_are_told_by_how_much() -> None:
     assert fold(model, images())[1].folded
 
 
-def test_tf32_is_off_while_outputs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_tf32_is_off_while_outputs_are_compared(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU convolutions round their operands to ten bits, unless it is off."""
-    whole = nn.Conv2d._conv_forward
+    whole, of_conv = nn.Conv2d._conv_forward, torch.backends.cudnn.conv
+    monkeypatch.setattr(of_conv, "fp32_precision", precision)
 
     def rounded(values: Tensor) -> Tensor:
         return ((values.contiguous().view(torch.int32) + 2**12) & ~(2**13 - 1)).view(torch.float32)
 
     def on_a_gpu(conv: nn.Conv2d, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        operands = (rounded(inputs), rounded(weight)) if torch.backends.cudnn.allow_tf32 else (inputs, weight)
+        operands = (rounded(inputs), rounded(weight)) if of_conv.fp32_precision == "tf32" else (inputs, weight)
         return whole(conv, *operands, bias)
 
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", on_a_gpu)
     model = trained(build_model("resnet20", num_classes=10, channels=3, size=32), images().float())
-    assert torch.backends.cudnn.allow_tf32
     folding = fold(model, images().float())[1]
     assert (len(folding.folded), folding.left) == (19, {})
-    assert torch.backends.cudnn.allow_tf32, "it is as before"
+    assert of_conv.fp32_precision == precision, "it is as before"

@@ -2,8 +2,8 @@
 
 It refuses what a GPU refuses: tensors of two devices in an operation, except CPU scalars in elementwise ones, CPU
 indices and copies; a generator of the CPU that is passed; numpy. It also refuses a copy to the CPU that does not block,
-which a GPU would let be read before it has ended. Operations are done on the CPU, so values are those of
-the CPU. It counts kernels, the times that the CPU waits for a value, and uploads.
+because on a GPU it may be read before it has ended. Operations are done on the CPU, so values are those of the CPU. It
+counts kernels, the times that the CPU waits for a value, and uploads.
 
 Not kept: the GPU's own default generator (draws are the CPU's), mixed precision (autocast does nothing), streams,
 memory, the ``foreach`` path of optimizers, and other processes. ``torch.save`` and ``copy.copy`` work on a GPU, and
