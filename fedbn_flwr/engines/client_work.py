@@ -94,9 +94,9 @@ class OwnProcess:
         threads = self._of_barrier[job.member.barrier_id] if job.member else self._threads
         threads.submit(self._work, job)
 
-    def open_barrier(self, barrier_id: str, num_members: int) -> None:
+    def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
         """Prepare for the members of a synchronised step."""
-        self._of_barrier[barrier_id] = self._pool(num_members)
+        self._of_barrier[barrier_id] = self._pool(len(barrier.members))
 
     def close_barrier(self, barrier_id: str) -> None:
         """End the threads of the step when they are done."""

@@ -150,7 +150,7 @@ class InProcessGrid(ImmediateGrid):
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
         """See ``transport.BarrierGrid``; a client gets it from ``transport.local_reducer(barrier_id)``."""
         self._barriers[barrier_id] = barrier
-        self._host.open_barrier(barrier_id, len(barrier.members))
+        self._host.open_barrier(barrier_id, barrier)
 
     def close_barrier(self, barrier_id: str) -> None:
         """See ``transport.BarrierGrid``."""

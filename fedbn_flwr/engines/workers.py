@@ -13,10 +13,10 @@ import multiprocessing
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -26,13 +26,15 @@ from typing import Any
 import cloudpickle
 import torch
 from flwr.clientapp import ClientApp
+from torch import Tensor
 
 from fedbn_flwr.compat.flower import PARTITION_ID_KEY, app_error
-from fedbn_flwr.engines.client_work import Job, LocalMember
+from fedbn_flwr.engines.client_work import Job
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import ANSWER, CALL, READY, WORK, serve
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.transport import Dropped, Reducer, Signal
+from fedbn_flwr.transport import Barrier, Dropped
+from fedbn_flwr.transport.barrier import LOOK
 
 __all__ = ["WorkerProcesses"]
 
@@ -73,10 +75,11 @@ class WorkerProcesses:
         self._closed = threading.Event()
         self._broadcasts = Broadcasts()
         self._jobs: deque[Job] = deque()
-        self._barriers: dict[str, ThreadPoolExecutor] = {}
+        self._barriers: dict[str, Barrier] = {}
         self._workers: list[_Worker] = []
         for _ in range(count):
             self._workers.append(self._start())
+        threading.Thread(target=self._drop_late, name="late members", daemon=True).start()
         # At the end of the command, before multiprocessing waits for its processes.
         self._end = Finalize(self, _end_all, args=(self._workers, self._closed), exitpriority=10)
 
@@ -94,13 +97,13 @@ class WorkerProcesses:
         elif not works:
             _fail(job, "no worker process is left")
 
-    def open_barrier(self, barrier_id: str, num_members: int) -> None:
-        """Prepare for the members of a synchronised step: for each one thread here, which waits at the barrier."""
-        self._barriers[barrier_id] = ThreadPoolExecutor(num_members, thread_name_prefix="member")
+    def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
+        """Answer the members of a synchronised step."""
+        self._barriers[barrier_id] = barrier
 
     def close_barrier(self, barrier_id: str) -> None:
-        """End the threads of the step when they are done."""
-        self._barriers.pop(barrier_id).shutdown(wait=False)
+        """End the step: no member is answered any more."""
+        del self._barriers[barrier_id]
 
     def close(self) -> None:
         """End the processes; the jobs that they work on fail."""
@@ -112,8 +115,6 @@ class WorkerProcesses:
                 worker.jobs.clear()
         for job in left:
             _fail(job, "the grid was closed")
-        for threads in self._barriers.values():
-            threads.shutdown(wait=False, cancel_futures=True)
         self._broadcasts.close()
 
     def _for_member(self) -> _Worker | None:
@@ -160,33 +161,46 @@ class WorkerProcesses:
         """Take what a process sends, until it ends."""
         while True:
             try:
-                (kind, number), values = worker.link.receive()
+                (kind, number, *call), values = worker.link.receive()
             except Exception:  # it has ended, or sent what cannot be read
                 self._replace(worker)
                 return
             if kind == READY:
                 worker.ready = True
             elif kind == CALL:
-                self._call(worker, number, *values[0])
+                self._call(worker, number, *call)
             else:
                 with self._lock:
                     job = worker.jobs.pop(number, None)
-                    worker.reducers.pop(number, None)
                 self._feed(worker)
                 if job:
                     job.done(*values)
                 del job, values  # or this thread would hold the memory of the reply until the next one
 
     def _call(self, worker: _Worker, number: int, method: str, args: tuple[Any, ...]) -> None:
-        """Let a thread of the barrier do a member's call."""
-        member = job.member if (job := worker.jobs.get(number)) else None  # none: the grid was closed
-        threads = self._barriers.get(member.barrier_id) if member else None
-        try:
-            if member is None or threads is None:
-                raise RuntimeError
-            threads.submit(worker.answer, number, member, method, args)
-        except RuntimeError:  # the barrier is closed: the member comes too late
-            worker.tell(number, None, Dropped("the synchronised step is over"))
+        """Do a member's call at its barrier. An exchange is answered when it is over."""
+        job = worker.jobs.get(number)
+        if job is None or job.member is None:
+            return  # the grid was closed
+        barrier_id, barrier, node_id = job.member
+        if barrier_id not in self._barriers:
+            worker.answer({node_id: Dropped("the synchronised step is over")})
+        elif method == "send":
+            attempt, tag, array = args
+            barrier.send(node_id, attempt, tag, torch.from_numpy(array), worker.answer)
+        else:
+            try:
+                worker.answer({node_id: getattr(barrier, method)(node_id)})
+            except Dropped as error:
+                worker.answer({node_id: error})
+
+    def _drop_late(self) -> None:
+        """Drop the members that do not send in time, until the end."""
+        last_look = time.monotonic()
+        while not self._closed.wait(LOOK):
+            for barrier in list(self._barriers.values()):
+                barrier.drop_late(last_look)
+            last_look = time.monotonic()
 
     def _replace(self, worker: _Worker) -> None:
         """Start another process in place of one that died, and let its clients fail."""
@@ -229,7 +243,6 @@ class _Worker:
     process: BaseProcess
     link: WorkerPipe
     jobs: dict[int, Job] = field(default_factory=dict)
-    reducers: dict[int, Reducer] = field(default_factory=dict)
     ready: bool = False
 
     def reserve(self, job: Job) -> int:
@@ -238,20 +251,11 @@ class _Worker:
         self.jobs[number] = job
         return number
 
-    def answer(self, number: int, member: LocalMember, method: str, args: tuple[Any, ...]) -> None:
-        """Do a member's call of its reducer, and send the result, or the exception."""
-        reducer = self.reducers.setdefault(number, member.reducer())
-        try:
-            result = getattr(reducer, method)(*args)
-        except (Exception, Signal) as error:
-            self.tell(number, None, error)
-        else:
-            self.tell(number, result, None)
-
-    def tell(self, number: int, result: Any, error: BaseException | None) -> None:
-        """Send the answer to a member's call."""
+    def answer(self, outcomes: Mapping[int, Any]) -> None:
+        """Send the results of members' calls by node id, or the exceptions."""
+        arrays = {i: outcome.numpy() if isinstance(outcome, Tensor) else outcome for i, outcome in outcomes.items()}
         with suppress(ConnectionError, OSError):  # the process has died
-            self.link.send((ANSWER, number, None), Packed.of((result, error)))
+            self.link.send((ANSWER, 0, arrays))
 
 
 _numbers = itertools.count()

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fedbn_flwr.training.numpy_state import NumpyState
+
 __all__ = [
     "Generators",
     "drawing_from",
@@ -31,14 +33,14 @@ class Generators(NamedTuple):
 
     torch: torch.Tensor
     cuda: list[torch.Tensor]
-    numpy: Any
+    numpy: NumpyState
     python: Any
 
     @classmethod
     def now(cls) -> Generators:
         """Return the present state."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+        return cls(torch.get_rng_state(), cuda, NumpyState.now(), random.getstate())
 
     def restore(self) -> None:
         """Give the generators this state."""
@@ -47,7 +49,7 @@ class Generators(NamedTuple):
             torch.cuda.set_rng_state_all(self.cuda)
         elif torch.cuda.is_available():  # it was not used before; it may have been since
             torch.cuda.manual_seed_all(torch.initial_seed())  # what torch keeps for its first use
-        np.random.set_state(self.numpy)
+        self.numpy.restore()
         random.setstate(self.python)
 
 

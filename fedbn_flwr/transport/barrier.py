@@ -1,7 +1,8 @@
 """A barrier that reduces: it collects a tensor from every client of a round and returns the answer to all of them.
 
-In process the clients' own threads wait here; with the gRPC channel threads of the server wait for them. A member that
-leaves, stalls or sends an unusable tensor is dropped, and the others repeat the step, so the step stays exact.
+In process the clients' own threads wait here; with the gRPC channel threads of the server wait for them. For members in
+worker processes nobody waits: the answer is sent to them. A member that leaves, stalls or sends an unusable tensor is
+dropped, and the others repeat the step, so the step stays exact.
 """
 
 from __future__ import annotations
@@ -23,10 +24,27 @@ from fedbn_flwr.errors import EngineError, FedBNError
 from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
 
-__all__ = ["Barrier", "BarrierGrid", "Member", "Sent", "local_reducer", "odd_ones", "use_reducers"]
+__all__ = [
+    "LOOK",
+    "Barrier",
+    "BarrierGrid",
+    "Member",
+    "Outcome",
+    "Sent",
+    "Then",
+    "local_reducer",
+    "odd_ones",
+    "use_reducers",
+]
 
 Sent = tuple[str, Tensor]  # the tag of an exchange, and a client's tensor
-_LOOK = 1.0  # seconds after which a thread that waits looks at the clock
+Outcome = Tensor | Dropped | RetryStep
+"""Of an exchange, for one member: the answer, or what its ``reduce`` raises."""
+
+Then = Callable[[Mapping[int, Outcome]], None]
+"""``then(outcomes)``, by node id."""
+
+LOOK = 1.0  # seconds between two looks at the clock while somebody waits
 
 
 @dataclass(frozen=True)
@@ -47,13 +65,7 @@ class _Exchange:
     sent: dict[int, Sent] = field(default_factory=dict)
     answer: Tensor | None = None
     over: bool = False  # answered or aborted
-    waits: list[Wait] = field(default_factory=list)
-
-    def end(self) -> None:
-        """Let the members that wait go on."""
-        self.over = True
-        for wait in self.waits:
-            wait.end()
+    then: dict[Then, list[int]] = field(default_factory=dict)  # what to call then, and the members that wait with it
 
 
 class Barrier:
@@ -92,6 +104,7 @@ class Barrier:
         self._min_members = min_members
         self._lock = threading.Lock()
         self._exchange = _Exchange(0)
+        self._ended: list[_Exchange] = []
         self._begun: set[int] = set()
         self._closed: set[int] = set()
         self._latest_attempt = 0  # the latest that a member has begun
@@ -106,7 +119,7 @@ class Barrier:
 
     def begin(self, node_id: int) -> tuple[int, int]:
         """Return (attempt, examples in the union of the batches of the remaining members)."""
-        with self._lock:
+        with self._locked():
             self._refuse_dropped(node_id)
             self._begun.add(node_id)
             self._latest_attempt = self._exchange.attempt
@@ -116,19 +129,59 @@ class Barrier:
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
         """Return the answer when all members' tensors of this exchange are there; see ``Reducer.reduce``."""
-        with self._lock:
-            exchange = self._send(node_id, attempt, tag, tensor)
+        with self._locked():
+            exchange = self._take(node_id, attempt, tag, tensor)
             wait = None if exchange.over else Wait()  # the last member to send keeps its turn
-            exchange.waits += [wait] if wait else []
+            if wait:
+                exchange.then[lambda _: wait.end()] = [node_id]
         if wait:
-            self._wait(wait, exchange, tag)
-        if exchange.answer is not None:
-            return exchange.answer
-        with self._lock:
-            self._refuse_dropped(node_id)
-        raise RetryStep("a client was lost in mid-step")
+            self._wait(wait, exchange)
+        outcome = self._outcome(node_id, exchange)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
-    def _send(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> _Exchange:
+    def send(self, node_id: int, attempt: int, tag: str, tensor: Tensor, then: Then) -> None:
+        """Do an exchange like ``reduce``, and do not wait: ``then`` is called in some thread when it is over.
+
+        It is called once for all members with the same ``then``. Meanwhile call ``drop_late`` from time to time.
+        """
+        try:
+            with self._locked():
+                exchange = self._take(node_id, attempt, tag, tensor)
+                exchange.then.setdefault(then, []).append(node_id)
+        except (Dropped, RetryStep) as error:
+            then({node_id: error})
+
+    def drop_late(self, last_look: float) -> float:
+        """Drop the members that have not sent in time. Return the time, which is ``last_look`` of the next call."""
+        with self._locked():
+            now, exchange = time.monotonic(), self._exchange
+            if exchange.sent:
+                # If this process was paused, extend the deadline by that time.
+                exchange.deadline += max(0.0, now - last_look - LOOK)
+                if now >= exchange.deadline:
+                    tag = next(iter(exchange.sent.values()))[0]
+                    missing = {i: self._reason_late(i, tag) for i in self._remaining() if i not in exchange.sent}
+                    self.never_began += [reason for i, reason in missing.items() if i not in self._begun]
+                    self._drop(missing)
+        return now
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock in the block; then, without it, let the members of the exchanges that ended there go on."""
+        self._lock.acquire()
+        try:
+            yield
+        finally:
+            ended, self._ended = self._ended, []
+            self._lock.release()
+            for exchange in ended:
+                for then, waiting in exchange.then.items():
+                    then({node_id: self._outcome(node_id, exchange) for node_id in waiting})
+
+    def _take(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> _Exchange:
+        """Take a member's tensor, and return its exchange."""
         self._refuse_dropped(node_id)
         exchange = self._exchange
         if attempt != exchange.attempt:
@@ -143,29 +196,32 @@ class Barrier:
         self._answer_if_complete()
         return exchange
 
-    def _wait(self, wait: Wait, exchange: _Exchange, tag: str) -> None:
+    def _wait(self, wait: Wait, exchange: _Exchange) -> None:
         """Wait until the exchange is over; drop the members that do not send in time."""
         with wait:
             now = time.monotonic()
-            while not wait.is_over(_LOOK if exchange.over else min(_LOOK, max(0.0, exchange.deadline - now))):
-                with self._lock:
-                    # If this process was paused, extend the deadline by that time.
-                    exchange.deadline += max(0.0, time.monotonic() - now - _LOOK)
-                    now = time.monotonic()
-                    if now >= exchange.deadline and not exchange.over:
-                        missing = {i: self._reason_late(i, tag) for i in self._remaining() if i not in exchange.sent}
-                        self.never_began += [reason for i, reason in missing.items() if i not in self._begun]
-                        self._drop(missing)
+            while not wait.is_over(LOOK if exchange.over else min(LOOK, max(0.0, exchange.deadline - now))):
+                now = self.drop_late(now)
+
+    def _outcome(self, node_id: int, exchange: _Exchange) -> Outcome:
+        if exchange.answer is not None:
+            return exchange.answer
+        try:
+            with self._lock:
+                self._refuse_dropped(node_id)
+        except Dropped as error:
+            return error
+        return RetryStep("a client was lost in mid-step")
 
     def close(self, node_id: int) -> None:
         """Mark a member that needs no more exchanges."""
-        with self._lock:
+        with self._locked():
             self._closed.add(node_id)
             self._answer_if_complete()
 
     def leave(self, node_id: int, reason: str) -> None:
         """Drop a member that has left without closing its reducer."""
-        with self._lock:
+        with self._locked():
             if node_id in self._remaining() and node_id not in self._closed:
                 self._drop({node_id: reason})
 
@@ -208,7 +264,7 @@ class Barrier:
         self.dropped.update(reasons)
         self._dropped_in.update(dict.fromkeys(reasons, self._exchange.attempt))
         aborted, self._exchange = self._exchange, _Exchange(self._exchange.attempt + 1)
-        aborted.end()
+        self._end(aborted)
 
     def _answer_if_complete(self) -> None:
         """Answer the exchange if every remaining member has sent; drop members whose tensor does not fit the others."""
@@ -234,7 +290,11 @@ class Barrier:
         self.exchanges += 1
         self.bytes_down += exchange.answer.numel() * exchange.answer.element_size()
         self._exchange = _Exchange(exchange.attempt)
-        exchange.end()
+        self._end(exchange)
+
+    def _end(self, exchange: _Exchange) -> None:
+        exchange.over = True
+        self._ended.append(exchange)
 
 
 def _kind(sent: Sent) -> tuple[str, tuple[int, ...], torch.dtype]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr.training.numpy_state import NumpyState
 from fedbn_flwr.training.randomness import Generators, drawing_from, seed_generators, seeded
 from fedbn_flwr.training.turns import Wait, interrupted, turn
 
@@ -35,6 +37,41 @@ def test_draws_repeat_and_the_generators_are_restored() -> None:
     with seeded(6):
         assert not torch.equal(drawn(), first), "does not depend on the seed"
     assert not torch.equal(first, second), "the stream does not move on"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_numpys_state_is_saved_and_restored_as_by_numpy_itself(seed: int) -> None:
+    own, oracle, choose = list[NumpyState](), list[Any](), random.Random(seed)
+    other = np.random.RandomState(7)
+    with seeded(7):
+        for _ in range(300):
+            what = choose.choice(["one normal", "uniform", "save", "save", "restore", "restore"])
+            if what == "one normal":  # numpy keeps a second one
+                assert np.random.randn() == other.randn()
+            elif what == "uniform":
+                assert np.random.rand() == other.rand()
+            elif what == "save":
+                own.append(NumpyState.now())
+                oracle.append(other.get_state())
+            elif own:
+                place = choose.randrange(len(own))
+                own[place].restore()
+                other.set_state(oracle[place])
+            assert str(np.random.get_state()) == str(other.get_state())
+    assert {bool(state.whole["has_gauss"]) for state in own} == {False, True}
+
+
+def test_another_generator_of_numpys_is_saved_and_restored_too() -> None:
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        np.random.randn()
+        state, first = NumpyState.now(), np.random.randn(5)
+        np.random.randn(4)
+        state.restore()
+        assert np.array_equal(np.random.randn(5), first)
+    finally:
+        np.random.set_bit_generator(usual)
 
 
 def test_the_generators_are_restored_after_an_error() -> None:

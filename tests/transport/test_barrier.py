@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,37 @@ def test_where_members_take_turns_none_is_late_while_another_computes(members, a
     done = at_once(*(partial(after, i) for i in range(4)))
     assert barrier.dropped == {}
     assert [attempts for _, _, attempts in done] == [1] * 4
+
+
+def test_without_waiting_the_outcomes_come_together_and_late_members_are_dropped(members, monkeypatch) -> None:
+    barrier, now = Barrier(members(1, 1, 2, 1), timeout=5), [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    first, second = list[dict[int, Any]](), list[dict[int, Any]]()
+    then = {100: first.append, 101: first.append, 102: second.append, 103: second.append}
+
+    def send(node_id: int, attempt: int, tag: str = "mean/0") -> None:
+        barrier.send(node_id, attempt, tag, row(node_id), then[node_id])
+
+    for node_id in then:
+        assert barrier.begin(node_id) == (0, 2 + 3 + 4 + 5)
+        send(node_id, 0)
+    mean = (100 + 101 + 2 * 102 + 103) / 5
+    assert (first, second) == ([{100: row(mean), 101: row(mean)}], [{102: row(mean), 103: row(mean)}])
+
+    for node_id in (100, 101, 102):
+        send(node_id, 0, "variance/0")
+    looked = barrier.drop_late(now[0])
+    assert len(first) == len(second) == 1, "nobody was late"
+    for _ in range(5):
+        now[0] += 1
+        looked = barrier.drop_late(looked)
+    assert isinstance(second.pop()[102], RetryStep)
+    assert {node_id: type(error) for node_id, error in first.pop().items()} == {100: RetryStep, 101: RetryStep}
+    send(102, 0, "variance/0")
+    assert isinstance(second.pop()[102], RetryStep), "a tensor of the attempt that is over"
+    send(103, 1)
+    assert isinstance(second.pop()[103], Dropped)
+    assert barrier.dropped == {103: "did not send exchange 'variance/0' within 5 s"}
 
 
 def test_nobody_is_late_because_the_process_was_paused(members, at_once, steps, monkeypatch) -> None:
