@@ -32,6 +32,7 @@ __all__ = [
     "BufferArray",
     "Run",
     "app_error",
+    "array_of_bytes",
     "calling_dp_wrapper",
     "copied_context",
     "copied_message",
@@ -126,12 +127,17 @@ def _copied(records: RecordDict) -> RecordDict:
     copied = RecordDict()
     for key, record in records.items():
         if isinstance(record, ArrayRecord):
-            copied[key] = same = ArrayRecord()  # its constructor would make each Array once more
-            for name, array in record.items():
-                same[name] = array
+            copied[key] = record.copy()
         else:
             copied[key] = copy.deepcopy(record)
     return copied
+
+
+def array_of_bytes(dtype: str, shape: tuple[int, ...], data: bytes) -> Array:
+    """Return ``Array(dtype, shape, "numpy.ndarray", data)``, whose constructor takes longer than a small array's copy."""
+    array = Array.__new__(Array)
+    array.__dict__.update(dtype=dtype, shape=shape, stype="numpy.ndarray", data=data)
+    return array
 
 
 class BufferArray(Array):

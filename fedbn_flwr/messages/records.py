@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord
 from numpy.lib.format import write_array_header_1_0
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.compat.flower import BufferArray
+from fedbn_flwr.compat.flower import BufferArray, array_of_bytes
 from fedbn_flwr.errors import StateError
 
 __all__ = [
@@ -94,7 +94,7 @@ def encode(array: Array, order: Literal["C", "K"] = "K") -> FlowerArray:
         buffer.write(header)
         np.ndarray(array.shape, array.dtype, buffer.getbuffer(), len(header))[...] = array
         data = buffer.getvalue()
-    return FlowerArray(dtype, array.shape, "numpy.ndarray", data)
+    return array_of_bytes(dtype, array.shape, data)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -167,7 +167,8 @@ class _Alias:
     """The memory of a read-only array, offered as writable; torch has no read-only tensors and would warn."""
 
     def __init__(self, array: Array) -> None:
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
         self._array = array  # keeps the memory
 
 

@@ -108,14 +108,19 @@ def device_of(model: nn.Module) -> torch.device:
     return next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
 
 
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the model's first real entry, else that of its first complex one, else the default."""
+    entries = itertools.chain(model.parameters(), model.buffers())
+    # Not of a table: of integers, or complex and not trained.
+    dtypes = (e.dtype for e in entries if e.is_floating_point() or (e.is_complex() and e.requires_grad))
+    first = next(dtypes, torch.get_default_dtype())
+    return next((dtype for dtype in itertools.chain([first], dtypes) if dtype.is_floating_point), first)
+
+
 def inputs_for(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the function that brings a batch to the model's device, dtype and memory format."""
-    device = device_of(model)
-    entries = itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])
-    # Not of a table: of integers, or complex and not trained.
-    dtypes = [e.dtype for e in entries if e.is_floating_point() or (e.is_complex() and e.requires_grad)]
-    dtype = next((dtype for dtype in dtypes[:-1] if dtype.is_floating_point), dtypes[0])
-    images = [p for p in model.parameters() if p.dim() == 4]
+    device, dtype = device_of(model), _dtype_of(model)
+    images = (p for p in model.parameters() if p.dim() == 4)
     last = any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in images)
     memory_format = torch.channels_last if last else torch.contiguous_format
 

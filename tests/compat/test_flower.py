@@ -163,6 +163,18 @@ def test_copied_context(seam: ModuleType, message: Message) -> None:
         assert message.content["config"]["lr"] == 0.1
 
 
+def test_array_of_bytes(seam: ModuleType) -> None:
+    todo = f"let array_of_bytes in {SEAM} keep what Array keeps now."
+    with canary("an Array is its dtype, shape, stype and data, and knows by itself that it has changed", todo):
+        like = Array(np.arange(6.0).reshape(2, 3))
+        array = seam.array_of_bytes(like.dtype, like.shape, like.data)
+        assert vars(array) == {name: value for name, value in vars(like).items() if name != "_is_dirty"}
+        assert array == like
+        assert (array.is_dirty, array.object_id) == (True, like.object_id)
+        array.data = Array(np.zeros((2, 3))).data
+        assert array.object_id != like.object_id
+
+
 def test_buffer_array(seam: ModuleType) -> None:
     todo = f"let BufferArray in {SEAM} keep what Array keeps now."
     with canary("an Array is its dtype, shape, stype and data, which records and pickles copy", todo):
