@@ -1,8 +1,11 @@
-"""Cores and memory: those of the machine, or what the control groups of this process leave of them."""
+"""Cores and memory: those of the machine, or what the control groups of this process leave of them; freed memory."""
 
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +35,40 @@ def test_the_smallest_limit_of_the_groups_counts(
     assert (num_cores(), memory_bytes()) == (cores, whole if cores == 64 else 2**20)
     (tmp_path / "own").unlink()
     assert num_cores() == 64, "there are no control groups"
+
+
+_FREES = """
+import resource, threading, torch
+from fedbn_flwr.machine import keep_freed_memory
+
+{call}
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step() -> None:
+    for size in (2**18, 2**21, 2**22):
+        held = [torch.ones(size) for _ in range(2**24 // size)]
+
+def steps() -> None:
+    step(), step()
+    before = faults()
+    for _ in range(10):
+        step()
+    print(faults() - before)
+
+thread = threading.Thread(target=steps)
+thread.start(), thread.join()
+"""
+
+
+def _page_faults(call: str, **environment: str) -> int:
+    """Return the page faults of a thread that needs some hundred megabytes again, which it has freed."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    code = [sys.executable, "-c", _FREES.format(call=call)]
+    return int(subprocess.run(code, capture_output=True, text=True, check=True, env={**own, **environment}).stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_memory_is_kept_unless_the_environment_sets_it() -> None:
+    assert _page_faults("keep_freed_memory()") < 10_000
+    assert _page_faults("") > 30_000, "the test measures nothing"
+    assert _page_faults("keep_freed_memory()", MALLOC_TRIM_THRESHOLD_="100000") > 30_000

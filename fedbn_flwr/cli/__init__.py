@@ -9,10 +9,12 @@ import sys
 from fedbn_flwr.cli import run, sweep, report, doctor, listing, inspect, partition, evaluate, export  # noqa: F401
 from fedbn_flwr.cli.console import app
 # isort: on
+from fedbn_flwr.machine import keep_freed_memory
 
 __all__ = ["app", "main"]
 
 
 def main() -> None:
     """Run the command line."""
+    keep_freed_memory()
     sys.exit(app())

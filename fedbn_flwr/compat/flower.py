@@ -134,7 +134,7 @@ def _copied(records: RecordDict) -> RecordDict:
 
 
 def array_of_bytes(dtype: str, shape: tuple[int, ...], data: bytes) -> Array:
-    """Return ``Array(dtype, shape, "numpy.ndarray", data)``, whose constructor takes longer than a small array's copy."""
+    """Return ``Array(dtype, shape, "numpy.ndarray", data)``, whose constructor takes longer than a copy of bytes."""
     array = Array.__new__(Array)
     array.__dict__.update(dtype=dtype, shape=shape, stype="numpy.ndarray", data=data)
     return array

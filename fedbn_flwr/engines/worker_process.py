@@ -24,6 +24,7 @@ from torch import Tensor
 from fedbn_flwr.compat.flower import app_error, identify_process
 from fedbn_flwr.engines.client_work import work
 from fedbn_flwr.engines.link import Packed, WorkerPipe
+from fedbn_flwr.machine import keep_freed_memory
 from fedbn_flwr.training.turns import interrupted
 
 __all__ = ["ANSWER", "CALL", "DONE", "READY", "WORK", "serve"]
@@ -39,6 +40,7 @@ def serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends this process
     threading.Thread(target=_end_with_the_command, daemon=True).start()
     torch.set_num_threads(torch_threads)
+    keep_freed_memory()
     identify_process(run_id)
     client_app: ClientApp = pickle.loads(app) if isinstance(app, bytes) else app
     link, members = WorkerPipe(pipe), _Members(torch_threads)

@@ -8,6 +8,7 @@ elsewhere. But as long as the bits are those of a state that had none, there is 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,15 +33,13 @@ class NumpyState(NamedTuple):
     @classmethod
     def now(cls) -> NumpyState:
         """Return the present state."""
-        global _LATEST
-        latest, bits = _LATEST, _bits()
+        latest, bits = _SEEN.latest, _bits()
         if not latest.is_all_of(bits):
-            _LATEST = latest = cls(bits, np.random.get_state(legacy=False))
+            _SEEN.latest = latest = cls(bits, np.random.get_state(legacy=False))
         return latest
 
     def restore(self) -> None:
         """Give the generator this state."""
-        global _LATEST
         if self.is_all_of(self.bits) and NumpyState.now().is_all_of(bits := _bits()):
             if bits != self.bits:
                 generator = _generator()
@@ -48,11 +47,18 @@ class NumpyState(NamedTuple):
                     ctypes.memmove(generator.ctypes.state_address, self.bits, _BYTES)
         else:
             np.random.set_state(self.whole)
-        _LATEST = self
+        _SEEN.latest = self
 
     def is_all_of(self, bits: bytes) -> bool:
         """Return whether a generator with these bits has this state, and no normal number is kept."""
         return bool(bits) and bits == self.bits and not self.whole["has_gauss"]
+
+
+@dataclass
+class _Seen:
+    """The latest state that was saved or restored."""
+
+    latest: NumpyState
 
 
 def _bits() -> bytes:
@@ -76,4 +82,4 @@ def _layout_is_known() -> bool:
 
 
 _KNOWN_LAYOUT = _layout_is_known()
-_LATEST = NumpyState(b"", None)
+_SEEN = _Seen(NumpyState(b"", None))

@@ -29,7 +29,7 @@ from fedbn_flwr.experiment.studies.cell import Cell
 from fedbn_flwr.experiment.studies.done import finished
 from fedbn_flwr.experiment.studies.one_run import do_cell, note_failure
 from fedbn_flwr.experiment.studies.sweep import Follower, Outcome, Runner
-from fedbn_flwr.machine import memory_bytes, num_cores
+from fedbn_flwr.machine import keep_freed_memory, memory_bytes, num_cores
 from fedbn_flwr.training.settings import share_of
 
 __all__ = ["default_parallel", "in_parallel", "memory_need"]
@@ -170,6 +170,7 @@ def _work(cell: Cell, shared: SharedData, out: Path, folder: Path) -> tuple[str,
     """Do a run in a process of Ray; return its error and what it logged as warnings."""
     if folder.is_dir():
         os.chdir(folder)  # relative paths of the config are those of the command
+    keep_freed_memory()
     shared.adopt()
     logger.setLevel(logging.WARNING)
     seen = _Seen()
