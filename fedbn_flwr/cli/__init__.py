@@ -8,6 +8,7 @@ import sys
 # Each module adds its command to the app; --help shows them in this order.
 from fedbn_flwr.cli import run, sweep, report, doctor, listing, inspect, partition, evaluate, export  # noqa: F401
 from fedbn_flwr.cli.console import app
+
 # isort: on
 from fedbn_flwr.machine import keep_freed_memory
 
