@@ -32,8 +32,8 @@ def keep_freed_memory() -> None:
 
     A training step frees some hundred megabytes, and the next one needs them again. glibc gives them back to the system
     in between, most of all in threads, which have pools of their own: getting them page by page takes up to a tenth of
-    a step's time. The most memory that is needed at a time does not change. Without effect under another C library, and
-    where the environment has such settings itself (``MALLOC_ARENA_MAX``, ``GLIBC_TUNABLES``, ...).
+    a step's time. The process then holds the most that it has needed so far. Without effect under another C library,
+    and where the environment has such settings itself (``MALLOC_ARENA_MAX``, ``GLIBC_TUNABLES``, ...).
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return

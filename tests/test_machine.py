@@ -69,6 +69,6 @@ def _page_faults(call: str, **environment: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_freed_memory_is_kept_unless_the_environment_sets_it() -> None:
-    assert _page_faults("keep_freed_memory()") < 10_000
-    assert _page_faults("") > 30_000, "the test measures nothing"
-    assert _page_faults("keep_freed_memory()", MALLOC_TRIM_THRESHOLD_="100000") > 30_000
+    kept = _page_faults("keep_freed_memory()")
+    assert 4 * kept < _page_faults("")
+    assert 4 * kept < _page_faults("keep_freed_memory()", MALLOC_TRIM_THRESHOLD_="100000")

@@ -78,7 +78,8 @@ class _Members:
     def begin(self, link: WorkerPipe, number: int, *job: Any) -> None:
         *client, context, barrier_id = job
         self._answers[context.node_id] = answers = SimpleQueue[Any]()
-        reducer = _RemoteReducer(functools.partial(self._call, link, number, answers))
+        call = functools.partial(self._call, link, number, context.node_id, answers)
+        reducer = _RemoteReducer(call)
 
         def reply() -> None:
             try:
@@ -95,8 +96,8 @@ class _Members:
             self._answers[node_id].put(outcome)
 
     @staticmethod
-    def _call(link: WorkerPipe, number: int, answers: SimpleQueue[Any], method: str, *args: Any) -> Any:
-        link.send((CALL, number, method, args))
+    def _call(link: WorkerPipe, number: int, node_id: int, answers: SimpleQueue[Any], method: str, *args: Any) -> Any:
+        link.send((CALL, number, node_id, method, args))
         with interrupted():
             outcome = answers.get()
         if isinstance(outcome, BaseException):
@@ -117,7 +118,7 @@ class _RemoteReducer:
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
         # As an array: a tensor's pickle takes a hundred times as long.
-        return torch.from_numpy(self._call("send", self._attempt, tag, tensor.cpu().numpy()))
+        return torch.from_numpy(self._call("send", self._attempt, tag, tensor.detach().cpu().numpy()))
 
     def close(self) -> None:
         self._call("close")

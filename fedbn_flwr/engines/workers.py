@@ -102,7 +102,7 @@ class WorkerProcesses:
         self._barriers[barrier_id] = barrier
 
     def close_barrier(self, barrier_id: str) -> None:
-        """End the step: no member is answered any more."""
+        """End the step: a member that calls later is told so."""
         del self._barriers[barrier_id]
 
     def close(self) -> None:
@@ -177,22 +177,20 @@ class WorkerProcesses:
                     job.done(*values)
                 del job, values  # or this thread would hold the memory of the reply until the next one
 
-    def _call(self, worker: _Worker, number: int, method: str, args: tuple[Any, ...]) -> None:
+    def _call(self, worker: _Worker, number: int, node_id: int, method: str, args: tuple[Any, ...]) -> None:
         """Do a member's call at its barrier. An exchange is answered when it is over."""
-        job = worker.jobs.get(number)
-        if job is None or job.member is None:
-            return  # the grid was closed
-        barrier_id, barrier, node_id = job.member
-        if barrier_id not in self._barriers:
-            worker.answer({node_id: Dropped("the synchronised step is over")})
-        elif method == "send":
-            attempt, tag, array = args
-            barrier.send(node_id, attempt, tag, torch.from_numpy(array), worker.answer)
-        else:
-            try:
+        member = job.member if (job := worker.jobs.get(number)) else None  # none: the grid was closed
+        barrier = self._barriers.get(member.barrier_id) if member else None
+        try:
+            if barrier is None:
+                raise Dropped("the synchronised step is over")
+            if method == "send":
+                attempt, tag, array = args
+                barrier.send(node_id, attempt, tag, torch.from_numpy(array), worker.answer)
+            else:
                 worker.answer({node_id: getattr(barrier, method)(node_id)})
-            except Dropped as error:
-                worker.answer({node_id: error})
+        except Exception as error:
+            worker.answer({node_id: error})
 
     def _drop_late(self) -> None:
         """Drop the members that do not send in time, until the end."""
@@ -253,9 +251,10 @@ class _Worker:
 
     def answer(self, outcomes: Mapping[int, Any]) -> None:
         """Send the results of members' calls by node id, or the exceptions."""
-        arrays = {i: outcome.numpy() if isinstance(outcome, Tensor) else outcome for i, outcome in outcomes.items()}
-        with suppress(ConnectionError, OSError):  # the process has died
-            self.link.send((ANSWER, 0, arrays))
+        # One array for one tensor, which most members share: it is sent once.
+        arrays = {id(outcome): outcome.numpy() for outcome in outcomes.values() if isinstance(outcome, Tensor)}
+        with suppress(Exception):  # the process has died
+            self.link.send((ANSWER, 0, {i: arrays.get(id(outcome), outcome) for i, outcome in outcomes.items()}))
 
 
 _numbers = itertools.count()

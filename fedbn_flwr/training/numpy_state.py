@@ -1,14 +1,13 @@
-"""The state of NumPy's default generator, saved and restored in a fiftieth of the time of ``np.random.get_state``.
+"""The state of NumPy's default generator, saved and restored in a fraction of the time of ``np.random.get_state``.
 
-A synchronised step does both some hundred times a round. The bits are copied from the memory of the generator, whose
-address NumPy publishes (``BitGenerator.ctypes``). NumPy draws normal numbers in pairs, and keeps the second one
-elsewhere. But as long as the bits are those of a state that had none, there is none: what draws one changes the bits.
+A synchronised step does both some hundred times a round. The bits are copied from and to the memory of the generator,
+whose address NumPy publishes (``BitGenerator.ctypes``). NumPy draws normal numbers in pairs, and keeps the second one
+elsewhere, for the next call: a call that does not change the bits returns it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,48 +23,62 @@ class NumpyState(NamedTuple):
 
     Attributes:
         bits: the memory of the generator; b"" if its layout is not known here.
-        whole: what ``np.random.get_state(legacy=False)`` returns.
+        kept: the normal number for the next call; None = none is kept.
+        whole: what ``np.random.get_state(legacy=False)`` returns, of a generator whose layout is not known.
     """
 
     bits: bytes
-    whole: Any
+    kept: float | None = None
+    whole: Any = None
 
     @classmethod
     def now(cls) -> NumpyState:
         """Return the present state."""
-        latest, bits = _SEEN.latest, _bits()
-        if not latest.is_all_of(bits):
-            _SEEN.latest = latest = cls(bits, np.random.get_state(legacy=False))
-        return latest
+        if not (bits := _bits()):
+            return cls(b"", None, np.random.get_state(legacy=False))
+        state = cls(bits, _take_kept(bits))
+        state._write()
+        return state
 
     def restore(self) -> None:
         """Give the generator this state."""
-        if self.is_all_of(self.bits) and NumpyState.now().is_all_of(bits := _bits()):
-            if bits != self.bits:
-                generator = _generator()
-                with generator.lock:
-                    ctypes.memmove(generator.ctypes.state_address, self.bits, _BYTES)
+        now = _bits()
+        if now and self.bits:
+            _take_kept(now)
+            self._write()
         else:
-            np.random.set_state(self.whole)
-        _SEEN.latest = self
+            np.random.set_state(self.whole or self._as_whole())
 
-    def is_all_of(self, bits: bytes) -> bool:
-        """Return whether a generator with these bits has this state, and no normal number is kept."""
-        return bool(bits) and bits == self.bits and not self.whole["has_gauss"]
+    def _write(self) -> None:
+        """Write the state where no number is kept."""
+        if self.kept is not None:
+            np.random.set_state(self._as_whole())
+            return
+        generator = _generator()
+        with generator.lock:
+            ctypes.memmove(generator.ctypes.state_address, self.bits, _BYTES)
+
+    def _as_whole(self) -> dict[str, Any]:
+        words = np.frombuffer(self.bits, np.uint32)
+        state = {"key": words[:_WORDS], "pos": int(words[_WORDS])}
+        kept = {"has_gauss": int(self.kept is not None), "gauss": self.kept or 0.0}
+        return {"bit_generator": "MT19937", "state": state, **kept}
 
 
-@dataclass
-class _Seen:
-    """The latest state that was saved or restored."""
-
-    latest: NumpyState
+def _take_kept(bits: bytes) -> float | None:
+    """Return the normal number that is kept. Then none is, and the generator, which had these bits, may have moved."""
+    number = np.random.standard_normal()
+    if _bits() == bits:
+        return number
+    np.random.standard_normal()  # the second of the pair that was drawn
+    return None
 
 
 def _bits() -> bytes:
-    """Return the memory of the default generator; b"" if it is not NumPy's own."""
+    """Return the memory of the default generator; b"" if its layout is not known."""
     generator = _generator()
-    own = _KNOWN_LAYOUT and type(generator) is np.random.MT19937
-    return ctypes.string_at(generator.ctypes.state_address, _BYTES) if own else b""
+    known = _KNOWN_LAYOUT and type(generator) is np.random.MT19937
+    return ctypes.string_at(generator.ctypes.state_address, _BYTES) if known else b""
 
 
 def _generator() -> Any:
@@ -82,4 +95,3 @@ def _layout_is_known() -> bool:
 
 
 _KNOWN_LAYOUT = _layout_is_known()
-_SEEN = _Seen(NumpyState(b"", None))
