@@ -1,4 +1,4 @@
-"""What this process may use of its machine, and that it keeps the memory that it has freed."""
+"""What this process may use of its machine, what the machine can do, and that the process keeps freed memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["keep_freed_memory", "memory_bytes", "num_cores"]
+import torch
+
+__all__ = ["has_bfloat16", "keep_freed_memory", "memory_bytes", "num_cores"]
 
 _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # of mallopt(3)
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -25,6 +27,17 @@ def num_cores() -> int:
 def memory_bytes() -> int:
     """Return the memory that this process may have, in bytes: the machine's, or that of its container."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *map(int, _limits("memory.max"))])
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a device has instructions for bfloat16; without them it is emulated, several times slower.
+
+    On a CPU torch's convolutions and matrix products then take loops of their own in place of oneDNN's kernels.
+    """
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # a build without oneDNN has none
+    return bool(supported and supported())
 
 
 def keep_freed_memory() -> None:

@@ -18,6 +18,7 @@ from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.experiment.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.experiment.setup import build_options, initialise, make_model, pick_device
 from fedbn_flwr.experiment.trackers import tracker_problems
+from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.models import build_model
 from fedbn_flwr.models.initial import FILES
 from fedbn_flwr.privacy.mixed_examples import WAY_OUT, mixes_examples
@@ -38,7 +39,7 @@ def check(config: Config) -> list[str]:
     client.
 
     Returns:
-        What looks wrong in the model's outputs, one line each.
+        What looks wrong in the model's outputs, and what is slow on this machine, one line each.
 
     Raises:
         ConfigError: all problems, one per line; an augmentation that does not fit the images, or a memory format that
@@ -56,7 +57,17 @@ def check(config: Config) -> list[str]:
         )
     if not config.resume:  # a resumed run needs no initial weights
         initialise(model, config)
-    return _try_model(config, model)
+    return [*_slow_here(config), *_try_model(config, model)]
+
+
+def _slow_here(config: Config) -> list[str]:
+    device = pick_device(config.device)
+    if not config.amp or has_bfloat16(device):
+        return []
+    return [
+        f"amp=true: this machine's {device.type} has no instructions for bfloat16, and emulates it several times slower "
+        "than float32. Leave amp out, unless the clients run on other machines."
+    ]
 
 
 def _problems_here(config: Config) -> Iterator[str]:

@@ -222,6 +222,16 @@ def test_a_device_is_chosen_or_refused(name: str, message: str) -> None:
         pick_device(name)
 
 
+@pytest.mark.parametrize("amp", [True, False])
+def test_bfloat16_that_this_machine_emulates_is_told(amp: bool, quick_config, monkeypatch) -> None:
+    config = quick_config(amp=amp, device="cpu")
+    for supported in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported)
+        lines = check(config)
+        assert len(lines) == (amp and not supported)
+        assert all("no instructions for bfloat16" in line and "Leave amp out" in line for line in lines)
+
+
 def test_a_relative_data_folder_is_refused_and_the_absolute_one_named(quick_config, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
