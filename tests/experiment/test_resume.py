@@ -117,13 +117,15 @@ def test_every_strategy_is_in_the_test_of_resumed_runs() -> None:
     assert {settings["strategy"] for settings in CASES.values()} == {*STRATEGIES, CENTRALIZED}
 
 
-def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
+def test_a_finished_run_can_be_moved_and_extended(tmp_path: Path) -> None:
     start(tmp_path / "whole", strategy="fedbn")
     start(tmp_path / "short", strategy="fedbn", **{"num-server-rounds": 3})
-    start(tmp_path / "short", strategy="fedbn", resume=True)
-    same(tmp_path / "short", tmp_path / "whole")
-    start(tmp_path / "short", strategy="fedbn", resume=True)  # nothing left to do
-    same(tmp_path / "short", tmp_path / "whole")
+    (tmp_path / "short").rename(tmp_path / "moved")
+    start(tmp_path / "moved", strategy="fedbn", resume=True)
+    same(tmp_path / "moved", tmp_path / "whole")
+    start(tmp_path / "moved", strategy="fedbn", resume=True)  # nothing left to do
+    same(tmp_path / "moved", tmp_path / "whole")
+    assert not (tmp_path / "short").exists()
 
 
 def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path: Path) -> None:
