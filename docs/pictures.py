@@ -44,7 +44,8 @@ LONG_RUNS = [
         "an average after every step (Table 1)",
         "fixbn-table-1",
         [
-            ("centralized-BN", "one machine, BatchNorm", "#0c8599", ":"),
+            ("centralized-BN", "one machine, BatchNorm", "#9c36b5", ":"),
+            ("FedTAN", "FedTAN, to round 48,000", "#0c8599", "-"),
             ("GN", "FedAvg with GroupNorm", PLAIN, "--"),
             ("BN", "FedAvg with BatchNorm", BAD, "-"),
         ],

@@ -29,17 +29,17 @@ STUDY: dict[str, Any] = {
         "FedAvg+GN": {"strategy": "fedavg", "norm": "group", "eval-on": "personal-own", "watch-statistics": 0},
     },
     "seeds": [0, 1, 2],
-    "target": 80,
+    "target": 60,
 }
 PICTURES: tuple[tuple[str, str, str, dict[str, Any], str], ...] = (  # file, folder, section, page, media
-    ("report-study", "", "", {"viewport": {"width": 1000, "height": 1900}, "color_scheme": "light"}, "screen"),
-    ("report-domains", "", "domains", {"viewport": {"width": 1000, "height": 900}, "color_scheme": "light"}, "screen"),
-    ("report-split", "", "split", {"viewport": {"width": 1000, "height": 900}, "color_scheme": "light"}, "screen"),
+    ("report-study", "", "", {"viewport": {"width": 1280, "height": 1900}, "color_scheme": "light"}, "screen"),
+    ("report-domains", "", "domains", {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light"}, "screen"),
+    ("report-split", "", "split", {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light"}, "screen"),
     (
         "report-batchnorm",
         "FedAvg/all/seed-0",
         "batchnorm",
-        {"viewport": {"width": 1000, "height": 900}, "color_scheme": "dark"},
+        {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
         "screen",
     ),
     ("report-phone", "", "", {"viewport": {"width": 390, "height": 770}, "color_scheme": "light"}, "screen"),
