@@ -118,8 +118,10 @@ def copied_message(message: Message) -> Message:
 
 def copied_context(context: Context) -> Context:
     """Return an equal context with records and configs of its own, which may be changed."""
-    own = {"state": _copied(context.state), "node_config": dict(context.node_config)}
-    return Context(**{**vars(context), **own, "run_config": dict(context.run_config)})
+    own = copy.copy(context)  # with the attributes that an app may have added
+    own.state = _copied(context.state)
+    own.node_config, own.run_config = dict(context.node_config), dict(context.run_config)
+    return own
 
 
 def _copied(records: RecordDict) -> RecordDict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,11 +88,13 @@ class OwnProcess:
         self._threads = self._pool(threads)
         # Clients that wait for each other at a barrier are all begun, so each barrier has its threads.
         self._of_barrier: dict[str, ThreadPoolExecutor] = {}
+        self._begun: set[Future[None]] = set()
 
     def submit(self, job: Job) -> None:
         """Begin a job as soon as a thread is free."""
         threads = self._of_barrier[job.member.barrier_id] if job.member else self._threads
-        threads.submit(self._work, job)
+        self._begun.add(future := threads.submit(self._work, job))
+        future.add_done_callback(self._begun.discard)
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
         """Prepare for the members of a synchronised step."""
@@ -106,6 +108,7 @@ class OwnProcess:
         """Wait for the clients that have begun; drop the other jobs."""
         for threads in [self._threads, *self._of_barrier.values()]:
             threads.shutdown(cancel_futures=True)
+        wait(self._begun.copy())  # also members of steps that are over
 
     def _pool(self, threads: int) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(
@@ -113,6 +116,9 @@ class OwnProcess:
         )
 
     def _work(self, job: Job) -> None:
-        # The app may change its records, and an error takes back what it changed in the context.
-        reducers = {job.member.barrier_id: job.member.reducer()} if job.member else {}
-        job.done(*work(self._app, copied_message(job.message), copied_context(job.context), reducers))
+        try:
+            # The app may change its records, and an error takes back what it changed in the context.
+            reducers = {job.member.barrier_id: job.member.reducer()} if job.member else {}
+            job.done(*work(self._app, copied_message(job.message), copied_context(job.context), reducers))
+        except Exception as error:  # nobody reads it from the thread
+            job.done(app_error(job.message, error), None)

@@ -215,10 +215,10 @@ class InProcessGrid(ImmediateGrid):
                 done(app_error(message, error), None)
 
         def done(reply: Message, context: Context | None) -> None:
-            if context is not None and context != self._new_context(node_id):
-                self._contexts[node_id] = context
-            elif context is not None:
+            if context is not None and self._is_new(node_id, context):
                 self._contexts.pop(node_id, None)
+            elif context is not None:
+                self._contexts[node_id] = context
             set_message_id(reply, reply_id)
             if set_reply_address(reply, message):
                 logger.warning(
@@ -235,6 +235,12 @@ class InProcessGrid(ImmediateGrid):
                 following()
 
         return begin
+
+    def _is_new(self, node_id: int, context: Context) -> bool:
+        try:
+            return bool(context == self._new_context(node_id))
+        except ValueError:  # a config has an array, whose comparison is not one truth value
+            return False
 
     def _context(self, node_id: int) -> Context:
         return self._contexts.get(node_id) or self._new_context(node_id)

@@ -172,7 +172,7 @@ class WorkerPipe:
 
     def close(self) -> None:
         """End the link: whoever receives, at either end, gets EOFError."""
-        with socket.socket(fileno=os.dup(self.pipe.fileno())) as end, suppress(OSError):
+        with suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
 

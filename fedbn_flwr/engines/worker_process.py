@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Mapping
@@ -30,11 +31,25 @@ from fedbn_flwr.training.turns import interrupted
 __all__ = ["ANSWER", "CALL", "DONE", "READY", "WORK", "serve"]
 
 READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
-_MOST_MEMBERS = 4096
+_MOST_MEMBERS = 2**20  # threads begin when there is work for them
 
 
 def serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads: int, run_id: int) -> None:
-    """Work on the messages that come over the pipe, until it ends."""
+    """Work on the messages that come over the pipe, until it ends; then end the process."""
+    code = 1
+    try:
+        _serve(pipe, inherited, app, torch_threads, run_id)
+    except (EOFError, ConnectionError):  # the command has closed the link, or has ended
+        code = 0
+    except BaseException:  # the command hears of it by the end of this process
+        traceback.print_exc()
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # members' threads may wait for ever
+
+
+def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads: int, run_id: int) -> None:
     for other in inherited:
         other.close()  # or this process would not see that the command has ended
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends this process
@@ -46,10 +61,7 @@ def serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads
     link, members = WorkerPipe(pipe), _Members(torch_threads)
     link.send((READY, 0))
     while True:
-        try:
-            (kind, number, detail), values = link.receive()
-        except (EOFError, OSError):
-            return
+        (kind, number, detail), values = link.receive()
         if kind == ANSWER:
             members.take(detail)
         elif detail is None:

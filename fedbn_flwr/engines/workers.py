@@ -13,7 +13,6 @@ import multiprocessing
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -33,8 +32,7 @@ from fedbn_flwr.engines.client_work import Job
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import ANSWER, CALL, READY, WORK, serve
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.transport import Barrier, Dropped
-from fedbn_flwr.transport.barrier import LOOK
+from fedbn_flwr.transport import Barrier, Dropped, RetryStep
 
 __all__ = ["WorkerProcesses"]
 
@@ -57,7 +55,7 @@ class WorkerProcesses:
         run_id: the run, for Flower's messages.
 
     Raises:
-        EngineError: the system is not Linux, or the app cannot be sent to a new process.
+        EngineError: the system is not Linux, the app cannot be sent to a new process, or none can be started.
     """
 
     def __init__(self, app: ClientApp, torch_threads: int, count: int, run_id: int) -> None:
@@ -77,17 +75,21 @@ class WorkerProcesses:
         self._jobs: deque[Job] = deque()
         self._barriers: dict[str, Barrier] = {}
         self._workers: list[_Worker] = []
-        for _ in range(count):
-            self._workers.append(self._start())
-        threading.Thread(target=self._drop_late, name="late members", daemon=True).start()
         # At the end of the command, before multiprocessing waits for its processes.
-        self._end = Finalize(self, _end_all, args=(self._workers, self._closed), exitpriority=10)
+        self._end = Finalize(self, _end_all, args=(self._workers, self._closed, self._lock), exitpriority=10)
+        try:
+            for _ in range(count):
+                self._workers.append(self._start())
+        except Exception as error:
+            self._end()
+            raise EngineError(f"a process cannot be started: {type(error).__name__}: {error}") from error
 
     def submit(self, job: Job) -> None:
         """Begin a job as soon as a process is free; a member of a synchronised step at once."""
         with self._lock:
             works = bool(self._workers) and not self._closed.is_set()
-            worker = self._for_member() if job.member else next((w for w in self._workers if not w.jobs), None)
+            idle = (w for w in self._workers if not w.jobs and not w.gone)
+            worker = self._for_member(job.member.barrier_id) if job.member else next(idle, None)
             if worker:
                 number = worker.reserve(job)
             elif works:
@@ -102,8 +104,22 @@ class WorkerProcesses:
         self._barriers[barrier_id] = barrier
 
     def close_barrier(self, barrier_id: str) -> None:
-        """End the step: a member that calls later is told so."""
-        del self._barriers[barrier_id]
+        """End the step: a member that calls later is told so, and the process of one that hangs is ended in a while."""
+        barrier = self._barriers.pop(barrier_id)
+        if self._with_member_of(barrier_id):
+            timer = threading.Timer(barrier.timeout, self._end_hanging, (barrier_id,))
+            timer.daemon = True
+            timer.start()
+
+    def _with_member_of(self, barrier_id: str) -> list[_Worker]:
+        with self._lock:
+            return [w for w in self._workers if any(_is_member(job, barrier_id) for job in w.jobs.values())]
+
+    def _end_hanging(self, barrier_id: str) -> None:
+        """End the processes with a member of a step that is over: others would wait there for their turn for ever."""
+        for worker in self._with_member_of(barrier_id):
+            logger.error("worker process %d hangs in a synchronised step that is over", worker.process.pid)
+            worker.process.kill()
 
     def close(self) -> None:
         """End the processes; the jobs that they work on fail."""
@@ -117,10 +133,11 @@ class WorkerProcesses:
             _fail(job, "the grid was closed")
         self._broadcasts.close()
 
-    def _for_member(self) -> _Worker | None:
+    def _for_member(self, barrier_id: str) -> _Worker | None:
         """Return the process with the fewest members, if possible one without another job, in which it may hang."""
-        free = [w for w in self._workers if all(job.member for job in w.jobs.values())]
-        return min(free or self._workers, key=lambda worker: len(worker.jobs), default=None)
+        alive = [w for w in self._workers if not w.gone] or self._workers
+        free = [w for w in alive if all(_is_member(job, barrier_id) for job in w.jobs.values())]
+        return min(free or alive, key=lambda worker: len(worker.jobs), default=None)
 
     def _send(self, worker: _Worker, number: int, job: Job) -> None:
         head = (WORK, number, job.member.barrier_id if job.member else None)
@@ -138,7 +155,7 @@ class WorkerProcesses:
     def _feed(self, worker: _Worker) -> None:
         """Give an idle process the next job."""
         with self._lock:
-            if worker.jobs or not self._jobs:
+            if worker.gone or worker.jobs or not self._jobs:
                 return
             job = self._jobs.popleft()
             number = worker.reserve(job)
@@ -174,7 +191,7 @@ class WorkerProcesses:
                     job = worker.jobs.pop(number, None)
                 self._feed(worker)
                 if job:
-                    job.done(*values)
+                    _end(job, values)
                 del job, values  # or this thread would hold the memory of the reply until the next one
 
     def _call(self, worker: _Worker, number: int, node_id: int, method: str, args: tuple[Any, ...]) -> None:
@@ -189,45 +206,58 @@ class WorkerProcesses:
                 barrier.send(node_id, attempt, tag, torch.from_numpy(array), worker.answer)
             else:
                 worker.answer({node_id: getattr(barrier, method)(node_id)})
-        except Exception as error:
+        except (Dropped, RetryStep) as error:
             worker.answer({node_id: error})
-
-    def _drop_late(self) -> None:
-        """Drop the members that do not send in time, until the end."""
-        last_look = time.monotonic()
-        while not self._closed.wait(LOOK):
-            for barrier in list(self._barriers.values()):
-                barrier.drop_late(last_look)
-            last_look = time.monotonic()
+        except Exception as error:  # it may be one that cannot travel
+            worker.answer({node_id: EngineError(f"{type(error).__name__}: {error}")})
 
     def _replace(self, worker: _Worker) -> None:
         """Start another process in place of one that died, and let its clients fail."""
+        with self._lock:
+            worker.gone = True
         worker.link.pipe.close()
         worker.process.join(_SECONDS_TO_END)
         worker.process.kill()
         worker.process.join()
+        why = f"worker process {worker.process.pid} {_how(worker.process.exitcode)}"
+        fresh = None
         with self._lock:
             if self._closed.is_set():
                 return
             self._workers.remove(worker)
-            if worker.ready:
-                self._workers.append(fresh := self._start())
+            try:
+                if worker.ready:
+                    self._workers.append(fresh := self._start())
+                else:
+                    why += ", before it could work (a script with workers begins with `if __name__ == '__main__':`)"
+            except Exception as error:
+                why += f", and no other can be started: {type(error).__name__}: {error}"
             lost = list(worker.jobs.values())
             worker.jobs.clear()
             stranded = [] if self._workers else list(self._jobs)
             if stranded:
                 self._jobs.clear()
-        why = f"worker process {worker.process.pid} {_how(worker.process.exitcode)}"
-        if not worker.ready:
-            why += ", before it could work (a script with workers begins with `if __name__ == '__main__':`)"
+        if not fresh:
             logger.error("%s; %d worker processes are left", why, len(self._workers))
         if lost:
             partitions = ", ".join(str(job.context.node_config.get(PARTITION_ID_KEY)) for job in lost)
             logger.error("%s; its clients count as failed (partition %s), and the run goes on.", why, partitions)
         for job in [*lost, *stranded]:
             _fail(job, why)
-        if worker.ready:
+        if fresh:
             self._feed(fresh)
+
+
+def _is_member(job: Job, barrier_id: str) -> bool:
+    return job.member is not None and job.member.barrier_id == barrier_id
+
+
+def _end(job: Job, values: list[Any]) -> None:
+    """Give a job its reply and context, or an error reply if they cannot be taken."""
+    try:
+        job.done(*values)
+    except Exception as error:
+        _fail(job, f"the reply could not be taken: {type(error).__name__}: {error}")
 
 
 def _fail(job: Job, why: str) -> None:
@@ -236,12 +266,18 @@ def _fail(job: Job, why: str) -> None:
 
 @dataclass
 class _Worker:
-    """A process, the link to it, and the jobs that it works on by number."""
+    """A process, the link to it, and the jobs that it works on by number.
+
+    Attributes:
+        ready: it has begun to receive.
+        gone: it has ended, and gets no further jobs.
+    """
 
     process: BaseProcess
     link: WorkerPipe
     jobs: dict[int, Job] = field(default_factory=dict)
     ready: bool = False
+    gone: bool = False
 
     def reserve(self, job: Job) -> int:
         """Return the number of a new job."""
@@ -253,16 +289,18 @@ class _Worker:
         """Send the results of members' calls by node id, or the exceptions."""
         # One array for one tensor, which most members share: it is sent once.
         arrays = {id(outcome): outcome.numpy() for outcome in outcomes.values() if isinstance(outcome, Tensor)}
-        with suppress(Exception):  # the process has died
+        with suppress(OSError):  # the process has died
             self.link.send((ANSWER, 0, {i: arrays.get(id(outcome), outcome) for i, outcome in outcomes.items()}))
 
 
 _numbers = itertools.count()
 
 
-def _end_all(workers: list[_Worker], closed: threading.Event) -> None:
+def _end_all(current: list[_Worker], closed: threading.Event, lock: threading.Lock) -> None:
     """End the processes: idle ones by the end of their link, busy ones by a signal."""
-    closed.set()  # so that none is replaced
+    with lock:
+        closed.set()  # so that none is replaced
+        workers = list(current)
     for worker in workers:
         if worker.jobs:
             worker.process.terminate()

@@ -65,8 +65,8 @@ def _slow_here(config: Config) -> list[str]:
     if not config.amp or has_bfloat16(device):
         return []
     return [
-        f"amp=true: this machine's {device.type} has no instructions for bfloat16, and emulates it several times slower "
-        "than float32. Leave amp out, unless the clients run on other machines."
+        f"amp=true: this machine's {device.type} has no instructions for bfloat16, and emulates it several times "
+        "slower than float32. Leave amp out, unless the clients run on other machines."
     ]
 
 

@@ -112,6 +112,7 @@ def _run(grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limi
     def enough(replies: Mapping[int, Message], seconds: float) -> bool:
         for node_id in replies:  # a client that has finished the step is not dropped
             barrier.leave(node_id, ENDED)
+        barrier.drop_late()
         return seconds > limits.reply_timeout or all(i in replies or i in barrier.dropped for i in barrier.members)
 
     replies = send_until(grid, messages, enough)

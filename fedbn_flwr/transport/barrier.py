@@ -81,6 +81,7 @@ class Barrier:
 
     Attributes:
         members: as given.
+        timeout: as given.
         dropped: node id to the reason why the member was dropped.
         late: reasons of the members that did not begin the step in time.
         exchanges: answered exchanges of all attempts.
@@ -100,7 +101,7 @@ class Barrier:
         self.members = dict(members)
         self._in_turns = in_turns
         self._answer = answer
-        self._timeout = timeout
+        self.timeout = timeout
         self._min_members = min_members
         self._lock = threading.Lock()
         self._exchange = _Exchange(0)
@@ -108,6 +109,7 @@ class Barrier:
         self._begun: set[int] = set()
         self._closed: set[int] = set()
         self._latest_attempt = 0  # the latest that a member has begun
+        self._looked = 0.0  # when somebody last looked at the clock
         self._dropped_in: dict[int, int] = {}
         self.dropped: dict[int, str] = {}
         self.never_began: list[str] = []
@@ -124,7 +126,7 @@ class Barrier:
             self._begun.add(node_id)
             self._latest_attempt = self._exchange.attempt
             if self._in_turns and self._exchange.deadline:
-                self._exchange.deadline = time.monotonic() + self._timeout
+                self._set_deadline(self._exchange)
             return self._exchange.attempt, sum(self.members[i].batch_size for i in self._remaining())
 
     def reduce(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> Tensor:
@@ -144,7 +146,7 @@ class Barrier:
     def send(self, node_id: int, attempt: int, tag: str, tensor: Tensor, then: Then) -> None:
         """Do an exchange like ``reduce``, and do not wait: ``then`` is called in some thread when it is over.
 
-        It is called once for all members with the same ``then``. Meanwhile call ``drop_late`` from time to time.
+        It is called once for all members with the same ``then``. Meanwhile call ``drop_late`` every second.
         """
         try:
             with self._locked():
@@ -153,19 +155,19 @@ class Barrier:
         except (Dropped, RetryStep) as error:
             then({node_id: error})
 
-    def drop_late(self, last_look: float) -> float:
-        """Drop the members that have not sent in time. Return the time, which is ``last_look`` of the next call."""
+    def drop_late(self) -> None:
+        """Drop the members that have not sent in time."""
         with self._locked():
             now, exchange = time.monotonic(), self._exchange
-            if exchange.sent:
-                # If this process was paused, extend the deadline by that time.
-                exchange.deadline += max(0.0, now - last_look - LOOK)
-                if now >= exchange.deadline:
-                    tag = next(iter(exchange.sent.values()))[0]
-                    missing = {i: self._reason_late(i, tag) for i in self._remaining() if i not in exchange.sent}
-                    self.never_began += [reason for i, reason in missing.items() if i not in self._begun]
-                    self._drop(missing)
-        return now
+            # If this process was paused, extend the deadline by that time.
+            exchange.deadline += max(0.0, now - self._looked - LOOK) if exchange.deadline else 0.0
+            self._looked = now
+            if exchange.deadline and now >= exchange.deadline:
+                late = [i for i in self._remaining() if i not in exchange.sent and i not in self._closed]
+                reasons = {i: self._reason_late(i, exchange) for i in late}
+                self.never_began += [reasons[i] for i in late if i not in self._begun and exchange.sent]
+                if reasons:
+                    self._drop(reasons)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -191,7 +193,7 @@ class Barrier:
             self._refuse_dropped(node_id)
         exchange.sent[node_id] = (tag, tensor)
         if self._in_turns or not exchange.deadline:
-            exchange.deadline = time.monotonic() + self._timeout
+            self._set_deadline(exchange)
         self.bytes_up += tensor.numel() * tensor.element_size()
         self._answer_if_complete()
         return exchange
@@ -199,9 +201,15 @@ class Barrier:
     def _wait(self, wait: Wait, exchange: _Exchange) -> None:
         """Wait until the exchange is over; drop the members that do not send in time."""
         with wait:
-            now = time.monotonic()
-            while not wait.is_over(LOOK if exchange.over else min(LOOK, max(0.0, exchange.deadline - now))):
-                now = self.drop_late(now)
+            while not wait.is_over(LOOK if exchange.over else self._until_look(exchange)):
+                self.drop_late()
+
+    def _until_look(self, exchange: _Exchange) -> float:
+        return min(LOOK, max(0.0, exchange.deadline - time.monotonic()))
+
+    def _set_deadline(self, exchange: _Exchange) -> None:
+        self._looked = time.monotonic()
+        exchange.deadline = self._looked + self.timeout
 
     def _outcome(self, node_id: int, exchange: _Exchange) -> Outcome:
         if exchange.answer is not None:
@@ -249,12 +257,16 @@ class Barrier:
                 f"{len(self._remaining())} clients are left for the synchronised step, {self._min_members} needed"
             )
 
-    def _reason_late(self, node_id: int, tag: str) -> str:
-        """Return the reason for dropping a member that did not send exchange ``tag`` in time."""
+    def _reason_late(self, node_id: int, exchange: _Exchange) -> str:
+        """Return the reason for dropping a member that did not send in time."""
+        if not exchange.sent:
+            return f"did not end its work within {self.timeout:g} s after the step had too few clients"
         if node_id in self._begun:
-            return f"did not send exchange '{tag}' within {self._timeout:g} s"
+            return f"did not send exchange '{next(iter(exchange.sent.values()))[0]}' within {self.timeout:g} s"
+        if self._in_turns:
+            return f"did not begin the step within {self.timeout:g} s of the client before it"
         return (
-            f"did not begin the step within {self._timeout:g} s of the first: all clients of a round must run at the "
+            f"did not begin the step within {self.timeout:g} s of the first: all clients of a round must run at the "
             "same time; in simulation add --federation-config "
             f"'client-resources-num-cpus=1 init-args-num-cpus={len(self.members)}'"
         )
@@ -264,6 +276,8 @@ class Barrier:
         self.dropped.update(reasons)
         self._dropped_in.update(dict.fromkeys(reasons, self._exchange.attempt))
         aborted, self._exchange = self._exchange, _Exchange(self._exchange.attempt + 1)
+        if len(self._remaining()) < self._min_members:  # nobody sends any more, and some may hang
+            self._set_deadline(self._exchange)
         self._end(aborted)
 
     def _answer_if_complete(self) -> None:

@@ -17,11 +17,12 @@ from flwr.clientapp.client_app import ClientAppException
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training.turns import interrupted
+from fedbn_flwr.transport import Barrier, Member
 
 Handler = Callable[[Message, Context], Message]
 Open = Callable[..., InProcessGrid]
@@ -231,6 +232,46 @@ def test_torch_threads_apply_only_to_client_threads(open_grid) -> None:
     grid.send_and_receive(to(grid, 0, 1, 2))
     assert set(seen) == {2}
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_app_may_keep_attributes_in_its_context(workers: int, open_grid) -> None:
+    def work(message: Message, context: Context) -> Message:
+        context.state["seen"] = MetricRecord({"seen": 1})
+        context.cache = "an attribute of the app's own"
+        return Message(RecordDict(), reply_to=message)
+
+    grid = open_grid(work, 1, workers=workers)
+    for _ in range(2):
+        replies = grid.send_and_receive(to(grid, 0), timeout=15)
+        assert [reply.has_error() for reply in replies] == [False]
+
+
+def test_a_client_whose_records_cannot_be_copied_is_an_error_reply(open_grid, monkeypatch) -> None:
+    grid = open_grid(echo, 1)
+    monkeypatch.setattr(client_work, "copied_context", lambda context: 1 / 0)
+    (reply,) = grid.send_and_receive(to(grid, 0), timeout=15)
+    assert "division by zero" in reply.error.reason
+
+
+def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
+    """Else they would draw from the generators of whatever comes after the grid."""
+    before, began = torch.get_rng_state(), threading.Event()
+
+    def work(message: Message, context: Context) -> Message:
+        began.set()
+        time.sleep(0.5)
+        torch.rand(1)
+        return Message(RecordDict(), reply_to=message)
+
+    with InProcessGrid(app_of(work), 1) as grid:
+        (message,) = to(grid, 0)
+        grid.open_barrier("over", Barrier({message.metadata.dst_node_id: Member(1, 1, "a node")}, 5))
+        grid.push_messages([message])
+        assert began.wait(5)
+        grid.close_barrier("over")
+    assert not any(thread.name.startswith("client") for thread in threading.enumerate())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_closing_drops_messages_that_have_not_started() -> None:

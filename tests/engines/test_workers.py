@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
+import multiprocessing.context
 import os
 import signal
 import subprocess
@@ -17,17 +19,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import _reply
 from fedbn_flwr.engines.workers import WorkerProcesses
+from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.norms import use_feature_norm
+from fedbn_flwr.server.synchronised_step import Limits, StepResult, step_by_barrier
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedTAN, FixBN, Scaffold
 from fedbn_flwr.training.turns import turn
+from fedbn_flwr.transport import Member, RetryStep, local_reducer
 
 SIZES = (6, 13, 9, 21, 8)
 
@@ -379,7 +385,7 @@ def test_a_member_that_comes_after_its_step_ends_and_its_process_goes_on(federat
 
             def slow(parameters, config):
                 if context.node_config["partition-id"] == 1 and config["server-round"] == 1:
-                    time.sleep(2.5)
+                    time.sleep(1.7)
                 return fit(parameters, config)
 
             client.fit = slow
@@ -422,6 +428,196 @@ class Unloadable:
 
     def __reduce__(self):
         return int, ("no number",)
+
+
+def member_work(message: Message, context: Context) -> Message:
+    """A member's work: two exchanges, repeated after RetryStep; and nothing in an evaluation."""
+    reducer = local_reducer(str(message.content["config"][BARRIER]))
+    while True:
+        try:
+            reducer.begin()
+            for k in range(2):
+                reducer.reduce(f"mean/{k}", torch.ones(2))
+        except RetryStep:
+            continue
+        reducer.close()
+        return Message(RecordDict(), reply_to=message)
+
+
+def step(grid: InProcessGrid, *partitions: int, answer=combine, timeout=1.0, min_members=1) -> StepResult:
+    messages = to(grid, *partitions, content=RecordDict({"config": ConfigRecord({"a": 1})}))
+    members = {message.metadata.dst_node_id: Member(1, 1, "a node") for message in messages}
+    return step_by_barrier(grid, grid, messages, members, Limits(timeout, 15, min_members, answer))
+
+
+def errors(result: StepResult) -> list[bool]:
+    return sorted(reply.has_error() for reply in result.replies)
+
+
+def no_more_processes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Let the start of each process after the first ones fail."""
+    start, count = multiprocessing.context.ForkProcess.start, iter(range(100))
+
+    def fails(self) -> None:
+        if next(count) >= after:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        start(self)
+
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "start", fails)
+
+
+def test_a_process_that_cannot_be_replaced_fails_its_clients_only(monkeypatch, caplog) -> None:
+    def work(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Message(RecordDict(), reply_to=message)
+
+    no_more_processes(monkeypatch, after=2)
+    with InProcessGrid(app_of(work), 4, workers=2) as grid:
+        replies = grid.send_and_receive(to(grid, *range(4)), timeout=15)
+        assert [reply.has_error() for reply in replies] == [True, False, False, False]
+        assert "no other can be started: BlockingIOError" in replies[0].error.reason
+        assert len(pids(grid)) == 1
+        replies = grid.send_and_receive(to(grid, 0, 1), timeout=15)
+        assert len(replies) == 2
+        assert "no worker process is left" in grid.send_and_receive(to(grid, 2), timeout=15)[0].error.reason
+    assert "1 worker processes are left" in caplog.text
+
+
+def test_without_enough_processes_clients_run_in_the_commands_process(monkeypatch, caplog) -> None:
+    no_more_processes(monkeypatch, after=2)
+    with InProcessGrid(app_of(reports_pid), 2, workers=3) as grid:
+        (reply,) = grid.send_and_receive(to(grid, 0), timeout=15)
+    assert reply.content["pid"]["pid"] == os.getpid()
+    assert "workers=3, and a process cannot be started: BlockingIOError" in caplog.text
+
+
+def reports_pid(message: Message, context: Context) -> Message:
+    return Message(RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message)
+
+
+def test_a_worker_that_cannot_start_a_thread_ends_and_is_replaced(monkeypatch) -> None:
+    command, start = os.getpid(), threading.Thread.start
+
+    def start_but_the_third(self) -> None:
+        if os.getpid() != command and self.name == "member_2":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_but_the_third)
+    with InProcessGrid(app_of(member_work), 4, workers=1) as grid:
+        (before,) = pids(grid)
+        assert errors(step(grid, *range(4))) == [True] * 4
+        assert errors(step(grid, 0, 1)) == [False] * 2
+        assert pids(grid) != [before]
+
+
+class CannotBeLoaded(RuntimeError):
+    """An exception that can be pickled, and not loaded."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+class CannotBePickled(RuntimeError):
+    """An exception that cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("stays here")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("error", [RuntimeError("boom"), CannotBePickled("boom"), CannotBeLoaded("boom", "boom")])
+def test_an_exception_of_the_answer_fails_one_member(error: Exception, workers: int) -> None:
+    first = iter([True])
+
+    def answer(tag, tensors, weights):
+        if next(first, False):
+            raise error
+        return combine(tag, tensors, weights)
+
+    with InProcessGrid(app_of(member_work), 3, workers=workers) as grid:
+        result = step(grid, *range(3), answer=answer)
+        assert errors(result) == [False, False, True]
+        assert len(result.members) == 2
+        assert all("boom" in reply.error.reason for reply in result.replies if reply.has_error())
+        assert errors(step(grid, *range(3))) == [False] * 3
+
+
+def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
+    """Until then it has its process's turn, for which the others wait there."""
+
+    def work(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 0:
+            time.sleep(600)
+        return member_work(message, context)
+
+    with InProcessGrid(app_of(work), 5, workers=2) as grid:
+        before = pids(grid)
+        assert len(step(grid, *range(5), timeout=0.5).members) == 2
+        while len(set(before) & set(pids(grid))) > 1:
+            time.sleep(0.05)
+        assert len(step(grid, *range(1, 5), timeout=5).members) == 4
+    assert "hangs in a synchronised step that is over" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_below_the_minimum_a_hanging_member_holds_the_step_no_longer_than_an_exchange(workers: int) -> None:
+    hang = threading.Event()
+
+    def work(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 0:
+            hang.wait(5)
+        if context.node_config["partition-id"] == 1:
+            raise ValueError("fails at once")
+        return member_work(message, context)
+
+    with InProcessGrid(app_of(work), 3, workers=workers) as grid:
+        result = step(grid, 1, 2, 0, timeout=0.5, min_members=3)
+        hang.set()
+    assert not result.members
+    assert "did not end its work within 0.5 s after the step had too few clients" in list(result.dropped.values())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_config_may_hold_arrays(workers: int) -> None:
+    with InProcessGrid(
+        app_of(reports_pid), 2, workers=workers, node_configs=[{"indices": np.arange(3)}, {"indices": np.arange(4)}]
+    ) as grid:
+        for _ in range(2):
+            assert errors_of(grid.send_and_receive(to(grid, 0, 1), timeout=15)) == [False, False]
+
+
+def errors_of(replies: list[Message]) -> list[bool]:
+    return [reply.has_error() for reply in replies]
+
+
+def test_a_reply_that_cannot_be_taken_is_an_error_and_the_process_goes_on(monkeypatch) -> None:
+    with InProcessGrid(app_of(reports_pid), 2, workers=1) as grid:
+        with monkeypatch.context() as patch:
+            patch.setattr(InProcessGrid, "_is_new", lambda *args: 1 / 0)
+            (reply,) = grid.send_and_receive(to(grid, 0), timeout=15)
+            assert "the reply could not be taken: ZeroDivisionError" in reply.error.reason
+        assert errors_of(grid.send_and_receive(to(grid, 0, 1), timeout=15)) == [False, False]
+
+
+def test_a_grid_may_be_closed_while_a_process_is_replaced(monkeypatch) -> None:
+    """No process outlives it, whether the replacement has begun or the one before has still to end."""
+    start = multiprocessing.context.ForkProcess.start
+    for seconds in (0.0, 0.1):
+        with monkeypatch.context() as patch:
+            grid = InProcessGrid(app_of(reports_pid), 2, workers=2)
+            grid.send_and_receive(to(grid, 0, 1), timeout=15)
+
+            def slow(self) -> None:
+                time.sleep(0.3)
+                start(self)
+
+            patch.setattr(multiprocessing.context.ForkProcess, "start", slow)
+            os.kill(pids(grid)[0], signal.SIGKILL)
+            time.sleep(seconds)
+            grid.close()
+            assert not any(alive(pid) for pid in pids(grid))
 
 
 def test_what_a_client_keeps_does_not_hold_the_memory_of_its_reply() -> None:

@@ -98,11 +98,11 @@ def test_without_waiting_the_outcomes_come_together_and_late_members_are_dropped
 
     for node_id in (100, 101, 102):
         send(node_id, 0, "variance/0")
-    looked = barrier.drop_late(now[0])
+    barrier.drop_late()
     assert len(first) == len(second) == 1, "nobody was late"
     for _ in range(5):
         now[0] += 1
-        looked = barrier.drop_late(looked)
+        barrier.drop_late()
     assert isinstance(second.pop()[102], RetryStep)
     assert {node_id: type(error) for node_id, error in first.pop().items()} == {100: RetryStep, 101: RetryStep}
     send(102, 0, "variance/0")
@@ -110,6 +110,36 @@ def test_without_waiting_the_outcomes_come_together_and_late_members_are_dropped
     send(103, 1)
     assert isinstance(second.pop()[103], Dropped)
     assert barrier.dropped == {103: "did not send exchange 'variance/0' within 5 s"}
+
+
+def test_many_that_look_at_the_clock_give_nobody_more_time(members, monkeypatch) -> None:
+    """Each is woken a little late; only the time in which nobody looked counts as a pause."""
+    barrier, now = Barrier(members(1, 1), timeout=5), [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    barrier.begin(100)
+    barrier.send(100, 0, "mean/0", row(1), lambda outcomes: None)
+    for _ in range(6):
+        for _ in range(50):
+            barrier.drop_late()
+        now[0] += 1.1
+    barrier.drop_late()
+    assert list(barrier.dropped) == [101]
+
+
+def test_a_member_that_is_done_is_not_late_when_another_one_is(members, monkeypatch) -> None:
+    barrier, now = Barrier(members(1, 1, 1), timeout=5), [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for node_id in barrier.members:
+        barrier.begin(node_id)
+    for node_id in barrier.members:
+        barrier.send(node_id, 0, "mean/0", row(1), lambda outcomes: None)
+    barrier.close(100)
+    barrier.send(101, 0, "mean/1", row(1), lambda outcomes: None)  # one more than 100 had
+    for _ in range(6):
+        now[0] += 1
+        barrier.drop_late()
+    assert list(barrier.dropped) == [102]
+    assert 100 in barrier.finished_with()
 
 
 def test_nobody_is_late_because_the_process_was_paused(members, at_once, steps, monkeypatch) -> None:
