@@ -83,7 +83,7 @@ class Barrier:
         members: as given.
         timeout: as given.
         dropped: node id to the reason why the member was dropped.
-        late: reasons of the members that did not begin the step in time.
+        never_began: reasons of the members that did not begin the step in time.
         exchanges: answered exchanges of all attempts.
         bytes_down: bytes of the answers; each broadcast counts once.
         bytes_up: bytes of the members' tensors.

@@ -431,7 +431,7 @@ class Unloadable:
 
 
 def member_work(message: Message, context: Context) -> Message:
-    """A member's work: two exchanges, repeated after RetryStep; and nothing in an evaluation."""
+    """A member's work: two exchanges, repeated after RetryStep."""
     reducer = local_reducer(str(message.content["config"][BARRIER]))
     while True:
         try:
@@ -450,8 +450,8 @@ def step(grid: InProcessGrid, *partitions: int, answer=combine, timeout=1.0, min
     return step_by_barrier(grid, grid, messages, members, Limits(timeout, 15, min_members, answer))
 
 
-def errors(result: StepResult) -> list[bool]:
-    return sorted(reply.has_error() for reply in result.replies)
+def errors(replies: list[Message]) -> list[bool]:
+    return [reply.has_error() for reply in replies]
 
 
 def no_more_processes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
@@ -507,8 +507,8 @@ def test_a_worker_that_cannot_start_a_thread_ends_and_is_replaced(monkeypatch) -
     monkeypatch.setattr(threading.Thread, "start", start_but_the_third)
     with InProcessGrid(app_of(member_work), 4, workers=1) as grid:
         (before,) = pids(grid)
-        assert errors(step(grid, *range(4))) == [True] * 4
-        assert errors(step(grid, 0, 1)) == [False] * 2
+        assert errors(step(grid, *range(4)).replies) == [True] * 4
+        assert errors(step(grid, 0, 1).replies) == [False] * 2
         assert pids(grid) != [before]
 
 
@@ -538,10 +538,10 @@ def test_an_exception_of_the_answer_fails_one_member(error: Exception, workers: 
 
     with InProcessGrid(app_of(member_work), 3, workers=workers) as grid:
         result = step(grid, *range(3), answer=answer)
-        assert errors(result) == [False, False, True]
+        assert sorted(errors(result.replies)) == [False, False, True]
         assert len(result.members) == 2
         assert all("boom" in reply.error.reason for reply in result.replies if reply.has_error())
-        assert errors(step(grid, *range(3))) == [False] * 3
+        assert errors(step(grid, *range(3)).replies) == [False] * 3
 
 
 def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
@@ -585,11 +585,7 @@ def test_a_config_may_hold_arrays(workers: int) -> None:
         app_of(reports_pid), 2, workers=workers, node_configs=[{"indices": np.arange(3)}, {"indices": np.arange(4)}]
     ) as grid:
         for _ in range(2):
-            assert errors_of(grid.send_and_receive(to(grid, 0, 1), timeout=15)) == [False, False]
-
-
-def errors_of(replies: list[Message]) -> list[bool]:
-    return [reply.has_error() for reply in replies]
+            assert errors(grid.send_and_receive(to(grid, 0, 1), timeout=15)) == [False, False]
 
 
 def test_a_reply_that_cannot_be_taken_is_an_error_and_the_process_goes_on(monkeypatch) -> None:
@@ -598,7 +594,7 @@ def test_a_reply_that_cannot_be_taken_is_an_error_and_the_process_goes_on(monkey
             patch.setattr(InProcessGrid, "_is_new", lambda *args: 1 / 0)
             (reply,) = grid.send_and_receive(to(grid, 0), timeout=15)
             assert "the reply could not be taken: ZeroDivisionError" in reply.error.reason
-        assert errors_of(grid.send_and_receive(to(grid, 0, 1), timeout=15)) == [False, False]
+        assert errors(grid.send_and_receive(to(grid, 0, 1), timeout=15)) == [False, False]
 
 
 def test_a_grid_may_be_closed_while_a_process_is_replaced(monkeypatch) -> None:
