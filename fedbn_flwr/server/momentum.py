@@ -28,7 +28,8 @@ SGD with momentum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -39,17 +40,24 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
-__all__ = ["MOMENTUM", "SCOPE", "MomentumBuffers", "MomentumScope", "average_buffers"]
+__all__ = ["MOMENTUM", "SCOPE", "Momentum", "MomentumBuffers", "Scope", "average_buffers"]
 
 MOMENTUM = Key("momentum", "ArrayRecord: SGD's buffers", "server, client", "client, server")
 SCOPE = Key("fedbn-flwr.momentum-scope", "str", "server", "client")
-MomentumScope = Literal["none", "local", "global"]
+Scope = Literal["none", "local", "global"]
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """The averaged momentum of the clients' SGD by entry; empty before the first round, and without scope "global"."""
+
+    momentum: Mapping[str, Any] = field(default_factory=dict)
 
 
 class MomentumBuffers(ClientHook):
     """Client half: SGD starts the round with the sent or kept buffers, and returns or keeps them at the end."""
 
-    def __init__(self, scope: MomentumScope, local: frozenset[str]) -> None:
+    def __init__(self, scope: Scope, local: frozenset[str]) -> None:
         self._scope = scope
         self._local = local
         self._start: dict[str, Tensor] = {}

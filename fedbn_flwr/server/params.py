@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from fedbn_flwr.batchnorm.averaging import Variance
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.server.momentum import MomentumScope
+from fedbn_flwr.server.momentum import Scope
 from fedbn_flwr.server.shared_bn import SHARED_BN
 
 __all__ = ["EVALUATIONS", "RECALIBRATED", "TEST_BN", "Params", "Settings", "limits", "setting", "tests_in"]
@@ -98,7 +98,7 @@ class Params(Settings):
         "such values: stop = the run ends after this round and fails, continue = it goes on. Both are in summary.json",
         "rounds",
     )
-    momentum_scope: MomentumScope = setting(
+    momentum_scope: Scope = setting(
         "none",
         "SGD's momentum between rounds: none = reset, local = kept by the client, global = averaged",
         "local training",

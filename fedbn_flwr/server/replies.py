@@ -6,30 +6,34 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import Message
 
 from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
-from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import ClientPartError, ReplyError
+from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, views
+from fedbn_flwr.server.facts import Facts
 from fedbn_flwr.server.failures import error_text
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.travels import Beside
 
 __all__ = [
     "Refused",
+    "Replies",
     "Reply",
     "Terms",
+    "channel_shapes",
     "no_batchnorm_hint",
     "read_arrays",
     "read_metrics",
     "read_replies",
-    "refuse_changed",
     "refuse_misshapen",
     "tested_nothing",
     "warn_of_other_counts",
@@ -66,14 +70,46 @@ class Reply:
     info: ReplyInfo = field(default_factory=ReplyInfo)
 
 
+class Replies(Sequence[Reply]):
+    """The replies that a round uses, in the order of partition ids.
+
+    Args:
+        replies: the replies.
+        weighted_by: what weighs them (``Travels.weights``).
+
+    Attributes:
+        weights: a weight >= 0 for each reply; the weights p_i are these, normalised. Losses that are all zero weigh
+            the same.
+    """
+
+    def __init__(self, replies: Sequence[Reply], weighted_by: str = "examples") -> None:
+        self._replies = tuple(replies)
+        if weighted_by == "examples":
+            weights = [reply.num_examples for reply in replies]
+        elif weighted_by == "equal":
+            weights = [1.0] * len(replies)
+        else:
+            weights = [reply.metrics[weighted_by] for reply in replies]
+            if not any(weights):
+                weights = [1.0] * len(replies)
+        self.weights: list[float] = weights
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a reply, or a tuple of them."""
+        return self._replies[index]
+
+    def __len__(self) -> int:
+        """Return the number of replies."""
+        return len(self._replies)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """The requirements for a reply to a round's training messages.
 
     Attributes:
         strategy: name of the strategy, for errors.
-        parts: the split of the model's state.
-        local: the parts that stay with the client.
+        facts: the round.
         expected: arrays like those that the reply must hold.
         hooks: the client hooks that the reply must name as applied.
         extras: names of the further records that the method reads; others are the user's.
@@ -82,8 +118,7 @@ class Terms:
     """
 
     strategy: str
-    parts: Parts
-    local: frozenset[Part]
+    facts: Facts
     expected: State
     hooks: frozenset[str]
     extras: frozenset[str]
@@ -91,7 +126,7 @@ class Terms:
     count_key: str
 
     def read(self, node: Node, message: Message) -> Reply:
-        """Return the checked reply of a node.
+        """Return the reply of a node, whose model fits; ``check`` checks what the methods ask for.
 
         Raises:
             ReplyError: the reply is an error, has no count, or its arrays are missing, misshapen or not finite.
@@ -100,7 +135,7 @@ class Terms:
         metrics = read_metrics(message, self.count_key)
         state, extras, sizes = read_arrays(message, self.arrays_key, self.extras)
         self._refuse_missing_part(state, message)
-        check_state(state, self.expected, self.parts)
+        check_state(state, self.expected, self.facts.parts)
         for key, extra in extras.items():
             check_finite(extra, f"record '{key}': ")
         count = metrics[self.count_key]
@@ -108,10 +143,58 @@ class Terms:
             count = node.num_examples
         return Reply(node, count, state, metrics, extras, sizes, ReplyInfo.read(message))
 
+    def check(self, reply: Reply) -> None:
+        """Check what travels beside the model, and that held entries return as they were sent.
+
+        Raises:
+            ReplyError: a record or a metric is missing or does not fit.
+            ClientPartError: a held entry has changed.
+        """
+        for beside in self.facts.travels.beside:
+            if beside.size == "scalar":
+                self._check_metric(reply, beside)
+            else:
+                self._check_record(reply.extras.get(beside.key, {}), beside)
+        self._refuse_changed(reply)
+
+    def _check_metric(self, reply: Reply, beside: Beside) -> None:
+        value = reply.metrics.get(beside.key)
+        if beside.required and (value is None or not 0 <= value < math.inf):
+            raise ReplyError(
+                f"metric '{beside.key}' is {value}, and strategy '{self.strategy}' needs a finite number >= 0: the "
+                f"client's training must apply the strategy's client hooks{no_batchnorm_hint(self.facts.parts)}"
+            )
+
+    def _check_record(self, record: State, beside: Beside) -> None:
+        facts = self.facts
+        if beside.required and not record:
+            raise ReplyError(
+                f"record '{beside.key}' is missing, which strategy '{self.strategy}' needs: the client's training must "
+                "apply the strategy's client hooks"
+            )
+        if beside.size == "moments":
+            decode_moments(record, facts.before, facts.parts)
+        elif beside.size == "local":
+            if record:
+                check_state(record, {name: facts.before[name] for name in facts.local}, facts.parts)
+        else:
+            shapes = {name: array.shape for name, array in facts.before.items()}
+            refuse_misshapen(beside.key, record, shapes if beside.size == "trainable" else channel_shapes(facts))
+
+    def _refuse_changed(self, reply: Reply) -> None:
+        """Refuse a reply in which an entry changed that the client part leaves as it was sent."""
+        for name in self.facts.held:
+            if not np.array_equal(reply.state[name], self.facts.before[name]):
+                raise ClientPartError(
+                    f"entry '{name}' changed in training, and strategy '{self.strategy}' holds it in this round (phase "
+                    f"'{self.facts.phase}'). Run the client's training inside `with bn_rules(model, msg, context):`"
+                    f"{no_batchnorm_hint(self.facts.parts)}."
+                )
+
     def _refuse_missing_part(self, state: State, message: Message) -> None:
         """Refuse a reply from an app without the method's client part; the error names what is missing."""
-        part_of = self.parts.part_of
-        if kept := [name for name in state if part_of.get(name) in self.local]:
+        part_of, local = self.facts.parts.part_of, self.facts.travels.local
+        if kept := [name for name in state if part_of.get(name) in local]:
             raise ClientPartError(
                 f"the reply holds {len(kept)} entries that stay with the client under strategy '{self.strategy}' "
                 f"('{kept[0]}', ...). Make the app `ClientApp(mods=[local_bn])`, from fedbn_flwr.mods."
@@ -122,6 +205,12 @@ class Terms:
                 "training inside `with bn_rules(model, msg, context) as rules:` (docs/flower-projects.md says what to "
                 "call there), and make its app `ClientApp(mods=[local_bn])`, both from fedbn_flwr.mods."
             )
+
+
+def channel_shapes(facts: Facts) -> dict[str, tuple[int, ...]]:
+    """Return the shape of ``PATH.alpha`` of each BN layer with running statistics: a number for each channel."""
+    layers = [layer for layer in facts.parts.layers if "running_mean" in layer.entries]
+    return {entry_name(layer.path, "alpha"): facts.before[layer.entries["running_mean"]].shape for layer in layers}
 
 
 def warn_of_other_counts(replies: Iterable[Reply], count_key: str, warned: set[int]) -> None:
@@ -152,20 +241,6 @@ def no_batchnorm_hint(parts: Parts) -> str:
     if not parts.by_names:
         return ""
     return ". Or the layers are no BatchNorm: pass parts=split_state(model) to the strategy, which goes by their types"
-
-
-def refuse_changed(reply: Reply, before: State, names: Iterable[str], why: str, parts: Parts | None = None) -> None:
-    """Refuse a reply in which an entry changed that the method's client part leaves as it is.
-
-    Raises:
-        ClientPartError: "entry '...' changed", ``why``, and what to call.
-    """
-    for name in names:
-        if not np.array_equal(reply.state[name], before[name]):
-            raise ClientPartError(
-                f"entry '{name}' changed {why}. Run the client's training inside `with bn_rules(model, msg, context):`"
-                f"{no_batchnorm_hint(parts) if parts else ''}."
-            )
 
 
 def read_replies(

@@ -21,7 +21,8 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,36 +55,40 @@ class ShareBN(ClientHook):
         return {SHARED_BN: self._own}
 
 
+@dataclass(frozen=True)
 class LatestBN:
-    """Server half: the parts that each client shared last, and its number of examples.
+    """What each client sent last of its BN layers, and its number of examples: a value.
 
-    Args:
-        tree: the property ``tree`` of an earlier object.
+    Attributes:
+        tree: for each client whether its partition is unknown, its partition id (or node id), its entries, and its
+            number of examples; sorted. Node ids change when a node or a run restarts.
     """
 
-    def __init__(self, tree: Sequence[Any] = ()) -> None:
-        # By partition id, or by node id if unknown: node ids change when a node or a run restarts.
-        self._latest: dict[tuple[bool, int], tuple[State, float]] = {(a, b): (state, n) for a, b, state, n in tree}
+    tree: Sequence[Sequence[Any]] = ()
 
-    @property
-    def tree(self) -> list[list[Any]]:
-        """The content as lists, mappings and arrays."""
-        return [[*key, *self._latest[key]] for key in sorted(self._latest)]
+    def with_latest(self, sent: Iterable[tuple[tuple[bool, int, int], State, float]]) -> LatestBN:
+        """Return a copy with what these clients sent; each is its sorting key (``Node.order``), entries and examples.
 
-    def take(self, order: tuple[bool, int, int], shared: State, num_examples: float) -> None:
-        """Keep the parts of the client with this sorting key (``Node.order``), if it shared any."""
-        if shared:
-            silent, partition_id, node_id = order
-            kept = {name: array.copy() for name, array in shared.items()}  # else the whole message stays in memory
-            self._latest[silent, node_id if silent else partition_id] = kept, num_examples
+        A client without entries keeps its earlier ones.
+        """
+        latest: dict[tuple[bool, int], tuple[State, float]] = {}
+        for silent, number, entries, num_examples in self.tree:
+            latest[silent, number] = entries, num_examples
+        for (silent, partition_id, node_id), entries, num_examples in sent:
+            if entries:
+                copies = {name: array.copy() for name, array in entries.items()}  # else the whole message stays
+                latest[silent, node_id if silent else partition_id] = copies, num_examples
+        return LatestBN([[*order, *latest[order]] for order in sorted(latest)])
 
     @property
     def latest(self) -> list[tuple[State, float]]:
-        """What each client shared last, and its number of examples, in the order of partition ids."""
-        return [self._latest[order] for order in sorted(self._latest)]
+        """What each client sent last, and its number of examples, in the order of partition ids."""
+        return [(entries, num_examples) for _, _, entries, num_examples in self.tree]
 
     def average(self, parts: Parts, variance: Variance) -> dict[str, Any]:
-        """Return the p-weighted average over all clients that have shared parts; empty before the first."""
-        if not (latest := self.latest):
+        """Return the p-weighted average over all clients that have sent something; empty before the first."""
+        if not self.tree:
             return {}
-        return average([state for state, _ in latest], [count for _, count in latest], parts, variance)
+        return average(
+            [entries for entries, _ in self.latest], [count for _, count in self.latest], parts, variance
+        )

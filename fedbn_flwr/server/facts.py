@@ -1,0 +1,57 @@
+"""What a method, and the checks of replies, know of a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.server.travels import Travels
+
+__all__ = ["Facts"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a method knows of the run and of its round.
+
+    Attributes:
+        number: the round, counted from 1; 0 in ``begin``.
+        num_rounds: R; None if Flower's own loop does not say it.
+        parts: the split of the model's state.
+        before: the global state that was sent; read-only.
+        phase: the name of the round's phase.
+        travels: what travels in the round, of all methods together.
+        num_able: number of nodes with training data, N of the papers.
+        keep: labels of the clients of which the server knows that they keep something.
+    """
+
+    number: int
+    num_rounds: int | None
+    parts: Parts
+    before: State
+    phase: str = ""
+    travels: Travels = Travels()
+    num_able: int = 0
+    keep: frozenset[str] = frozenset()
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The entries that return as they were sent; those that stay with the clients are held there."""
+        return self.parts.select(self.travels.held - self.travels.local)
+
+    @property
+    def local(self) -> tuple[str, ...]:
+        """The entries that stay with the clients."""
+        return self.parts.select(self.travels.local)
+
+    @property
+    def total_rounds(self) -> int:
+        """The number of rounds of the run; ConfigError if Flower's loop does not say it."""
+        if self.num_rounds is None:
+            raise ConfigError(
+                "a setting is a share of the rounds of the run, and their number is known to the strategy's own "
+                "start() alone: set rounds (int), not fractions; in Flower's legacy loop pass num_rounds= to to_legacy"
+            )
+        return self.num_rounds

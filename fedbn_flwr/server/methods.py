@@ -1,0 +1,274 @@
+"""The methods of a run as one: the options of every method first, then the methods in the order of the registry."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.server.failures import TOO_LARGE_STEPS
+from fedbn_flwr.server.method import Ask, Facts, Method, Problem, RunSettings
+from fedbn_flwr.server.options import OPTIONS
+from fedbn_flwr.server.params import RECALIBRATED, Params, tests_in
+from fedbn_flwr.server.replies import Replies
+from fedbn_flwr.server.shared_bn import SHARED_BN
+from fedbn_flwr.server.travels import ALL, NONE, PartSet, Travels
+from fedbn_flwr.server.travels import in_common, in_parallel, model_needs, single_decisions, together
+
+__all__ = ["Methods", "Phase", "States", "why_not_combined"]
+
+States = Mapping[str, Any]
+"""The state of each method by its name; read-only."""
+
+_WORDS = {
+    Part.AFFINE: ("gamma and beta", "affine=False"),
+    Part.STATISTICS: ("running statistics", "track_running_stats=False"),
+}
+_NOT_BY_NAMES = (
+    "none that the names of its arrays show (BatchNorm without running statistics is found only with "
+    "parts=split_state(model))"
+)
+
+
+class Phase(NamedTuple):
+    """The phase of a round: its name, and what travels in it."""
+
+    name: str
+    travels: Travels
+
+
+class Methods:
+    """The methods of a run.
+
+    Args:
+        kinds: the classes of the methods, in the order of the registry.
+        params: the settings of all of them.
+
+    Attributes:
+        params: as given.
+        tests: the tests of ``eval_on`` (``tests_in``).
+        name: the name of the strategy.
+    """
+
+    def __init__(self, kinds: Sequence[type[Method[Any, Any]]], params: Any) -> None:
+        self.params: Params | Any = params
+        self.tests = tests_in(params.eval_on)
+        self.name = "+".join(kind.name for kind in kinds)
+        self._kinds = tuple(kinds)
+        options = [kind(params) for kind in OPTIONS if kind.chosen(params)]
+        self._methods: tuple[Method[Any, Any], ...] = (*options, *(kind(params) for kind in kinds))
+
+    def __iter__(self) -> Any:
+        """Iterate over the options in use and the methods, in the order in which they act."""
+        return iter(self._methods)
+
+    def phases(self, num_rounds: int | None = None) -> list[Travels]:
+        """Return what travels in each phase of a run, in order."""
+        return in_parallel([declared(method, num_rounds) for method in self._methods])
+
+    @property
+    def whole(self) -> Travels:
+        """What travels in any phase of a run."""
+        return together(one for method in self._methods for one in declared(method))
+
+    @property
+    def local(self) -> PartSet:
+        """The parts of the state that stay with the clients."""
+        return self.whole.local
+
+    @property
+    def freezes_bn(self) -> bool:
+        """Whether BN statistics or gamma and beta are frozen during the run, and not from its first phase on."""
+        return any(len(own) > 1 and own[-1].held and not own[0].held for own in map(declared, self._methods))
+
+    @property
+    def reestimates(self) -> bool:
+        """Whether every test and the final model use re-estimated statistics."""
+        always = any(one.reestimates for kind in self._kinds for one in declared(kind(self.params)))
+        return always or bool(self.params.recalibrate)
+
+    @property
+    def client_hooks(self) -> dict[str, Any]:
+        """The factories of the client hooks by name."""
+        return {name: make for method in self._methods for name, make in method.client_hooks.items()}
+
+    @property
+    def reported_metrics(self) -> list[str]:
+        """The keys of the metrics that clients send for the methods."""
+        return [beside.key for beside in self.whole.beside if beside.size == "scalar"]
+
+    # --- a run --------------------------------------------------------------------------------------------------------
+
+    def begin(self, facts: Facts) -> States:
+        """Return the states before the first round."""
+        return {method.name: method.begin(facts) for method in self._methods}
+
+    def phase(self, states: States, number: int) -> Phase:
+        """Return the phase of a round."""
+        names, declarations = [], []
+        for method in self._methods:
+            name = method.phase(states[method.name], number)
+            names.append(name)
+            declarations += [one for one in declared(method) if one.phase in ("", name)]
+        return Phase(next((name for name in reversed(names) if name), "train"), together(declarations))
+
+    def on_clients(self, states: States, facts: Facts) -> list[Ask]:
+        """Return the client hooks of a round, in order."""
+        return [ask for method in self._methods for ask in method.on_clients(states[method.name], facts)]
+
+    def fold(
+        self, states: States, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], States]:
+        """Let each method in turn make the new model of the averaged one; return it and the new states."""
+        after = dict(states)
+        for method in self._methods:
+            model, after[method.name] = method.aggregate(after[method.name], facts, replies, model)
+        return model, after
+
+    def advice(self, states: States, number: int) -> list[str]:
+        """Return the likely cause of a loss that is not finite in this round, with remedies; then further ones."""
+        known = [TOO_LARGE_STEPS]
+        for method in self._methods:
+            known = method.advice(states[method.name], number, known)
+        return known
+
+    def outcome(self, states: States, num_rounds: int) -> dict[str, Any]:
+        """Return what the summary of a run says of the methods after so many rounds, by key."""
+        return {
+            key: value
+            for method in self._methods
+            for key, value in method.outcome(states[method.name], num_rounds).items()
+        }
+
+    # --- a checkpoint -------------------------------------------------------------------------------------------------
+
+    def saved(self, states: States) -> dict[str, dict[str, Any]]:
+        """Return the states as JSON values and arrays, by method and field."""
+        return {
+            name: {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+            for name, state in states.items()
+            if state is not None
+        }
+
+    def restored(self, states: States, saved: Mapping[str, Mapping[str, Any]]) -> States:
+        """Return the states of ``saved``; ``states`` are those of ``begin``.
+
+        Raises:
+            ConfigError: the saved states are of other methods.
+        """
+        needed = {f"{name}.{field}" for name, state in self.saved(states).items() for field in state}
+        found = {f"{name}.{field}" for name, state in saved.items() for field in state}
+        if needed != found:
+            listed = ", ".join(sorted(found)) or "none"
+            raise ConfigError(
+                f"this state does not fit strategy {self.name!r}. Needed: {', '.join(sorted(needed)) or 'none'}. "
+                f"Found: {listed}."
+            )
+        return {**states, **{name: dataclasses.replace(states[name], **fields) for name, fields in saved.items()}}
+
+    # --- what does not fit --------------------------------------------------------------------------------------------
+
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Return what does not fit, or has no effect, in such a run: of the options, the methods and the model."""
+        problems = [*self._test_problems(run.tests or self.tests), *self._setting_problems(run)]
+        for method in self._methods:
+            problems += method.problems(run)
+        if run.parts is not None:
+            problems += self._model_problems(run.parts)
+        return list(dict.fromkeys(problems))
+
+    def _setting_problems(self, run: RunSettings) -> list[Problem]:
+        """Return the problems of settings that every method has."""
+        params, problems = self.params, []
+        if params.agc and run.gradient_clip_norm:
+            text = f"agc={params.agc} and gradient-clip-norm={run.gradient_clip_norm} both limit gradients; set one to 0"
+            problems.append(Problem("two-gradient-clippings", text))
+        if Part.STATISTICS in self.local and SHARED_BN not in run.tests:
+            text = f"{self.name} averages no running variances"
+            problems.append(Problem("no-variances", text, "unused", "variance"))
+        return problems
+
+    def _test_problems(self, tests: Sequence[str]) -> list[Problem]:
+        """Return which tests have no model under these methods."""
+        problems, local = [], self.local
+        weights = local & {Part.AFFINE, Part.REST}
+        if (self.reestimates or RECALIBRATED in tests) and weights:
+            text = (
+                f"strategy {self.name!r} keeps {' and '.join(sorted(weights))} with its clients: there are no global "
+                "weights under which statistics could be re-estimated (recalibrate, eval-on=recalibrated)."
+            )
+            problems.append(Problem("no-global-weights", text))
+        if Part.REST in local and (asked := [name for name in tests if name.startswith("global")]):
+            text = (
+                f"eval-on={','.join(asked)} tests a global model, and strategy {self.name!r} has none: its clients "
+                "share nothing, and the initial model would be tested. Use personal-own or personal-global."
+            )
+            problems.append(Problem("no-global-model", text))
+        if SHARED_BN in tests and (not local - {Part.REST} or Part.REST in weights):
+            text = (
+                f"eval-on={SHARED_BN} completes a global model with the average of BN parts that stay with the "
+                f"clients; strategy {self.name!r} has no such model. It is for fedbn, silobn and mtfl."
+            )
+            problems.append(Problem("no-local-batchnorm", text))
+        return problems
+
+    def _model_problems(self, parts: Parts) -> list[Problem]:
+        """Return which layers that the methods act on the model lacks."""
+        problems = []
+        for method in self._methods:
+            instead = "a run without it" if method.role == "option" else "FedAvg"
+            for wanted in model_needs(together(declared(method))):
+                if not parts.layers:
+                    has = _NOT_BY_NAMES if parts.by_names else ""
+                    text, remedy = f"{method.title} needs BatchNorm", f"{instead}, or a model with BatchNorm"
+                    problems.append(Problem("no-batchnorm", text, "model", has=has, remedy=remedy))
+                elif wanted and not parts.select(wanted):
+                    words, reasons = zip(*(pair for part, pair in _WORDS.items() if part in wanted), strict=True)
+                    kind = f"BatchNorm with {' or '.join(words)}"
+                    has = f"{parts.named_layers()} without ({', '.join(reasons)})"
+                    text, remedy = f"{method.title} needs {kind}", f"{instead}, or a model with {kind}"
+                    problems.append(Problem("batchnorm-lacks-entries", text, "model", has=has, remedy=remedy))
+        return problems
+
+
+def declared(method: Method[Any, Any], num_rounds: int | None = None) -> tuple[Travels, ...]:
+    """Return what travels in each phase of a method.
+
+    A class that overrides ``aggregate`` below the class that declares ``travels`` may read anything of the replies.
+    """
+    phases = method.travels(num_rounds)
+    if _reads_unsaid(type(method)):
+        return tuple(dataclasses.replace(one, each=ALL) for one in phases)
+    return phases
+
+
+def _reads_unsaid(kind: type[Method[Any, Any]]) -> bool:
+    """Return whether the class with the last ``aggregate`` comes after the one with the last ``travels``."""
+    for base in kind.__mro__:
+        if "travels" in vars(base):
+            return False
+        if "aggregate" in vars(base):
+            return True
+    return False
+
+
+def why_not_combined(first: type[Method[Any, Any]], second: type[Method[Any, Any]]) -> str:
+    """Return why two methods cannot be combined; "" if they can."""
+    for kind in (first, second):
+        if kind.alone or not kind.role:
+            return kind.alone or f"{kind.name} is not combined with other methods"
+    a, b = (together(declared(kind(kind.Params()))) for kind in (first, second))
+    if both := single_decisions(a) & single_decisions(b):
+        return f"both decide {' and '.join(sorted(both))}"
+    for (one, own), (other, theirs) in itertools.permutations([(first, a), (second, b)]):
+        if kept := in_common(own) & theirs.local:
+            return f"{one.name} needs {', '.join(sorted(kept))} in common, and {other.name} keeps them with the clients"
+    return ""
+
+
+def joined(kinds: Iterable[type[Method[Any, Any]]], field: str) -> str:
+    """Return a text of several methods as one."""
+    return "; ".join(getattr(kind, field) for kind in kinds)

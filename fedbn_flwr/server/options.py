@@ -1,0 +1,174 @@
+"""The options of every method, as methods: each is used if its setting asks for it, and acts before the others.
+
+Their settings are fields of ``server.params.Params``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from typing_extensions import TypeVar
+
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
+from fedbn_flwr.server.method import Ask, Facts, Method, Problem, RunSettings
+from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, Momentum, MomentumBuffers, average_buffers
+from fedbn_flwr.server.params import RECALIBRATED, Params, tests_in
+from fedbn_flwr.server.replies import Replies
+from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
+from fedbn_flwr.server.travels import Beside, Travels
+
+__all__ = ["OPTIONS", "Option"]
+
+S = TypeVar("S", default=None)
+
+
+class Option(Method[Params, S]):
+    """An option of every method; ``name`` is the setting as a user writes it."""
+
+    role = "option"
+
+    @staticmethod
+    @abstractmethod
+    def chosen(params: Any) -> bool:
+        """Return whether the settings ask for the option."""
+
+
+class MomentumScope(Option[Momentum]):
+    """SGD's momentum between rounds: kept by the client, or averaged by the server."""
+
+    name = "momentum-scope"
+    client_hooks = {MOMENTUM: lambda context: MomentumBuffers(context.config[SCOPE], context.local_entries)}
+
+    @staticmethod
+    def chosen(params: Any) -> bool:
+        """Return whether the momentum outlives a round."""
+        return bool(params.momentum_scope != "none")
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return the buffers that the server averages."""
+        if self.params.momentum_scope == "local":
+            return (Travels(kept="SGD's momentum"),)
+        why = "momentum-scope=global sends SGD's momentum beside the model; use none or local"
+        return (Travels(beside=(Beside(MOMENTUM, "trainable", why, down=True, read="mean"),)),)
+
+    def begin(self, facts: Facts) -> Momentum:
+        """Start without momentum."""
+        return Momentum()
+
+    def on_clients(self, state: Momentum, facts: Facts) -> list[Ask]:
+        """Send the scope; with "global" also the averaged buffers."""
+        scope = self.params.momentum_scope
+        return [Ask(MOMENTUM, {SCOPE: scope}, {MOMENTUM: state.momentum} if scope == "global" else {})]
+
+    def aggregate(
+        self, state: Momentum, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], Momentum]:
+        """Average the clients' buffers with the weights p_i, each entry over the clients that have it."""
+        if self.params.momentum_scope != "global":
+            return model, state
+        sent = [reply.extras.get(MOMENTUM, {}) for reply in replies]
+        return model, Momentum(average_buffers(sent, replies.weights))
+
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Refuse optimizers without momentum."""
+        scope = self.params.momentum_scope
+        if run.optimizer != "sgd":
+            text = (
+                f"momentum-scope={scope} keeps SGD's momentum, and optimizer={run.optimizer} has none: its moments "
+                "start at zero in each round. Use optimizer=sgd or momentum-scope=none"
+            )
+            return [Problem("momentum-without-sgd", text)]
+        if not run.sgd_momentum:
+            return [Problem("momentum-of-zero", f"momentum-scope={scope} needs sgd-momentum above 0")]
+        return []
+
+
+class AdaptiveClipping(Option):
+    """Adaptive gradient clipping in every step."""
+
+    name = "agc"
+    client_hooks = {"agc": lambda context: ClipGradients(float(context.config[AGC]))}
+
+    @staticmethod
+    def chosen(params: Any) -> bool:
+        """Return whether gradients are clipped."""
+        return bool(params.agc)
+
+    def on_clients(self, state: None, facts: Facts) -> list[Ask]:
+        """Send lambda."""
+        return [Ask("agc", {AGC: self.params.agc})]
+
+
+class AveragedBN(Option):
+    """Tests of a global model with the average of the BN parts that stay with the clients."""
+
+    name = "eval-on=averaged-bn"
+    client_hooks = {"share-bn": lambda context: ShareBN(context.local_entries)}
+
+    @staticmethod
+    def chosen(params: Any) -> bool:
+        """Return whether a test needs the average."""
+        return SHARED_BN in tests_in(params.eval_on)
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return the copies that clients send."""
+        why = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
+        return (Travels(beside=(Beside(SHARED_BN, "local", why, read="mean"),)),)
+
+    def on_clients(self, state: None, facts: Facts) -> list[Ask]:
+        """Ask for the copies; a client may leave them out."""
+        return [Ask("share-bn", {}, {SHARED_BN: {}}, shown=True)]
+
+
+class Recalibrate(Option):
+    """Every test and the final model use re-estimated statistics."""
+
+    name = "recalibrate=true"
+
+    @staticmethod
+    def chosen(params: Any) -> bool:
+        """Return whether statistics are re-estimated."""
+        return bool(params.recalibrate)
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return the re-estimation."""
+        return (Travels(reestimates=True),)
+
+
+class TestRecalibrated(Recalibrate):
+    """A test with re-estimated statistics."""
+
+    name = f"eval-on={RECALIBRATED}"
+
+    @staticmethod
+    def chosen(params: Any) -> bool:
+        """Return whether there is such a test."""
+        return RECALIBRATED in tests_in(params.eval_on)
+
+
+class PooledVariance(Option):
+    """The average of running variances has the spread of the clients' means."""
+
+    name = "variance=pooled"
+
+    @staticmethod
+    def chosen(params: Any) -> bool:
+        """Return whether variances are pooled."""
+        return bool(params.variance == "pooled")
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return the statistics of single replies."""
+        return (Travels(each=frozenset({Part.STATISTICS})),)
+
+
+OPTIONS: tuple[type[Option[Any]], ...] = (
+    MomentumScope,
+    AdaptiveClipping,
+    AveragedBN,
+    Recalibrate,
+    TestRecalibrated,
+    PooledVariance,
+)
+"""The options, in the order in which they act."""

@@ -1,0 +1,261 @@
+"""What the server knows of a run: its methods and their states, its nodes, what clients keep, and its reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp import Grid
+
+from fedbn_flwr.batchnorm.averaging import State, check_state
+from fedbn_flwr.batchnorm.parts import Parts, split_state
+from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.messages.protocol import Continuity, MessageConfig
+from fedbn_flwr.messages.records import views
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.kept import Kept
+from fedbn_flwr.server.methods import Methods, Phase, States
+from fedbn_flwr.server.nodes import NodeRegistry
+from fedbn_flwr.server.protection import Protection
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.report import RoundReport
+
+__all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
+
+# How often a strategy was started on a grid: the clients' Context.state outlives a start, and a later one tells them to
+# forget what was kept in it (start_id).
+_STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
+
+logger = logging.getLogger("flwr")
+
+Average = Callable[..., MetricRecord]
+OnReplies = Callable[[int, Sequence[Reply], State, State], None]
+OnRoundEnd = Callable[[int, ArrayRecord, Mapping[str, MetricRecord]], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of Flower's own FedAvg, and what else a strategy lets its users set, as they are in a round."""
+
+    fraction_train: float
+    fraction_evaluate: float
+    min_train_nodes: int
+    min_evaluate_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrays_key: str
+    config_key: str
+    average_train_metrics: Average
+    average_test_metrics: Average
+    input_mean: tuple[float, ...] = ()
+    input_std: tuple[float, ...] = ()
+    on_replies: OnReplies | None = None
+    on_round_end: OnRoundEnd | None = None
+
+
+@dataclass
+class Run:
+    """The server's knowledge of a run.
+
+    Attributes:
+        methods: the methods, with their settings.
+        nodes: the nodes.
+        protection: what happens to the replies before the methods see them.
+        options: Flower's arguments, as they are in this round.
+        timeout: seconds to wait for replies.
+        parts_or_none: the split of the model's state; if the user gives none, None before the first arrays.
+        continuity: the run as it is sent to clients with a state folder.
+        start_id: id of a start after the first in one run of a ServerApp; None if what clients have kept counts.
+        num_rounds: R; None if Flower's loop does not say.
+        after: the last round before this start; 0 if the run is not resumed.
+        begun: whether the methods have begun.
+        states: the state of each method, after the last round.
+        kept: what the clients keep.
+        reports: the report of each round.
+        arrays: the global model that training continues with; tests may complete it.
+        metrics: the metrics of this round so far, under the names of Flower's ``Result``.
+        before: the global state that was sent in this round.
+        phase: the phase of this round.
+        num_able: number of nodes with training data, N of the papers.
+        smallest: training examples of the node among them that has fewest; 0 if none says how many it has.
+        reestimated: re-estimated running statistics of the model after this round.
+        statistics_at_start: those of the model at the start of this round.
+        shapes: the shapes of the model's entries.
+        trained: labels of the clients whose training was used since the start or the resumption.
+        tested: whether a client was tested since then.
+        other_counts: ids of the nodes whose reply had another count of examples than their answer to the query.
+    """
+
+    methods: Methods
+    nodes: NodeRegistry
+    protection: Protection
+    options: Options
+    timeout: float = 3600.0
+    parts_or_none: Parts | None = None
+    continuity: Continuity | None = None
+    start_id: str | None = None
+    num_rounds: int | None = None
+    after: int = 0
+    begun: bool = False
+    states: States = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
+    reports: list[RoundReport] = field(default_factory=list)
+    arrays: ArrayRecord = field(default_factory=ArrayRecord)
+    metrics: dict[str, MetricRecord] = field(default_factory=dict)
+    before: State = field(default_factory=dict)
+    phase: Phase | None = None
+    num_able: int = 0
+    smallest: int = 0
+    reestimated: dict[str, Any] = field(default_factory=dict)
+    statistics_at_start: dict[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
+    tested: bool = False
+    other_counts: set[int] = field(default_factory=set)
+
+    @property
+    def report(self) -> RoundReport:
+        """The report of this round."""
+        return self.reports[-1]
+
+    @property
+    def parts(self) -> Parts:
+        """The split of the model's state; ConfigError if it is not known yet."""
+        if self.parts_or_none is None:
+            raise ConfigError(
+                "the split of the state is not known before the first arrays; pass parts=split_state(model)"
+            )
+        return self.parts_or_none
+
+    @property
+    def rounds_left(self) -> int:
+        """The number of rounds from this one to the last; ConfigError if Flower's loop does not say."""
+        return self.facts(0).total_rounds - self.after - len(self.reports) + 1
+
+    def facts(self, number: int, phase: Phase | None = None) -> Facts:
+        """Return what the methods know of a round; 0 = before the first."""
+        phase = phase or Phase("", self.methods.whole)
+        return Facts(
+            number,
+            self.num_rounds,
+            self.parts,
+            self.before,
+            phase.name,
+            phase.travels,
+            self.num_able,
+            frozenset(self.kept.hashes),
+        )
+
+    def begin(self) -> None:
+        """Let methods and protection begin, once in a run.
+
+        Raises:
+            ConfigError: a setting or the model does not fit.
+        """
+        self.begun = True
+        self.states = self.methods.begin(self.facts(0))
+        self.protection.begin(self.methods, self.options.weighted_by_key)
+
+    def open_round(self, number: int, arrays: ArrayRecord) -> Phase:
+        """Begin a round with this model; return its phase.
+
+        What was re-estimated after the last round is of the model that this one begins with.
+        """
+        self.phase = self.methods.phase(self.states, number)
+        self.before, self.metrics = views(arrays), {}
+        known = self.statistics_at_start if self.reports and self.report.kept_previous else {}
+        self.statistics_at_start, self.reestimated = self.reestimated or known, {}
+        self.reports.append(RoundReport(number, self.phase.name))
+        return self.phase
+
+    def message_config(self, number: int) -> MessageConfig:
+        """Return the config entries of every message with the model."""
+        return MessageConfig(
+            server_round=number,
+            local_entries=self.parts.select(self.methods.local),
+            continuity=self.continuity,
+            start_id=self.start_id,
+            seed=self.methods.params.seed,
+            input_mean=self.options.input_mean,
+            input_std=self.options.input_std,
+        )
+
+    def tests_after(self, number: int) -> bool:
+        """Return whether clients test, and statistics are re-estimated, after this round."""
+        return number % self.methods.params.eval_every == 0 or number == self.num_rounds
+
+    def count_start(self, grid: Grid) -> None:
+        """Count the start on this grid; a later one has an id, so that its clients forget what they have kept."""
+        earlier = _STARTS.get(grid, 0)
+        _STARTS[grid] = earlier + 1
+        if earlier and not self.after and self.continuity is None:
+            self.start_id = str(earlier)
+
+    def set_model(self, arrays: ArrayRecord) -> None:
+        """Note the shapes; split the state by the names of the arrays, or check that the given split fits them.
+
+        Raises:
+            ConfigError: this is no ArrayRecord, the given split does not fit, or entries of the first model are
+                missing.
+        """
+        if not isinstance(arrays, ArrayRecord):
+            raise ConfigError(f"the arrays are a {type(arrays).__name__}: pass ArrayRecord(model.state_dict())")
+        lost = [name for name in self.shapes if name not in arrays]
+        if lost and self.shapes.keys() > {*arrays}:  # with other names it is another model, of another run
+            raise ConfigError(
+                f"the model of round {self.after + len(self.reports) + 1} lacks {len(lost)} entries that it had at the "
+                f"start ('{lost[0]}', ...): an aggregate_train of your own must return the whole model; give the "
+                "strategy a method with an `aggregate`, or call super()"
+            )
+        self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        if self.parts_or_none is None or self.parts_or_none.by_names:  # an earlier run may have had another model
+            self.parts_or_none = split_state(arrays)
+        if unknown := [name for name in arrays if name not in self.parts_or_none.part_of]:
+            raise ConfigError(
+                f"parts= does not know {len(unknown)} of the arrays ({unknown[0]}, ...): it was made from another model"
+            )
+
+    def check_initial(self, state: State) -> None:
+        """Raise ConfigError if the initial state is not finite."""
+        try:
+            check_state(state, state, self.parts)
+        except ReplyError as error:
+            raise ConfigError(
+                f"initial_arrays: {error}. Every reply with it would be refused. A constant, such as a mask of -inf, "
+                "stays out of the state dict with register_buffer(..., persistent=False)"
+            ) from None
+
+    def saved(self) -> dict[str, Any]:
+        """Return the strategy state to checkpoint, without the model: JSON values and arrays by name."""
+        saved = {
+            "kept": self.kept.saved(),
+            "initialised": self.nodes.initialised_labels,
+            "reestimated": self.reestimated,
+            "methods": self.methods.saved(self.states),
+        }
+        if protection := self.protection.state_dict():
+            saved["protection"] = protection
+        return saved
+
+    def resume(self, after: int, saved: Mapping[str, Any]) -> None:
+        """Go on after a round, with what ``saved`` returned then; the run has begun.
+
+        Raises:
+            ConfigError: the state belongs to another strategy, or to another version.
+        """
+        needed = self.saved().keys() - {"protection"} | ({"protection"} if self.protection.state_dict() else set())
+        if saved.keys() != needed:
+            raise ConfigError(
+                f"this state does not fit strategy {self.methods.name!r}. Needed: {', '.join(sorted(needed))}. Found: "
+                f"{', '.join(sorted(saved))}. A state of version 0.1 cannot be read: begin the run anew."
+            )
+        self.after = after
+        self.states = self.methods.restored(self.states, saved["methods"])
+        self.kept = Kept.resumed(saved["kept"])
+        self.reestimated = dict(saved["reestimated"])
+        self.nodes.expect_initialised(saved["initialised"])
+        self.protection.load_state_dict(saved.get("protection", {}))

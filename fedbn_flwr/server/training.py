@@ -1,0 +1,181 @@
+"""The training half of a round, in the order of ``server.round``: sample, address, read, release, average, hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid
+
+from fedbn_flwr.batchnorm.averaging import average
+from fedbn_flwr.errors import ClientPartError
+from fedbn_flwr.messages.protocol import TrainConfig
+from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.server import health
+from fedbn_flwr.server.able_nodes import able_to_train
+from fedbn_flwr.server.dispatch import NOTHING, Sent, address, raise_shared_error
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.failures import losses_not_finite, training_losses
+from fedbn_flwr.server.method import Ask
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.replies import Refused, Replies, Reply, Terms, read_replies, warn_of_other_counts
+from fedbn_flwr.server.run import Run
+from fedbn_flwr.training.settings import share_of
+
+__all__ = ["address_training", "average_replies", "forget_first_rounds", "hold", "read_training", "release"]
+__all__ += ["sample_for_training", "terms_of", "training_metrics"]
+
+logger = logging.getLogger("flwr")
+
+Usable = Sequence[tuple[Node, Message, Reply]]
+
+
+def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
+    """Return the nodes that train in a round; none if no node shall, or if the protection has no budget left."""
+    options = run.options
+    if options.fraction_train == 0.0:
+        return []
+    present = run.nodes.present(grid, max(options.min_available_nodes, options.min_train_nodes))
+    able = able_to_train(present, run.nodes.silent, bool(run.methods.local), run.report)
+    run.num_able = len(able)
+    run.smallest = min((node.num_examples for node in able if node.num_examples), default=0)
+    count = max(share_of(options.fraction_train, len(able)), options.min_train_nodes)
+    nodes = run.nodes.sample(able, count, "train", number)
+    if nodes and not run.protection.admits(run, len(nodes)):
+        return []
+    logger.info("configure_train: Sampled %s nodes (out of %s)", len(nodes), run.num_able)
+    return nodes
+
+
+def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
+    """Return what a reply to the training messages of a round must hold."""
+    part_of, local = facts.parts.part_of, facts.travels.local
+    return Terms(
+        strategy=run.methods.name,
+        facts=facts,
+        expected={name: array for name, array in facts.before.items() if part_of[name] not in local},
+        hooks=frozenset(ask.hook for ask in asks if not ask.shown),
+        extras=frozenset(_records_of(asks)),
+        arrays_key=run.options.arrays_key,
+        count_key=run.options.weighted_by_key,
+    )
+
+
+def _records_of(asks: Sequence[Ask]) -> dict[str, Any]:
+    """Return the records that travel beside the model, by key."""
+    records: dict[str, Any] = {}
+    for ask in asks:
+        records |= ask.sends
+    return records
+
+
+def address_training(
+    run: Run, facts: Facts, nodes: Sequence[Node], arrays: ArrayRecord, config: ConfigRecord, asks: Sequence[Ask]
+) -> Sent:
+    """Return the training messages of a round; ``config``: the user's entries."""
+    if not nodes:
+        return NOTHING
+    extras = {key: to_record(state) for key, state in _records_of(asks).items()}
+    hooks = tuple(ask.hook for ask in asks)
+    common = vars(run.message_config(facts.number))
+    entries: dict[str, Any] = {**config, **TrainConfig(**common, hooks=hooks, extras=tuple(extras)).write()}
+    entries |= run.protection.config()
+    for ask in asks:
+        entries |= ask.config
+    run.report.asked = len(nodes)
+    return address(run, nodes, MessageType.TRAIN, arrays, entries, run.report.train, extras)
+
+
+def read_training(run: Run, sent: Sent, received: Sequence[tuple[Node, Message]], terms: Terms) -> Usable:
+    """Return the usable replies, in the order of partition ids; report these and the refused ones.
+
+    Raises:
+        ClientPartError: no app has the method's client part.
+        ConfigError: all clients raised it, and none has worked before.
+    """
+
+    def read(node: Node, message: Message) -> Reply:
+        reply = terms.read(node, message)
+        if run.protection.reads_each:
+            terms.check(reply)
+        run.protection.check(run, reply, terms.facts.before)
+        return reply
+
+    run.report.replied = len(received)
+    usable, refused = read_replies(received, read, run.report)
+    run.nodes.initialised.difference_update(node.node_id for node, _, _ in refused)
+    replies = [reply for _, _, reply in usable]
+    _report_usable(run, replies)
+    warn_of_other_counts(replies, run.options.weighted_by_key, run.other_counts)
+    _refuse_useless_apps(run, sent, bool(usable), refused)
+    return usable
+
+
+def _report_usable(run: Run, replies: Sequence[Reply]) -> None:
+    """Note who trained, with which metrics and bytes."""
+    for reply in replies:
+        run.nodes.initialised.add(reply.node.node_id)
+        for size in reply.sizes:
+            run.report.train.count_up(size)
+    if not run.protection.secret_sampling:
+        run.report.participants = [reply.node.partition_id for reply in replies]
+    if run.protection.publishes_metrics:
+        run.report.clients = {reply.node.label: dict(reply.metrics) for reply in replies}
+    run.trained.update(reply.node.label for reply in replies)
+
+
+def _refuse_useless_apps(run: Run, sent: Sent, any_usable: bool, refused: Refused) -> None:
+    """Raise the error of apps that do not work, if none does: every further round would fail in the same way."""
+    lacking = [error for _, _, error in refused if isinstance(error, ClientPartError)]
+    if lacking and not any_usable:
+        raise lacking[0]
+    raise_shared_error(run, sent, refused, bool(run.trained))
+
+
+def release(run: Run, facts: Facts, usable: Usable) -> Replies:
+    """Return what the methods see of the replies; nothing if too few are usable, or the protection releases nothing."""
+    replies = [reply for _, _, reply in usable]
+    always = run.protection.always_releases and run.report.asked
+    if len(replies) < run.methods.params.min_replies and not always:
+        health.note_too_few(run, len(replies))
+        return Replies([])
+    health.note_losses(run, losses_not_finite(training_losses(run.report.clients)))
+    released = run.protection.pool(run, replies, facts.before)
+    run.report.kept_previous = run.report.kept_previous or not released
+    return Replies(released, facts.travels.weights)
+
+
+def average_replies(run: Run, replies: Replies) -> dict[str, Any]:
+    """Return the average of the replies with the weights p_i; counters take the maximum."""
+    states = [reply.state for reply in replies]
+    return average(states, replies.weights, run.parts, run.methods.params.variance)
+
+
+def hold(model: dict[str, Any], facts: Facts) -> dict[str, Any]:
+    """Return the model with held entries as they were sent, bit for bit."""
+    return {**model, **{name: facts.before[name] for name in facts.held}}
+
+
+def forget_first_rounds(run: Run, usable: Usable) -> None:
+    """Send the whole state again to clients whose first round is undone: they have nothing left of their own."""
+    anew = {node.node_id for node, _, _ in usable if node.label not in run.kept.hashes}
+    run.nodes.initialised.difference_update(anew)
+
+
+def training_metrics(
+    run: Run, replies: Replies, model: Mapping[str, Any] | None, usable: Usable
+) -> MetricRecord | None:
+    """Return the averaged metrics of the replies that were used; write them to the report; tell ``on_replies``."""
+    if model is None:
+        return None
+    if run.options.on_replies is not None:
+        run.options.on_replies(run.report.server_round, replies, run.before, {**run.before, **model})
+    if not run.protection.publishes_metrics:
+        return None
+    contents = [message.content for _, message, _ in usable]
+    metrics = run.options.average_train_metrics(contents, run.options.weighted_by_key)
+    run.report.metrics = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+    run.metrics["train_metrics_clientapp"] = metrics
+    return metrics

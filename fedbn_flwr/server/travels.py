@@ -1,0 +1,239 @@
+"""What travels in a method's round, as data: one declaration for each phase.
+
+Everything that follows from it is computed here or by its readers: what stays with the clients, which model a method
+needs, the ledger of ``inspect``, the shape checks of replies, what privacy refuses and masked sums cover, whether sums
+are enough, and which methods exclude each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.protocol import Key
+
+__all__ = ["ALL", "BATCHNORM", "NONE", "TRACKED", "Beside", "Exchanges", "LinkSettings", "PartSet", "Travels"]
+__all__ += ["in_common", "in_parallel", "model_needs", "single_decisions", "sums_suffice", "together"]
+
+PartSet = frozenset[Part]
+NONE: PartSet = frozenset()
+TRACKED: PartSet = frozenset({Part.STATISTICS, Part.COUNTERS})
+BATCHNORM: PartSet = TRACKED | {Part.AFFINE}
+ALL: PartSet = BATCHNORM | {Part.REST}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A record or a metric that a client sends beside the model.
+
+    Attributes:
+        key: its name in the reply; a record's is also its name in the training message.
+        size: "trainable" = like the shared trainable entries; "moments" = count, mean and M2 of each BN layer;
+            "channels" = a number for each channel of BN; "local" = a copy of what stays with the client; "scalar" = a
+            metric.
+        why: what it tells of a client, and what to use instead; for the refusals of privacy.
+        down: whether the server sends it, too; not in round 1.
+        read: "mean" = the average with the weights p_i is enough, "each" = single values are used, "log" = it is only
+            reported.
+        required: whether a reply without it is refused.
+    """
+
+    key: Key
+    size: Literal["trainable", "moments", "channels", "local", "scalar"]
+    why: str
+    down: bool = False
+    read: Literal["mean", "each", "log"] = "each"
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """How the exchanges of a synchronised step travel between processes; in one process clients wait at a barrier.
+
+    Attributes:
+        transport: "messages", or "channel": then all clients of a round run at the same time.
+        timeout: seconds that an exchange waits for its last client.
+        bind: address of the channel on the server, host:port.
+        address: address that clients connect to; "" = ``bind`` with the port in use.
+        tls_dir: folder of the channel's certificates; "" = loopback only.
+    """
+
+    transport: str = "messages"
+    timeout: float = 120.0
+    bind: str = "127.0.0.1:0"
+    address: str = ""
+    tls_dir: str = ""
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The exchanges of statistics in the first local step.
+
+    Attributes:
+        forward: for a call of a BN layer: exchanges, and rows of its channels each way.
+        backward: the same, where the layer's input needs a gradient.
+        read: "mean" = the server needs weighted sums alone (3L+1), "each" = more than these (2L+1).
+        link: how they travel.
+    """
+
+    forward: tuple[int, int]
+    backward: tuple[int, int] = (0, 0)
+    read: Literal["mean", "each"] = "mean"
+    link: LinkSettings = LinkSettings()
+
+    def cost(self, gradient: bool = True) -> tuple[int, int]:
+        """Return a BN call's exchanges and rows of channels each way; ``gradient``: its input needs a gradient."""
+        if not gradient:
+            return self.forward
+        return self.forward[0] + self.backward[0], self.forward[1] + self.backward[1]
+
+
+@dataclass(frozen=True)
+class Travels:
+    """What travels in a phase of a method. The model travels both ways, without ``local``.
+
+    Attributes:
+        phase: the name of the phase; "" = the method has one phase.
+        last: the last round of the phase; None = the end of the run, or, before another phase, found out in the run.
+        local: the parts that stay with the client.
+        held: the parts that return as they were sent; a reply that changed them is refused.
+        each: the parts of which the server reads single replies, and not only their average.
+        weights: "examples" = |D_i|, "equal", or the key of a metric.
+        beside: what comes beside the model.
+        exchanges: the exchanges of the first local step; None = none.
+        reestimates: whether BN statistics are re-estimated before tests.
+        undo: whether a client whose reply is not used goes back to what it kept before: the server's state mirrors it.
+        decides: what one method alone may decide: "gradients", "server step".
+        needs: parts of BN on which the method acts and that are not named above, a set for each need.
+        kept: what else the clients keep, in words.
+    """
+
+    phase: str = ""
+    last: int | None = None
+    local: PartSet = NONE
+    held: PartSet = NONE
+    each: PartSet = NONE
+    weights: str = "examples"
+    beside: tuple[Beside, ...] = ()
+    exchanges: Exchanges | None = None
+    reestimates: bool = False
+    undo: bool = False
+    decides: frozenset[str] = frozenset()
+    needs: tuple[PartSet, ...] = ()
+    kept: str = ""
+
+    @property
+    def extra_copies(self) -> int:
+        """How many copies of the shared trainable floats travel beside the model, each way."""
+        return sum(beside.size == "trainable" for beside in self.beside)
+
+    @property
+    def extra_statistics(self) -> tuple[float, float]:
+        """How many times the floats of the running statistics travel beside the model: down, and up.
+
+        Up there is an integer for each BN layer, too. Nothing goes down in the first round.
+        """
+        shares = {"moments": 1.0, "channels": 0.5}
+        down = sum(shares.get(beside.size, 0.0) for beside in self.beside if beside.down)
+        up = sum(shares.get(beside.size, 0.0) for beside in self.beside)
+        return down, up
+
+    @property
+    def needs_all_at_once(self) -> bool:
+        """Whether all clients of a round must run at the same time, each in a process of its own."""
+        return self.exchanges is not None and self.exchanges.link.transport == "channel"
+
+
+def together(declarations: Iterable[Travels]) -> Travels:
+    """Return what travels where all these declarations hold at once; the phase and its end are left out."""
+    total = Travels()
+    for one in declarations:
+        total = Travels(
+            local=total.local | one.local,
+            held=total.held | one.held,
+            each=total.each | one.each,
+            weights=total.weights if one.weights == "examples" else one.weights,
+            beside=total.beside + tuple(beside for beside in one.beside if beside not in total.beside),
+            exchanges=one.exchanges or total.exchanges,
+            reestimates=total.reestimates or one.reestimates,
+            undo=total.undo or one.undo,
+            decides=total.decides | one.decides,
+            needs=total.needs + tuple(parts for parts in one.needs if parts not in total.needs),
+            kept="; ".join(filter(None, (total.kept, one.kept))),
+        )
+    return total
+
+
+def in_parallel(methods: Iterable[Sequence[Travels]]) -> list[Travels]:
+    """Return the phases of a run of several methods, in order; each method gives its phases.
+
+    Raises:
+        ConfigError: two methods change their phase in a round that is found out in the run.
+    """
+    phases = [Travels()]
+    for other in methods:
+        phases = list(_merged_phases(phases, other))
+    return phases
+
+
+def _merged_phases(first: Sequence[Travels], second: Sequence[Travels]) -> Iterator[Travels]:
+    i = j = 0
+    while i < len(first) and j < len(second):
+        a, b = first[i], second[j]
+        a_ends, b_ends = i + 1 < len(first), j + 1 < len(second)
+        if a_ends and b_ends and (a.last is None or b.last is None):
+            raise ConfigError(f"phases {a.phase!r} and {b.phase!r} both end in a round that is found out in the run")
+        a_first = a_ends and (not b_ends or a.last <= b.last)  # type: ignore[operator]
+        b_first = b_ends and (not a_ends or b.last <= a.last)  # type: ignore[operator]
+        last = a.last if a_first else b.last
+        yield dataclasses.replace(together([a, b]), phase=b.phase or a.phase, last=last)
+        i, j = i + (a_first or not b_ends), j + (b_first or not a_ends)
+
+
+def single_decisions(travels: Travels) -> frozenset[str]:
+    """Return what the method decides and no other method may decide in the same run, in words."""
+    decides = set(travels.decides)
+    if travels.local:
+        decides.add("which parts stay with the clients")
+    if travels.held & TRACKED or travels.exchanges:
+        decides.add("the statistics that BN normalises with")
+    if travels.exchanges:
+        decides.add("gradients")
+    return frozenset(decides)
+
+
+def in_common(travels: Travels) -> PartSet:
+    """Return the parts that all clients must have in common for the method."""
+    common = NONE
+    if travels.held & TRACKED or any(beside.size == "moments" for beside in travels.beside):
+        common |= TRACKED
+    if travels.exchanges:
+        common |= BATCHNORM
+    if travels.reestimates:
+        common |= ALL
+    return common
+
+
+def model_needs(travels: Travels) -> list[PartSet]:
+    """Return the parts of BN without which the method has no effect, a set for each need; the empty set = any BN."""
+    moments = any(beside.size == "moments" for beside in travels.beside)
+    needs: list[PartSet] = []
+    if travels.local and Part.REST not in travels.local:
+        needs.append(travels.local)
+    if travels.held or travels.exchanges or travels.reestimates or moments:
+        needs.append(NONE)
+    if travels.held & TRACKED or travels.reestimates or moments:
+        needs.append(frozenset({Part.STATISTICS}))
+    if Part.AFFINE in travels.held:
+        needs.append(frozenset({Part.AFFINE}))
+    return list(dict.fromkeys([*needs, *travels.needs]))
+
+
+def sums_suffice(travels: Travels) -> bool:
+    """Return whether the average of the replies, weighted by |D_i|, is all that the server needs."""
+    single = any(beside.read == "each" for beside in travels.beside)
+    return not (travels.each or travels.held or single or travels.exchanges) and travels.weights == "examples"
