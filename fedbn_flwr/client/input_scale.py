@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data import FeatureMoments, Subset, moments_of_inputs
 from fedbn_flwr.training.batches import Batches
 
 __all__ = ["scaled", "training_moments"]

@@ -26,8 +26,8 @@ from fedbn_flwr.client.received import Received, entries_that_stay, load_receive
 from fedbn_flwr.client.record_privacy import RecordPrivacy, unchanged_buffers
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.client.state_folder import OpenFolder, state_dir
-from fedbn_flwr.data import FeatureMoments
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, StateError
+from fedbn_flwr.lab.data import FeatureMoments
 from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import (

@@ -22,8 +22,8 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.data import Scale
 from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.lab.data import Scale
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, MessageConfig, TrainConfig, refuse_own_keys
 from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.server.able_nodes import able_to_train
