@@ -49,7 +49,7 @@ complaints = Console(stderr=True)
 
 
 class EngineChoice(StrEnum):
-    """Where the clients run: ``experiment.run.Engine`` for Typer, without its import."""
+    """Where the clients run: ``runs.run.Engine`` for Typer, without its import."""
 
     in_process = "in-process"
     simulation = "simulation"

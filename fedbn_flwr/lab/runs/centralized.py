@@ -17,15 +17,15 @@ from torch import nn
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, StartingPoint, starting_point
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
 from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
-from fedbn_flwr.lab.setup import initialise, local_training, training_model
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.lab.setup import initialise, local_training, training_model
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator

@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.lab.data import DatasetInfo, is_own
-from fedbn_flwr.lab.data.shared import DataKey, PackedDataset, adopt, in_memory, pack
 from fedbn_flwr.engines.ray_cluster import Machine, connect, machines, on_each
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config
-from fedbn_flwr.lab.partitioned.partitioned_data import load_data
+from fedbn_flwr.lab.data import DatasetInfo, is_own
+from fedbn_flwr.lab.data.shared import DataKey, PackedDataset, adopt, in_memory, pack
 from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.models.own import is_own as is_own_model
 from fedbn_flwr.lab.models.own import own_module
+from fedbn_flwr.lab.partitioned.partitioned_data import load_data
 
 __all__ = ["RaySession", "SharedData", "cluster", "user_modules"]
 

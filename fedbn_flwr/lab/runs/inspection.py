@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.parts import Part, Parts, learning_parts, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.lab.runs.start_checks import misfits
+from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN

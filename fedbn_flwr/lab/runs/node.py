@@ -15,9 +15,9 @@ from flwr.app import ConfigRecord, Context
 from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import OpenFolder, state_dir
 from fedbn_flwr.client.torch_client import TorchClient
-from fedbn_flwr.lab.data import Subset, is_own, load_local_dataset
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
+from fedbn_flwr.lab.data import Subset, is_own, load_local_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, load_data, partitioned_data, whole_data
 from fedbn_flwr.lab.partitioned.report import data_report
 from fedbn_flwr.lab.setup import local_training, pick_device, training_model

@@ -8,17 +8,17 @@ from typing import Any, Literal
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.runs.centralized import centralized
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
-from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.partitioned.report import refuse_no_tests
-from fedbn_flwr.lab.runs.node import client_fn, num_examples
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.partitioned.report import refuse_no_tests
+from fedbn_flwr.lab.runs.centralized import centralized
+from fedbn_flwr.lab.runs.node import client_fn, num_examples
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.setup import make_model, pick_device
 from fedbn_flwr.lab.runs.simulation import simulate
 from fedbn_flwr.lab.runs.start_checks import check, refuse_too_few_clients
+from fedbn_flwr.lab.setup import make_model, pick_device
 from fedbn_flwr.machine import num_cores
 from fedbn_flwr.training.settings import share_of
 

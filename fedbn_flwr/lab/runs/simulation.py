@@ -13,12 +13,12 @@ import torch
 
 from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
 from fedbn_flwr.errors import DivergedError, EngineError
-from fedbn_flwr.lab.runs.cluster_clients import check_cluster
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import NewLines, read_json
-from fedbn_flwr.lab.runs.flower_log import LogEcho
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, FLOWER_LOG
 from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.runs.cluster_clients import check_cluster
+from fedbn_flwr.lab.runs.flower_log import LogEcho
 from fedbn_flwr.lab.setup import gpu_share, pick_device, refuse_named_gpu
 from fedbn_flwr.machine import num_cores
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import learning_parts, split_state
-from fedbn_flwr.lab.data import Augment
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
+from fedbn_flwr.lab.data import Augment
+from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.setup import build_options, initialise, make_model, pick_device
 from fedbn_flwr.lab.trackers import tracker_problems
 from fedbn_flwr.machine import has_bfloat16
-from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.privacy.mixed_examples import WAY_OUT, mixes_examples
 from fedbn_flwr.server.method import Misfit
 from fedbn_flwr.server.params import RECALIBRATED

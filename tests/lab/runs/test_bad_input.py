@@ -8,13 +8,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fedbn_flwr.lab.runs.app import client_app, main
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.lab.runs import node_count
+from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs import node_count
+from fedbn_flwr.lab.runs.app import client_app, main
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.transport import polling_grid
 

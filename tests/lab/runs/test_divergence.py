@@ -12,11 +12,11 @@ import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.errors import DivergedError, EngineError, RunFailedError
-from fedbn_flwr.lab.runs import simulation
+from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import sweep

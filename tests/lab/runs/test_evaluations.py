@@ -20,24 +20,24 @@ from sklearn import metrics as sk
 from torch import Tensor, nn
 
 from fedbn_flwr import InProcessGrid, global_state, personal_state
-from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.lab.cli.console import Bar
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data.loading import DATASETS, _load
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples
-from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
-from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.output.client_means import client_means
 from fedbn_flwr.lab.output.definitions import definitions
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs.app import client_app
+from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.server.report import RoundReport, Traffic

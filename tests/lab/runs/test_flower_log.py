@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.runs.flower_log import LogEcho
 
 LOG = """Using SuperLink: private (127.0.0.1:49783)

@@ -11,10 +11,10 @@ import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.runs.run import run
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import Inspection, inspect_model
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
-from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.federation import torch_clients

@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.setup import make_model
-from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.strategies import STRATEGIES
 

@@ -13,15 +13,15 @@ import pytest
 from flwr.app import RecordDict
 from safetensors.numpy import load_file
 
-from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.runs import node_count
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.runs import node_count
+from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.strategies import STRATEGIES

@@ -20,18 +20,18 @@ from safetensors import safe_open
 from torch.nn import Sequential
 
 from fedbn_flwr import global_state
-from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab import setup
-from fedbn_flwr.lab.runs.centralized import centralized
 from fedbn_flwr.lab.config import CENTRALIZED, Config
-from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.output import recorder
 from fedbn_flwr.lab.output.curves import draw_curves
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs.app import client_app
+from fedbn_flwr.lab.runs.centralized import centralized
+from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.setup import make_model

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.inspection import batchnorm_calls
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.setup import make_model

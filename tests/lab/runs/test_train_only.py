@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.freezing import holds_eval
 
 HEAD = {"model": "lenet", "train-only": "fc3"}
