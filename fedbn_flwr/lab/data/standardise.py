@@ -7,83 +7,24 @@ order of the clients, as a server can do with these sums alone. ``local``: each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.dataset import Dataset
+from fedbn_flwr.lab.data.moments import moments_of_inputs
 from fedbn_flwr.lab.data.samples import Examples, Samples
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.subset import Subset
+from fedbn_flwr.training.input_scale import FeatureMoments, Scale, scale_of
 
-__all__ = ["FeatureMoments", "Scale", "Standardise", "moments_of_inputs", "scale_of", "standardised"]
+__all__ = ["Standardise", "standardised"]
 
 Standardise = Literal["", "federated", "local", "none"]
-_CHUNK = 4096
-
-
-@dataclass(frozen=True, eq=False)
-class FeatureMoments:
-    """Per channel or feature, float64 (C,): number of values that are not missing, their mean, and ``m2``.
-
-    ``m2`` is the sum of squared deviations from the mean. Pixels are scaled to [0, 1].
-    """
-
-    count: Tensor
-    mean: Tensor
-    m2: Tensor
-
-    def merged(self, other: FeatureMoments) -> FeatureMoments:
-        """Return the moments of the union (Chan, Golub, LeVeque 1979)."""
-        count = self.count + other.count
-        share = other.count / count.clamp(min=1)
-        difference = other.mean - self.mean
-        mean = self.mean + difference * share
-        return FeatureMoments(count, mean, self.m2 + other.m2 + difference.square() * self.count * share)
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Inputs become (x - mean) / std, per channel or feature."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-def moments_of_inputs(samples: Examples, indices: Indices | Tensor) -> FeatureMoments:
-    """Return the moments of some examples' inputs; a NaN is missing.
-
-    Raises:
-        DataError: the examples are images on the disk.
-    """
-    if not isinstance(samples, Samples):
-        raise DataError(
-            "standardise=federated and local read all training examples before round 1; these images stay on the disk. "
-            "Leave standardise empty, or give a larger cache-gib."
-        )
-    channels = samples.shape[0]
-    zeros = torch.zeros(channels, dtype=torch.float64)
-    total = FeatureMoments(zeros, zeros, zeros)
-    for part in torch.split(torch.as_tensor(indices), _CHUNK):
-        values = samples.inputs[part.to(samples.device)].cpu().double().transpose(0, 1).flatten(1)
-        values = values / 255 if samples.as_bytes else values
-        count = (~values.isnan()).sum(1).double()
-        mean = values.nan_to_num(0).sum(1) / count.clamp(min=1)
-        deviations = (values - mean[:, None]).nan_to_num(0)
-        total = total.merged(FeatureMoments(count, mean, deviations.square().sum(1)))
-    return total
-
-
-def scale_of(moments: FeatureMoments) -> Scale:
-    """Return mean and standard deviation (by the count, biased); 1 for a feature that is constant or has no values."""
-    std = (moments.m2 / moments.count.clamp(min=1)).sqrt()
-    std = torch.where(std > 1e-12 * moments.mean.abs().clamp(min=1e-300), std, torch.ones_like(std))
-    return Scale(tuple(moments.mean.tolist()), tuple(std.tolist()))
 
 
 def standardised(

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment, Draw
+from fedbn_flwr.lab.data.moments import moments_of_inputs
 from fedbn_flwr.lab.data.samples import Examples
+from fedbn_flwr.training.input_scale import FeatureMoments
 
 __all__ = ["Subset"]
 
@@ -78,6 +80,14 @@ class Subset:
     def indices(self) -> Tensor:
         """The example at each position, int64 (n,)."""
         return torch.arange(len(self._samples)) if self._indices is None else self._indices
+
+    def input_moments(self) -> FeatureMoments:
+        """Return the sums of the inputs as they are stored, from which their mean and std follow.
+
+        Raises:
+            DataError: the inputs are not in memory.
+        """
+        return moments_of_inputs(self._samples, self.indices)
 
     def scaled(self, mean: Sequence[float], std: Sequence[float]) -> Subset:
         """Return the same examples with another mean and std."""

@@ -11,10 +11,10 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import ConfigError, DataError, raise_shared_config_error
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import FeatureMoments, Scale, scale_of
 from fedbn_flwr.messages.protocol import MOMENTS, MOMENTS_QUERY, NodeProperties, ReplyInfo
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.training.input_scale import FeatureMoments, Scale, scale_of
 
 __all__ = ["agreed_scale"]
 

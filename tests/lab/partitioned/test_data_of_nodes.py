@@ -20,7 +20,6 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import Scale
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.runs.agreed_scale import agreed_scale
@@ -29,6 +28,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.protocol import MOMENTS, MOMENTS_QUERY
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.training.input_scale import Scale
 
 NAMES = ("east", "north", "west")
 SETTINGS = {
