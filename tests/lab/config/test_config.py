@@ -19,7 +19,7 @@ from fedbn_flwr.lab.setup import local_training
 from fedbn_flwr.server.params import EVALUATIONS
 from fedbn_flwr.strategies import STRATEGIES, combined
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 # A value other than its default for every key: each must arrive as it was sent.
 OTHERS: dict[str, Any] = {

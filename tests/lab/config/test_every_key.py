@@ -10,7 +10,7 @@ from every_key import ELSEWHERE, KEYS, effect
 from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.strategies import STRATEGIES
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 NAMES = list(STRATEGIES)
 # Every second cheap key under one strategy, so that every strategy has its turn.
 SAMPLE = [

@@ -15,7 +15,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partition
 from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 
-FOLDER = Path(__file__).parents[4] / "studies"
+FOLDER = Path(__file__).parents[3] / "studies"
 FULL = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-small"))
 OF_A_DOMAIN = {"digits-five": 7291, "office-caltech10": 112}  # training examples of the smallest domain
 LONGER = {"fedwon-table-1-office-small"}  # it has results, so it stays as it is
