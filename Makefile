@@ -62,16 +62,16 @@ gpu: .venv/installed-dev
 
 # Keys and certificates for docker-compose.yml: make certs NODES=3 HOSTS=fl.example.org,192.0.2.7
 certs: .venv/installed
-	$(BIN)/python -m fedbn_flwr.deployment certs certs --nodes $(NODES) --hosts "$(HOSTS)"
+	$(BIN)/python -m fedbn_flwr.lab.deployment certs certs --nodes $(NODES) --hosts "$(HOSTS)"
 
 # docker-compose.yml and docker/machine-*.yml for another number of nodes: make compose NODES=5
 compose: .venv/installed
-	$(BIN)/python -m fedbn_flwr.deployment compose --nodes $(NODES)
+	$(BIN)/python -m fedbn_flwr.lab.deployment compose --nodes $(NODES)
 
 # The services of docker-compose.yml as plain processes on loopback, in runs/federation:
 # make federation-up NODES=4 NODE_4_DATA=/srv/images NODE_4_CONFIG="partition-id=3 data-path='/data/own.npz'"
 federation-up: .venv/installed
-	$(BIN)/python -m fedbn_flwr.deployment up --nodes $(NODES)
+	$(BIN)/python -m fedbn_flwr.lab.deployment up --nodes $(NODES)
 
 # By the environment, as it is: quotes and $ of any kind are Flower's.
 export RUN_CONFIG
@@ -79,14 +79,14 @@ override RUN_CONFIG := $(value RUN_CONFIG)
 
 # make federation-run RUN_CONFIG="strategy='fixbn' num-server-rounds=5"
 federation-run: .venv/installed
-	@$(BIN)/python -m fedbn_flwr.deployment run "$$RUN_CONFIG"
+	@$(BIN)/python -m fedbn_flwr.lab.deployment run "$$RUN_CONFIG"
 
 # Ends the runs that go on, after Ctrl-C for one; the federation stays up: make federation-stop RUN=RUN_ID for one alone
 federation-stop: .venv/installed
-	$(BIN)/python -m fedbn_flwr.deployment stop $(RUN)
+	$(BIN)/python -m fedbn_flwr.lab.deployment stop $(RUN)
 
 federation-down: .venv/installed
-	$(BIN)/python -m fedbn_flwr.deployment down
+	$(BIN)/python -m fedbn_flwr.lab.deployment down
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .

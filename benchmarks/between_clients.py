@@ -28,8 +28,8 @@ import typer
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.data import DATASETS, Subset, load_dataset
-from fedbn_flwr.experiment.finished_run.saved_model import Choice, load_model
+from fedbn_flwr.lab.data import DATASETS, Subset, load_dataset
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model
 from fedbn_flwr.training.evaluation import without_running_statistics
 
 BATCH = 500

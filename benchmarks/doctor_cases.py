@@ -19,9 +19,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from fedbn_flwr.doctor import Diagnosis
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.doctor import diagnose_run
-from fedbn_flwr.experiment.run import run
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.doctor import diagnose_run
+from fedbn_flwr.lab.runs.run import run
 
 HEALTHY: dict[str, Any] = {
     **{"dataset": "digits", "partition": "iid", "num-clients": 5, "model": "mlp", "mlp-hidden": "64,64,64"},

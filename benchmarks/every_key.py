@@ -28,9 +28,9 @@ from measure import facts, table, write_block
 from rich.progress import track
 
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.experiment.config import CENTRALIZED, Config
-from fedbn_flwr.experiment.files import read_metrics
-from fedbn_flwr.experiment.run import run
+from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 
 BASE: dict[str, Any] = {"num-clients": 3, "num-server-rounds": 4, "local-steps": 2, "batch-size": 8}
@@ -145,37 +145,37 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
-    "data-dir": "tests/data/test_loading.py",
-    "task": "tests/experiment/test_evaluations.py",
+    "data-dir": "tests/lab/data/test_loading.py",
+    "task": "tests/lab/runs/test_evaluations.py",
     **dict.fromkeys(
         (
             *("label-column", "client-column", "group-column", "split-column", "feature-columns", "positive-values"),
             *("missing", "standardise", "skip-unreadable", "test-share", "cache-gib", "data-workers"),
         ),
-        "tests/data/test_own_data.py",
+        "tests/lab/data/test_own_data.py",
     ),
-    "class-names": "tests/experiment/data/test_data_of_nodes.py",
-    "held-out-clients": "tests/experiment/data/test_held_out.py",
+    "class-names": "tests/lab/partitioned/test_data_of_nodes.py",
+    "held-out-clients": "tests/lab/output/test_held_out.py",
     "min-replies": "tests/server/test_bad_replies.py",
-    "round-timeout": "tests/experiment/test_setup.py",
-    "init": "tests/experiment/test_init.py",
-    "device": "tests/experiment/test_setup.py",
+    "round-timeout": "tests/lab/test_setup.py",
+    "init": "tests/lab/runs/test_init.py",
+    "device": "tests/lab/test_setup.py",
     "torch-threads": "tests/engines/test_in_process.py",
-    "compile": "tests/experiment/test_setup.py",
+    "compile": "tests/lab/test_setup.py",
     "fedtan-transport": "tests/strategies/test_fedtan.py",
     "fedtan-timeout": "tests/strategies/test_fedtan_dropouts.py",
     "fedtan-bind": "tests/strategies/test_fedtan.py",
     "fedtan-address": "tests/strategies/test_fedtan.py",
     "fedtan-tls-dir": "tests/transport/test_grpc_channel.py",
-    "on-divergence": "tests/experiment/test_divergence.py",
-    "out": "tests/experiment/output/test_output.py",
-    **dict.fromkeys(("tensorboard", "wandb", "mlflow"), "tests/experiment/trackers/test_trackers.py"),
-    "checkpoint-every": "tests/experiment/output/test_checkpoint.py",
-    "watch-statistics": "tests/experiment/output/test_statistics_log.py",
+    "on-divergence": "tests/lab/runs/test_divergence.py",
+    "out": "tests/lab/output/test_output.py",
+    **dict.fromkeys(("tensorboard", "wandb", "mlflow"), "tests/lab/trackers/test_trackers.py"),
+    "checkpoint-every": "tests/lab/output/test_checkpoint.py",
+    "watch-statistics": "tests/lab/output/test_statistics_log.py",
     "state-dir": "tests/client/test_state_folder.py",
     "series": "tests/client/test_state_folder.py",
-    "resume": "tests/experiment/test_resume.py",
-    "early-stopping": "tests/experiment/test_early_stopping.py",
+    "resume": "tests/lab/runs/test_resume.py",
+    "early-stopping": "tests/lab/test_early_stopping.py",
     **dict.fromkeys(  # masks leave the result as it is
         ("masked-threshold", "masked-neighbours", "masked-metrics"), "tests/privacy/test_masked_sums.py"
     ),

@@ -42,8 +42,8 @@ from fedtan_work import CLIENTS, NOTHING, PARTS, STEPS, bare_steps, make_client_
 from measure import facts, flower_project, table, write_block
 
 from fedbn_flwr import InProcessGrid
-from fedbn_flwr.deployment import Federation as Deployment
 from fedbn_flwr.engines.flower_run import Scalar, flower_run
+from fedbn_flwr.lab.deployment import Federation as Deployment
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 
 Times = dict[str, list[float]]

@@ -21,10 +21,10 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from fedbn_flwr import TorchClient, client_app
-from fedbn_flwr.data import Samples, Subset
+from fedbn_flwr.lab.data import Samples, Subset
+from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.models import build_model
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.memory_format import set_memory_format

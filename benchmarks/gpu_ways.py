@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.batchnorm.sync import synchronised
+from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.models import build_model
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.transport import Barrier, Member

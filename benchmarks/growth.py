@@ -38,7 +38,7 @@ from peers.work import Clock, Setting
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.data import Samples, Subset
+from fedbn_flwr.lab.data import Samples, Subset
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining

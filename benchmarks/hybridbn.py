@@ -32,10 +32,10 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.data import Subset
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import Subset
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training import LearningRate, LocalTraining

@@ -27,8 +27,8 @@ from rich.progress import track
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from fedbn_flwr.data import OwnData, Subset, load_dataset, own_info
-from fedbn_flwr.data.augment import Augment
+from fedbn_flwr.lab.data import OwnData, Subset, load_dataset, own_info
+from fedbn_flwr.lab.data.augment import Augment
 
 SIZE, CLIENTS, CLASSES, BATCH = 224, 4, 10, 64
 

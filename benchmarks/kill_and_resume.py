@@ -30,9 +30,9 @@ from measure import MARK, kill_marked
 from safetensors import safe_open
 
 from fedbn_flwr.checked_file import read_checked
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.files import read_metrics
-from fedbn_flwr.experiment.run import run
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs.run import run
 
 METHODS = ("fedtan", "scaffold", "fedbn", "fixbn")
 COMBINED = {
@@ -54,7 +54,7 @@ def work(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> N
 
 def begin(settings: dict[str, Any], out: Path, engine: Engine, workers: int) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")  # imports torch and Flower once, not for every command
-    context.set_forkserver_preload(["fedbn_flwr.experiment.run", "fedbn_flwr.experiment.output.curves"])
+    context.set_forkserver_preload(["fedbn_flwr.lab.runs.run", "fedbn_flwr.lab.output.curves"])
     process = context.Process(target=work, args=(settings, out, engine, workers))
     process.start()
     return process

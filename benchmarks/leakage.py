@@ -26,11 +26,11 @@ from measure import facts, table, write_block
 from fedbn_flwr import global_state
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.data import Subset
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.run import preflight, run
-from fedbn_flwr.experiment.setup import local_training, make_model
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import Subset
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs.run import preflight, run
+from fedbn_flwr.lab.setup import local_training, make_model
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.privacy.clipping import clipped
 from fedbn_flwr.privacy.coordinates import Coordinates

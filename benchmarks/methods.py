@@ -28,7 +28,7 @@ from measure import facts, in_turns, number, table, write_block
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.data import Subset
+from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import STRATEGIES

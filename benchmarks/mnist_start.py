@@ -26,9 +26,9 @@ from flwr.app import Context
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.setup import local_training, make_model, make_strategy
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics

@@ -24,11 +24,11 @@ from measure import facts, table, write_block
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.node import client_fn
-from fedbn_flwr.experiment.run import preflight, run
-from fedbn_flwr.experiment.setup import initialise, make_model, make_strategy
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs.node import client_fn
+from fedbn_flwr.lab.runs.run import preflight, run
+from fedbn_flwr.lab.setup import initialise, make_model, make_strategy
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.wrappers import load_state

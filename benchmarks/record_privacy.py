@@ -21,9 +21,9 @@ import typer
 from measure import facts, table, write_block
 
 from fedbn_flwr.errors import DivergedError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.run import run
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.privacy import DPSGD, RecordLevel
 
 EPSILONS = (math.inf, 8.0, 3.0, 1.0)

@@ -39,9 +39,9 @@ from scale_work import NAP, LightNodes
 from fedbn_flwr.engines.flower_run import Scalar, toml_pairs
 from fedbn_flwr.engines.processes import BIN, Process, flower_environment, flower_runs, free_port, stream
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.inspection import inspect_model
-from fedbn_flwr.models import build_model
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.transport import Barrier, Member
 from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer
 

@@ -39,7 +39,7 @@ import typer
 from measure import ROOT, commit, facts, in_turns, number, table, write_block
 from peers.work import MARK, SETTINGS, Job, Setting
 
-from fedbn_flwr.data import load_dataset
+from fedbn_flwr.lab.data import load_dataset
 
 BARE = "bare torch loop"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

@@ -78,7 +78,7 @@ def first_round(*arguments: str) -> float:
         command = [
             sys.executable,
             "-c",
-            "from fedbn_flwr.cli import main; main()",
+            "from fedbn_flwr.lab.cli import main; main()",
             *arguments,
             "--out",
             f"{folder}/out",

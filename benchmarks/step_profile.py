@@ -19,7 +19,7 @@ from measure import facts, number, table, write_block
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fedbn_flwr.models import build_model
+from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 

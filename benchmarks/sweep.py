@@ -47,7 +47,7 @@ def study(folder: Path, num_rounds: int, methods: dict[str, dict[str, object]], 
 
 
 def start(path: Path, out: Path, *options: str, cores: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    sweep = [sys.executable, "-c", "from fedbn_flwr.cli import main; main()", "sweep", str(path), "--out", str(out)]
+    sweep = [sys.executable, "-c", "from fedbn_flwr.lab.cli import main; main()", "sweep", str(path), "--out", str(out)]
     environment = {**os.environ, MARK: out.name, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [*cores, *sweep, *options], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -2,38 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
-
-from fedbn_flwr.client import client_app as make_client_app
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.node import client_fn
-from fedbn_flwr.experiment.serve import serve
+from fedbn_flwr.lab.runs.app import client_app, server_app
 
 __all__ = ["client_app", "server_app"]
-
-client_app = make_client_app(client_fn)
-server_app = ServerApp()
-
-
-@server_app.main()
-def main(grid: Grid, context: Context) -> None:
-    """Run the server part of ``flwr run``; results go to ``out`` or ``$FLWR_HOME/fedbn-runs/RUN_ID``."""
-    config = Config.make(context.run_config, complete=True)
-    serve(grid, config, _out(config, context.run_id))
-
-
-def _out(config: Config, run_id: int) -> Path:
-    if config.out and not Path(config.out).is_absolute():
-        raise ConfigError(
-            f"out={config.out!r} is relative, and under `flwr run` the working directory is not yours. Write "
-            f"out='/the/absolute/path/{config.out}'."
-        )
-    if config.resume and not config.out:
-        raise ConfigError("resume=true needs out='/the/absolute/path' of the run to continue.")
-    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
-    return Path(config.out) if config.out else home / "fedbn-runs" / str(run_id)

@@ -36,8 +36,8 @@ from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.compat.flower import identify_process
-from fedbn_flwr.experiment.output import curves
-from fedbn_flwr.experiment.studies import tables
+from fedbn_flwr.lab.output import curves
+from fedbn_flwr.lab.studies import tables
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task

@@ -12,19 +12,40 @@ PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
     ("errors", "seeds", "machine"),
     ("training", "norms", "compat/flower", "compat/secret_sharing"),
-    ("batchnorm", "data", "models", "export"),
+    ("batchnorm",),
     ("doctor",),
     ("messages", "transport", "checked_file"),
     ("server", "engines"),
     ("strategies", "privacy"),
-    ("client", "compat/legacy_strategy", "compat/secure_aggregation", "deployment"),
+    ("client", "compat/legacy_strategy", "compat/secure_aggregation"),
     ("mods", "__init__"),
-    ("experiment",),
-    ("cli", "app"),
+    # Up to here the core, from here the laboratory.
+    ("lab/data", "lab/models", "lab/export", "lab/files", "lab/deployment", "lab/__init__"),
+    ("lab/config",),
+    ("lab/setup", "lab/early_stopping", "lab/trackers"),
+    ("lab/partitioned",),
+    ("lab/output",),
+    ("lab/runs", "lab/finished_runs"),
+    ("lab/studies",),
+    ("lab/report",),
+    ("lab/doctor",),
+    ("lab/cli",),
+    ("data", "models", "export", "app"),
 )
 """Each layer may import from its own level and from those above it in this list."""
-TORCH_ONLY = ("errors", "seeds", "training", "norms", "batchnorm", "data", "models", "export", "doctor")
-APART = (("server", "engines"), ("norms", "compat/flower"), ("training", "compat/flower"))
+FACES = ("data", "models", "export", "app")
+"""What other projects import of the laboratory."""
+TORCH_ONLY = ("errors", "seeds", "training", "norms", "batchnorm", "doctor", "lab/data", "lab/models", "lab/export")
+APART = (
+    ("server", "engines"),
+    ("norms", "compat/flower"),
+    ("training", "compat/flower"),
+    ("lab/data", "lab/models"),
+    ("lab/data", "lab/export"),
+    ("lab/models", "lab/export"),
+    ("lab/runs", "lab/finished_runs"),
+    *((room, "lab/deployment") for room in ("lab/data", "lab/models", "lab/export", "lab/files")),
+)
 """Rooms of one level that do not know each other."""
 
 
@@ -40,7 +61,7 @@ def modules() -> list[tuple[str | None, Path]]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        found.append((group_of(name.removesuffix(".__init__")), path))
+        found.append((group_of(name), path))
     return found
 
 
@@ -80,7 +101,7 @@ def test_torch_only_modules_do_not_know_flower() -> None:
     for layer, path in modules():
         if layer in TORCH_ONLY:
             for name, line, eager in imports(path):
-                lazily_split = layer == "data" and top(name) == "flwr_datasets" and not eager
+                lazily_split = layer == "lab/data" and top(name) == "flwr_datasets" and not eager
                 if top(name) in ("flwr", "flwr_datasets", "ray") and not lazily_split:
                     wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
     assert wrong == []

@@ -19,9 +19,9 @@ from torch import nn
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics, tracking_layers
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.diagnose import diagnose_clients
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import run
-from fedbn_flwr.models import build_model
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining, train

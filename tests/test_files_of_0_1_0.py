@@ -23,8 +23,8 @@ from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import run
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, state_sha256, to_record
 from fedbn_flwr.mods import bn_rules, local_bn

@@ -29,7 +29,7 @@ sys.dont_write_bytecode = True
 for name in [name for name in sys.modules if name.split(".")[0] in ("fedbn_flwr", "apps", "tests")]:
     del sys.modules[name]
 sys.path[:] = [folder] + [path for path in sys.path if path not in ("", checkout)]
-import fedbn_flwr.app, fedbn_flwr.cli
+import fedbn_flwr.app, fedbn_flwr.lab.cli
 assert fedbn_flwr.app.client_app and fedbn_flwr.app.server_app
 files = sorted(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] in ("fedbn_flwr", "apps"))
 print(json.dumps({"files": files, "strategies": importlib.util.find_spec("strategies") is not None}))
@@ -80,11 +80,11 @@ def test_each_archive_has_the_package_once(kind: str, unpacked: dict[str, Path])
 def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
     wheel = {path.name for path in unpacked["wheel"].iterdir()}
     assert {name for name in wheel if not name.endswith(".dist-info")} == {"fedbn_flwr"}, "no apps, no tests"
-    for name in ("py.typed", "experiment/report/report.css", "experiment/report/report.js"):
+    for name in ("py.typed", "lab/report/report.css", "lab/report/report.js"):
         assert (unpacked["wheel"] / "fedbn_flwr" / name).is_file()
     (info,) = unpacked["wheel"].glob("*.dist-info")
     assert (info / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    assert "fedbn-flwr = fedbn_flwr.cli:app" in (info / "entry_points.txt").read_text()
+    assert "fedbn-flwr = fedbn_flwr.lab.cli:app" in (info / "entry_points.txt").read_text()
     for extra in ("dev", "docs", "mlflow", "onnx", "tensorboard", "wandb"):
         assert f"Provides-Extra: {extra}" in (info / "METADATA").read_text()
     bundle = {path.name for path in unpacked["bundle"].iterdir()}

@@ -31,12 +31,12 @@ import fedbn_flwr
 look("import fedbn_flwr")
 import fedbn_flwr.app
 look("the Flower app")
-from fedbn_flwr.cli import app
+from fedbn_flwr.lab.cli import app
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     app(["run", "--help"])
 look("fedbn-flwr run --help")
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import run
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.run import run
 small = {"dataset": "digits", "strategy": "fedavg", "partition": "iid", "num-clients": 2, "local-steps": 1}
 config = Config.make({**small, "num-server-rounds": 1, "checkpoint-every": 1})
 import torch

@@ -24,7 +24,7 @@ from peers.work import Clock, Job, accuracy, contend, load_data, make_model
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.data import Samples, Subset
+from fedbn_flwr.lab.data import Samples, Subset
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining

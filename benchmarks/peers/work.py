@@ -186,7 +186,7 @@ def make_model(name: str) -> nn.Module:
             return CNN()
         if name == "mlp":
             return MLP()
-    from fedbn_flwr.models import build_model
+    from fedbn_flwr.lab.models import build_model
 
     channels, size = (3, 32) if name == "resnet20" else (1, 28)
     return build_model(name, num_classes=10, channels=channels, size=size)

@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from fedbn_flwr.data import DATASETS, KINDS, PARTITIONS
-from fedbn_flwr.experiment.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.experiment.config.method_settings import methods_with, own_default
-from fedbn_flwr.models import MODELS
+from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
+from fedbn_flwr.lab.config.method_settings import methods_with, own_default
+from fedbn_flwr.lab.data import DATASETS, KINDS, PARTITIONS
+from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.params import EVALUATIONS, Params
 from fedbn_flwr.strategies import STRATEGIES

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.start_checks import check
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.server.shared_bn import SHARED_BN
 
 __all__ = ["refusals_table"]

@@ -20,7 +20,7 @@ from doc_privacy import privacy_table
 from doc_refusals import refusals_table
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.experiment.config import GROUPS, Config
+from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedbn_flwr.data import DATASETS, load_dataset
-from fedbn_flwr.data.domains import OFFICE_CALTECH10
+from fedbn_flwr.lab.data import DATASETS, load_dataset
+from fedbn_flwr.lab.data.domains import OFFICE_CALTECH10
 
 
 def office(source: Path, out: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedbn_flwr.data import FeatureMoments, Subset, moments_of_inputs
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.input_scale import FeatureMoments, ScalableBatches
 
 __all__ = ["scaled", "training_moments"]
 
@@ -17,9 +17,9 @@ def training_moments(data: Batches) -> FeatureMoments:
     Raises:
         DataError: the inputs are not in memory.
     """
-    if not isinstance(data, Subset):
+    if not isinstance(data, ScalableBatches):
         raise DataError(f"the training data are a {type(data).__name__}; fedbn_flwr.data.Subset needed")
-    return moments_of_inputs(data.samples, data.indices)
+    return data.input_moments()
 
 
 def scaled(sets: Mapping[str, Batches], mean: Sequence[float], std: Sequence[float]) -> dict[str, Batches]:
@@ -30,7 +30,7 @@ def scaled(sets: Mapping[str, Batches], mean: Sequence[float], std: Sequence[flo
     """
     found: dict[str, Batches] = {}
     for name, data in sets.items():
-        if not isinstance(data, Subset):
+        if not isinstance(data, ScalableBatches):
             raise DataError(
                 f"the server sends one mean and std for the inputs of all clients, and the {name} data are a "
                 f"{type(data).__name__}; fedbn_flwr.data.Subset needed"

@@ -26,7 +26,6 @@ from fedbn_flwr.client.received import Received, entries_that_stay, load_receive
 from fedbn_flwr.client.record_privacy import RecordPrivacy, unchanged_buffers
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.client.state_folder import OpenFolder, state_dir
-from fedbn_flwr.data import FeatureMoments
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, StateError
 from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.numpy_client import Config
@@ -62,6 +61,7 @@ from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.input_scale import FeatureMoments
 from fedbn_flwr.training.loaded import as_batches
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.memory_format import inputs_for

@@ -22,7 +22,6 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.data import Scale
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, MessageConfig, TrainConfig, refuse_own_keys
 from fedbn_flwr.messages.records import to_record, views
@@ -42,6 +41,7 @@ from fedbn_flwr.server.rounds import Evaluate, run_rounds
 from fedbn_flwr.server.run_health import RunHealth
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.training_replies import TrainingReplies
+from fedbn_flwr.training.input_scale import Scale
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.transport.polling_grid import polling
 

@@ -14,10 +14,10 @@ from flwr.serverapp import ServerApp
 
 from apps.main import demo as module
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.studies.study import Study
-from fedbn_flwr.experiment.studies.study_checks import load_study
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.studies.study import Study
+from fedbn_flwr.lab.studies.study_checks import load_study
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,7 +25,7 @@ def test_the_app_learns_in_process(strategy: str, project, caplog) -> None:
     assert found[-1] > 0.5
 
 
-@pytest.mark.slow  # tests/experiment/test_matrix.py has the same law for fedbn, in its own run of Flower
+@pytest.mark.slow  # tests/lab/runs/test_matrix.py has the same law for fedbn, in its own run of Flower
 @pytest.mark.simulation
 @pytest.mark.parametrize("strategy", ["fedadam", "fedbn"])
 def test_flwr_run_gives_the_same_numbers(strategy: str, project, caplog) -> None:

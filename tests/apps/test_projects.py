@@ -161,7 +161,7 @@ def test_the_hospitals_have_different_data() -> None:
     assert all(torch.equal(a[0][5][0], b[0][5][0]) for a, b in zip(sets, again, strict=True)), "seeded"
 
 
-@pytest.mark.slow  # its bundle runs in process above, and tests/experiment/test_matrix.py has an app in Ray
+@pytest.mark.slow  # its bundle runs in process above, and tests/lab/runs/test_matrix.py has an app in Ray
 @pytest.mark.simulation
 @pytest.mark.parametrize("app", ["hospitals"])
 def test_the_projects_run_with_flwr_run(app: str) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.start_checks import check
-from fedbn_flwr.experiment.studies.study_checks import load_study
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.strategies import STRATEGIES
 
 FOLDER = Path(__file__).parents[2] / "apps/main/recipes"

@@ -12,11 +12,11 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.data import Subset
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data.partitioned_data import PartitionedData
-from fedbn_flwr.experiment.run import run
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import Subset
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 
 

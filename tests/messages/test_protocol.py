@@ -31,17 +31,18 @@ METHODS = {key: strategy for strategy in STRATEGIES.values() for key in strategy
 # These files read and write formats of their own (config files, metrics.jsonl, summary.json, the channel's frames),
 # some of whose names are the same words. They may not touch a message or a Context.state, which the test checks.
 OTHER_FORMATS = {
-    *(f"experiment/{name}.py" for name in ("cluster", "simulation", "data/splitting")),
-    *(f"experiment/config/{name}.py" for name in ("config", "fields", "method_settings", "unused")),
-    *(f"experiment/output/{name}.py" for name in ("checkpoint", "curves", "folder")),
-    *(f"experiment/studies/{name}.py" for name in ("domain_table", "sweep")),
-    *(f"deployment/{name}.py" for name in ("compose", "layout", "federation", "__main__")),
-    "cli/console.py",
+    *(f"lab/runs/{name}.py" for name in ("cluster", "simulation")),
+    "lab/partitioned/splitting.py",
+    *(f"lab/config/{name}.py" for name in ("config", "fields", "method_settings", "unused")),
+    *(f"lab/output/{name}.py" for name in ("checkpoint", "curves", "folder")),
+    *(f"lab/studies/{name}.py" for name in ("domain_table", "sweep")),
+    *(f"lab/deployment/{name}.py" for name in ("compose", "layout", "federation", "__main__")),
+    "lab/cli/console.py",
     *("transport/grpc_channel.py", "client/state_folder.py", "engines/flower_run.py", "engines/processes.py"),
 }
 
 
-TORCH_ONLY = ("training", "norms", "batchnorm", "data", "models", "doctor")  # packages that know no message
+TORCH_ONLY = ("training", "norms", "batchnorm", "lab/data", "lab/models", "doctor")  # packages that know no message
 TORCHS_OWN = {("strategies/scaffold.py", "momentum")}  # a setting of torch's SGD
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.setup import make_model
-from fedbn_flwr.models import build_model
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.norms.feature import NormalisedLinear
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.models.resnet import SmallResNet
+from fedbn_flwr.lab.models.resnet import SmallResNet
 from fedbn_flwr.norms import batchnorm_places, replace_norm
 
 

@@ -17,13 +17,13 @@ from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 from fedbn_flwr import global_state, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.finished_run.export import export
-from fedbn_flwr.experiment.finished_run.model_card import CARD
-from fedbn_flwr.experiment.report import write_report
-from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.setup import make_model
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.finished_runs.export import export
+from fedbn_flwr.lab.finished_runs.model_card import CARD
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.report import write_report
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.mods import clipped_update, local_bn
 from fedbn_flwr.privacy import DPWrapper
@@ -563,7 +563,7 @@ def test_a_budget_ends_the_run_before_the_round_that_would_exceed_it(tmp_path: P
 
 
 def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedbn_flwr.experiment.output.recorder import Recorder
+    from fedbn_flwr.lab.output.recorder import Recorder
 
     original = Recorder.after_round
 

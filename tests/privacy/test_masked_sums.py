@@ -22,7 +22,7 @@ from fedbn_flwr.batchnorm.sync import SynchronisedStep
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, MaskingError, NothingTrainedError, ReplyError
-from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import local_bn, masked_update
 from fedbn_flwr.privacy import masked_sums

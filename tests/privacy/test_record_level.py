@@ -25,12 +25,12 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.errors import ClientPartError, ConfigError, FedBNError, NormLayerError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.data.partitioned_data import partitioned_data
-from fedbn_flwr.experiment.data.report import data_report
-from fedbn_flwr.experiment.output.recorder import Recorder
-from fedbn_flwr.experiment.run import run
-from fedbn_flwr.experiment.start_checks import check
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.output.recorder import Recorder
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.partitioned.report import data_report
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.messages.protocol import RECORD_DP, ReplyInfo
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.privacy import example_gradients

@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.averaging import Variance
 from fedbn_flwr.batchnorm.reestimation import Moments, mixture, moments_of
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import Config
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.strategies import BNScaffold, Scaffold
 from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, SurveyedBNVariates, _track

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.inspection import inspect_model
-from fedbn_flwr.models import build_model
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FedAvg, FedDNA, FedTAN, FedTAN2
 from fedbn_flwr.transport.grpc_channel import ChannelReducer

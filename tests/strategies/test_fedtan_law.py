@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.models import build_model
+from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.strategies import FedDNA, FedTAN
 from tests.support.synchronised import (
     LEARNING_RATE,

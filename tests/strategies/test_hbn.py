@@ -16,8 +16,8 @@ from fedbn_flwr.batchnorm.reestimation import merge, moments_of
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, batch_statistics, normalise
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FBN, HBN, FedAvg
 from fedbn_flwr.strategies.hbn import HybridStatistics

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError, ReplyError
-from fedbn_flwr.experiment.config import Config
-from fedbn_flwr.experiment.inspection import inspect_model
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.server.momentum import MOMENTUM
 from fedbn_flwr.strategies import FedAvg, Scaffold

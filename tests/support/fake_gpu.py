@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fedbn_flwr.experiment import setup
+from fedbn_flwr.lab import setup
 
 __all__ = ["Costs", "fake_gpu"]
 

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 from matplotlib.figure import Figure
 
-from fedbn_flwr.experiment.output import curves
-from fedbn_flwr.experiment.output.curves import draw_curves
-from fedbn_flwr.experiment.studies import tables
+from fedbn_flwr.lab.output import curves
+from fedbn_flwr.lab.output.curves import draw_curves
+from fedbn_flwr.lab.studies import tables
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -108,7 +108,7 @@ if __name__ == "__main__":
     import matplotlib.backends.backend_agg  # noqa: F401
     import sklearn.datasets  # noqa: F401
 
-    import fedbn_flwr.experiment.run  # noqa: F401
-    from fedbn_flwr.cli import app
+    import fedbn_flwr.lab.runs.run  # noqa: F401
+    from fedbn_flwr.lab.cli import app
 
     serve(sys.argv[1])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.models import build_model
+from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training.freezing import FrozenBN, holds_eval, train_only
 

@@ -10,8 +10,8 @@ import torchvision.models
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.models.digits import DigitsCNN
-from fedbn_flwr.models.resnet import SmallResNet
+from fedbn_flwr.lab.models.digits import DigitsCNN
+from fedbn_flwr.lab.models.resnet import SmallResNet
 from fedbn_flwr.training.gradient_clipping import clip_gradients, clip_in_steps, exclude_head
 
 SHAPES = [(4, 3, 2, 2), (5, 3), (4, 1, 1, 1), (6,), (1,), ()]

@@ -1,0 +1,21 @@
+"""The command line: ``fedbn-flwr run | sweep | report | doctor | list | inspect | partition | evaluate | export``."""
+
+from __future__ import annotations
+
+import sys
+
+# isort: off
+# Each module adds its command to the app; --help shows them in this order.
+from fedbn_flwr.lab.cli import run, sweep, report, doctor, listing, inspect, partition, evaluate, export  # noqa: F401
+from fedbn_flwr.lab.cli.console import app
+
+# isort: on
+from fedbn_flwr.machine import keep_freed_memory
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    keep_freed_memory()
+    sys.exit(app())

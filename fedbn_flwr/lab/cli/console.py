@@ -1,0 +1,142 @@
+"""What the commands share: the app, the consoles, exit codes and the progress bar."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
+
+__all__ = [
+    "Bar",
+    "EngineChoice",
+    "app",
+    "bars",
+    "complaints",
+    "console",
+    "exit_codes",
+    "interrupt",
+    "progress",
+    "quiet_flower",
+    "report_own_data",
+    "shown_scores",
+]
+
+app = typer.Typer(
+    help="Batch Normalization in federated learning, on Flower.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+console = Console()
+complaints = Console(stderr=True)
+
+
+class EngineChoice(StrEnum):
+    """Where the clients run: ``runs.run.Engine`` for Typer, without its import."""
+
+    in_process = "in-process"
+    simulation = "simulation"
+
+
+@contextmanager
+def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
+    """Turn errors into exit codes: 2 for bad usage, config or data, and ``bad_input``; 1 for others; 130 for Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt as error:  # its argument says what is saved
+        text = " ".join(["interrupted.", *map(str, error.args)]) if any(error.args) else "interrupted"
+        complaints.print(text, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from error
+    except FedBNError as error:
+        complaints.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, (ConfigError, DataError, NormLayerError, *bad_input)) else 1) from error
+
+
+@contextmanager
+def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
+    """Add to a Ctrl-C what is saved and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(what_is_saved()) from error
+
+
+def report_own_data(settings: Any) -> tuple[str, ...]:
+    """Print what was read of own data, and return the warnings, which a run logs when it starts."""
+    from fedbn_flwr.lab.data import is_own
+    from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+    from fedbn_flwr.lab.partitioned.report import data_report
+
+    if not is_own(settings.dataset) or settings.dataset.endswith(":"):
+        return ()
+    report = data_report(partitioned_data(settings, count_clients(settings)), settings)
+    console.print(report.text(), markup=False, highlight=False, soft_wrap=True)
+    return report.warnings
+
+
+class Bar:
+    """A progress bar with loss, score and the remaining time; call it with each line of metrics."""
+
+    def __init__(self, progress: Progress, total: int, name: str, score: str = "accuracy") -> None:
+        self._progress, self._score = progress, score
+        self._task = progress.add_task(name, total=total, shown="")
+
+    def __call__(self, line: Any) -> None:
+        """Advance to the round of the line."""
+        self._progress.update(self._task, completed=line["round"])
+        self._show(line)
+
+    def _show(self, line: Any) -> None:
+        if scores := shown_scores(line, self._score):
+            self._progress.update(self._task, shown=scores)
+
+
+def shown_scores(line: Any, score: str) -> str:
+    """Return the loss and the scores in a line of metrics, for a progress bar; "" if it has none."""
+    label = {"accuracy": "acc"}.get(score, score)
+    wanted = {"loss": "train-loss", label: f"test-{score}", "own": f"personal-own-{score}"}
+    return " ".join(f"{label} {line[key]:.4f}" for label, key in wanted.items() if line.get(key) is not None)
+
+
+def bars() -> Progress:
+    """Return progress bars with rounds, scores, elapsed and remaining time."""
+    name, shown = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[shown]}"))
+    columns: tuple[ProgressColumn, ...] = (
+        name,
+        BarColumn(),
+        MofNCompleteColumn(),
+        shown,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    # The speed is that of the last 1000 rounds: within rich's 30 s a large model ends no two rounds.
+    return Progress(*columns, console=complaints, speed_estimate_period=math.inf)
+
+
+@contextmanager
+def progress(total: int, name: str, score: str = "accuracy") -> Iterator[Bar]:
+    """Show a progress bar."""
+    with bars() as shown:
+        yield Bar(shown, total, name, score)
+
+
+def quiet_flower() -> None:
+    """Hide Flower's log of every round; warnings and errors still show."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)

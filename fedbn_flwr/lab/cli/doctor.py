@@ -1,0 +1,78 @@
+"""``fedbn-flwr doctor``: what is wrong with the BatchNorm of a federation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedbn_flwr.errors import ConfigError, EngineError, StateError
+from fedbn_flwr.lab.cli.console import app, console, exit_codes
+
+if TYPE_CHECKING:
+    from fedbn_flwr.doctor.findings import Diagnosis
+
+
+@app.command(epilog="Example: fedbn-flwr doctor runs/fedbn --out doctor")
+def doctor(
+    target: Annotated[str, typer.Argument(help="Folder of a run, file of a saved state, or name of a model.")],
+    state: Annotated[Path | None, typer.Option(help="Saved state of the model: .safetensors, .pt, .pth, .npz.")] = None,
+    dataset: Annotated[str, typer.Option(help="Data for a model; `fedbn-flwr list datasets`.")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value: the split, local-steps, ...")] = None,
+    local_keys: Annotated[
+        Path | None, typer.Option(help="Names that your own FedBN keeps local: a line each, JSON, or a saved state.")
+    ] = None,
+    shared_keys: Annotated[Path | None, typer.Option(help="In its place, the names that it sends.")] = None,
+    max_examples: Annotated[int, typer.Option(min=2, help="Examples of each client to use.")] = 1024,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for doctor.json, doctor.md and pictures.")] = None,
+    strict: Annotated[bool, typer.Option(help="End with exit code 1 if there is a finding.")] = False,
+) -> None:
+    """Say what is wrong with BatchNorm in a run, a model on data, or a saved state: evidence, and what to try."""
+    from fedbn_flwr.lab.config import read_overrides
+    from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, diagnose_saved_state, read_names
+
+    with exit_codes(StateError):  # 1 is a finding, under --strict
+        settings = read_overrides(set_ or [])
+        given = {"local_keys": local_keys, "shared_keys": shared_keys}
+        split = {name: read_names(file) for name, file in given.items() if file}
+        path = Path(target)
+        if path.is_dir():
+            if dataset or set_ or state or split:
+                raise ConfigError("a run has its data, settings, state and split: leave out all but its folder.")
+            found = diagnose_run(path, max_examples)
+        elif path.is_file():
+            if dataset or state or set_:
+                raise ConfigError(
+                    f"{target} is a saved state: for data and settings name the model, and give it with --state."
+                )
+            found = diagnose_saved_state(path, split=split)
+        elif dataset:
+            found = diagnose_model(target, dataset, settings, state, max_examples, split)
+        elif state:
+            found = diagnose_saved_state(state, target, settings, split)
+        else:
+            raise ConfigError(
+                f"{target} is no folder of a run and no file. For a model give its data (--dataset NAME), a saved "
+                "state (--state FILE), or both."
+            )
+        _show(found, json_, out)
+    if strict and found.findings:
+        raise typer.Exit(1)
+
+
+def _show(found: Diagnosis, as_json: bool, out: Path | None) -> None:
+    """Print what was found, and write it to a folder if one is given."""
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    if out:
+        try:
+            files = found.save(out)
+        except OSError as error:
+            raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
+        if not as_json:
+            console.print("\n" + "\n".join(str(f) for f in files), markup=False, highlight=False, soft_wrap=True)

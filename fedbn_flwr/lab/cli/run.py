@@ -1,0 +1,107 @@
+"""``fedbn-flwr run``: one run."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fedbn_flwr.errors import ConfigError, DivergedError
+from fedbn_flwr.lab.cli.console import (
+    EngineChoice,
+    app,
+    console,
+    exit_codes,
+    interrupt,
+    progress,
+    quiet_flower,
+    report_own_data,
+)
+
+
+@app.command(epilog="Example: fedbn-flwr run --set strategy=fedbn --set num-server-rounds=30 --out runs/fedbn")
+def run(
+    config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
+    engine: Annotated[EngineChoice, typer.Option(help="Where the clients run.")] = EngineChoice.in_process,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Worker processes of the engine in-process; 0: none. Default: the cores, if the work pays."
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of a Ray cluster for the engine simulation: clients run on all its machines."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder, new or empty. Default: runs/DATE-STRATEGY.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+) -> None:
+    """Do a run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
+    from fedbn_flwr.lab.config import Config
+    from fedbn_flwr.lab.output.checkpoint import after_interrupt
+    from fedbn_flwr.lab.runs.run import preflight
+    from fedbn_flwr.lab.runs.run import run as launch
+
+    with exit_codes():
+        quiet_flower()
+        if resume:
+            config, set_ = _resumed(config, out), [*(set_ or []), "resume=true"]
+        settings = Config.load(config, set_ or [])
+        folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
+        if workers is not None and engine is not EngineChoice.in_process:
+            raise ConfigError(f"--workers={workers} is for --engine in-process; Ray has workers of its own.")
+        if ray_address is not None and engine is not EngineChoice.simulation:
+            raise ConfigError(f"--ray-address={ray_address} needs --engine simulation, whose clients Ray runs.")
+        report_own_data(preflight(settings, folder)[0])
+        options = "" if engine is EngineChoice.in_process else f" --engine {engine.value}"
+        options += "" if workers is None else f" --workers {workers}"
+        options += "" if ray_address is None else f" --ray-address {ray_address}"
+        try:
+            with (
+                interrupt(lambda: after_interrupt(folder, options)),
+                progress(settings.num_server_rounds, settings.title, settings.learning_task().score) as advance,
+            ):
+                summary = launch(settings, folder, engine.value, advance, workers, ray_address)
+        except DivergedError:
+            _print_results(settings.title, json.loads((folder / "summary.json").read_text()), folder)
+            raise
+        _print_results(settings.title, summary, folder)
+
+
+def _resumed(config: Path | None, out: Path | None) -> Path | None:
+    """Return the given config file, else that of the run in ``out``."""
+    if out is None:
+        raise ConfigError("--resume needs --out, the folder of the run to continue.")
+    if config is None and not (out / "config.yaml").is_file():
+        raise ConfigError(f"--resume: {out / 'config.yaml'} is absent. Set --out to the run's folder, or give CONFIG.")
+    return config or out / "config.yaml"
+
+
+def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None:
+    from fedbn_flwr.lab.output.folder import FLOWER_LOG
+
+    console.print(_summary_table({strategy: summary}))
+    if note := summary.get("model-note"):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"results: {folder.absolute()}", highlight=False, soft_wrap=True)
+    if (log := folder.absolute() / FLOWER_LOG).is_file():
+        console.print(f"log of Flower's simulation: {log}", highlight=False, soft_wrap=True)
+
+
+def _summary_table(summaries: dict[str, dict[str, Any]]) -> Table:
+    table = Table("run", "metric", "final", "best", "rounds", "MB of floats", "seconds", box=None)
+    for name, summary in summaries.items():
+        headline, ledger = summary["headline"], summary["ledger"]
+        final, best = summary["final"].get(headline), summary["best"].get(headline)
+        megabytes = (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20
+        shown = [f"{value:.4f}" if value is not None else "-" for value in (final, best)]
+        rounds = str(summary["rounds"])
+        if "diverged-at" in summary:
+            rounds += ", diverged"
+        table.add_row(name, headline, *shown, rounds, f"{megabytes:.2f}", f"{summary['seconds']:.1f}")
+    return table

@@ -1,0 +1,147 @@
+"""Checks of keys together: all problems are found at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
+from fedbn_flwr.errors import ConfigError, FedBNError
+from fedbn_flwr.lab.config.fields import CENTRALIZED
+from fedbn_flwr.lab.config.privacy_checks import dp_problems, mask_problems
+from fedbn_flwr.lab.config.texts import split
+from fedbn_flwr.lab.config.values import Values, check_known
+from fedbn_flwr.lab.data import PARTITIONS, Augment, DatasetInfo, is_own
+from fedbn_flwr.lab.models import MODELS, model_info
+from fedbn_flwr.messages.protocol import SERIES_PATTERN
+from fedbn_flwr.norms import NORMS
+from fedbn_flwr.server.method import Role
+from fedbn_flwr.server.params import EVALUATIONS, TEST_BN
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training.tasks import TASKS
+
+__all__ = ["problems_of"]
+
+
+def problems_of(config: Values) -> list[str]:
+    """Return what is wrong with the keys together, one line each."""
+    problems = [*_of_names(config), *_of_data(config)]
+    if not problems and config.strategy != CENTRALIZED:
+        _try(problems, lambda: problems.extend(config.method().conflicts(config.params(), config.run_settings())))
+    if not problems and (config.dp != "off" or config.record_dp):
+        _try(problems, lambda: problems.extend(dp_problems(config)))
+    if not problems and config.masked_sums:
+        _try(problems, lambda: problems.extend(mask_problems(config)))
+    return problems + _of_training(config)
+
+
+def _of_names(config: Values) -> list[str]:
+    """Return what is wrong with names of methods and norms."""
+    problems: list[str] = []
+    _try(problems, lambda: check_known("strategy", config.strategy, [*STRATEGIES, CENTRALIZED]))
+    for role in get_args(Role):
+        allowed = [name for name, method in STRATEGIES.items() if method.role == role]
+        for name in config.added(role):
+            _try(problems, functools.partial(check_known, role, name, allowed))
+    names = config.method_names()
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        problems.append(f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and server-step")
+    _try(problems, lambda: check_known("norm", config.norm, NORMS))
+    return problems
+
+
+def _of_data(config: Values) -> list[str]:
+    """Return what is wrong with the data, the task and the tests, and what cannot be read."""
+    problems: list[str] = []
+    found: list[DatasetInfo] = []
+    _try(problems, lambda: found.append(config.data_info()))
+    if found:
+        _try(problems, lambda: check_known("partition", config.split_name(), PARTITIONS))
+    _try(problems, lambda: _one_task(config, found))
+    _try(problems, lambda: Augment.parse(config.augment))
+    _try(problems, config.decays)
+    _try(problems, config.hidden)
+    for name in split(config.eval_on):
+        _try(problems, functools.partial(check_known, "eval-on", name, EVALUATIONS))
+    _try(problems, config.test_bn_settings)
+    if not config.test_bn and (asked := [name for name in split(config.eval_on) if name.endswith(TEST_BN)]):
+        problems.append(f"eval-on={','.join(asked)} needs test-bn: {', '.join(TEST_BN_MODES)}")
+    classes = found[0].num_classes if found and not is_own(config.dataset) else 0
+    if config.partition in ("", "classes") and classes and config.classes_per_client > classes:
+        problems.append(
+            f"classes-per-client={config.classes_per_client} is more than the {classes} classes of "
+            f"dataset={config.dataset}; use 1 to {classes}"
+        )
+    if found and found[0].task.by_pixel:
+        moved = [name for name in config.augment_names() if name.endswith("-augment")]
+        problems += [f"augment: {name} would move the image and not the classes of its pixels" for name in moved]
+    if config.standardise == "none" and config.missing == "mean":
+        problems.append("missing=mean needs standardise=federated or local: the mean is that of the training examples")
+    if config.num_classes and config.num_classes < classes:
+        problems.append(f"num-classes={config.num_classes} is fewer than the {classes} of dataset={config.dataset}")
+    return problems
+
+
+def _of_training(config: Values) -> list[str]:
+    """Return what is wrong with rounds, steps and the learning rate."""
+    problems = []
+    if config.early_stopping and not config.validation_share:
+        problems.append(
+            f"early-stopping={config.early_stopping} needs validation-share above 0: the score is that on examples "
+            "that no client trains on"
+        )
+    if config.early_stopping and not config.checkpoint_every:
+        problems.append(
+            f"early-stopping={config.early_stopping} goes back to the checkpoint of the best round: set "
+            "checkpoint-every above 0"
+        )
+    if config.learning_rate_schedule == "step" and not config.lr_decay_at:
+        problems.append("learning-rate-schedule=step needs lr-decay-at")
+    if config.learning_rate_warm_up >= config.num_server_rounds:
+        problems.append(
+            f"learning-rate-warm-up={config.learning_rate_warm_up} must be below "
+            f"num-server-rounds={config.num_server_rounds}"
+        )
+    if not config.local_steps and not config.local_epochs:
+        problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
+    if config.series and not SERIES_PATTERN.fullmatch(config.series):
+        problems.append(f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or '_', no '.' in front")
+    return problems
+
+
+def _one_task(config: Values, data: Sequence[DatasetInfo]) -> None:
+    """Check that the labels can be for the task, that it has the metrics, and that the model is for it."""
+    per_pixel = model_info(config.model).per_pixel
+    if config.task:
+        check_known("task", config.task, TASKS)
+    if not data:
+        return
+    own = config.data_info()
+    config.example_shape()
+    possible = (own.task.name, *own.tasks)
+    if config.task and config.task not in possible:
+        raise ConfigError(
+            f"task={config.task}: the labels of dataset={config.dataset} are for {', '.join(possible)}. Leave task "
+            "out, or use data of your own that have such labels."
+        )
+    task = config.learning_task()
+    if per_pixel is not None and per_pixel != task.by_pixel:
+        allowed = ", ".join(name for name, info in MODELS.items() if info.per_pixel in (task.by_pixel, None))
+        gives = "outputs for each pixel" if per_pixel else "one vector of outputs for each example"
+        raise ConfigError(
+            f"dataset={config.dataset} is for {task.name}, model={config.model} gives {gives}. Use another data set, "
+            f"or one of the models {allowed}"
+        )
+    if config.feature_norm and task.by_pixel:
+        raise ConfigError(
+            f"feature-norm=true is for a vector of features before a linear classifier, and the task {task.name} "
+            "has a prediction for each pixel. Leave it out."
+        )
+
+
+def _try(problems: list[str], check: Any) -> None:
+    try:
+        check()
+    except FedBNError as error:
+        problems.append(str(error))

@@ -1,0 +1,356 @@
+"""The keys of a run that are no method's: each with its type, default, limits and meaning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ConfigDict, ValidationInfo, create_model, field_validator
+
+from fedbn_flwr.batchnorm.adaptation import TestBNMode
+from fedbn_flwr.lab.config.method_settings import fields_of, method_fields
+from fedbn_flwr.lab.data import MAX_BYTES, Standardise
+from fedbn_flwr.norms import FeatureScale
+from fedbn_flwr.privacy.differential_settings import DPSettings
+from fedbn_flwr.privacy.masked_settings import MaskSettings
+from fedbn_flwr.privacy.record_settings import RecordDPSettings
+from fedbn_flwr.server.method import Role
+from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training.freezing import FrozenBN
+from fedbn_flwr.training.memory_format import MemoryFormat
+from fedbn_flwr.training.settings import OptimizerName, Sampling
+
+__all__ = ["CENTRALIZED", "GROUPS", "STATE_IN_OUT", "Fields", "MethodSettings"]
+
+CENTRALIZED = "centralized"
+STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
+GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "privacy", "files")
+
+if TYPE_CHECKING:
+
+    class MethodSettings(Params, DPSettings, MaskSettings, RecordDPSettings):
+        """The settings of all methods and protections."""
+
+else:
+    _PRIVACY = fields_of(DPSettings) | fields_of(MaskSettings) | fields_of(RecordDPSettings)
+    MethodSettings = create_model("MethodSettings", **method_fields(STRATEGIES.values()), **_PRIVACY)
+
+
+def _key(group: str, default: Any, meaning: str, **limits: Any) -> Any:
+    return setting(default, meaning, group, **limits)
+
+
+def _of_role(role: Role) -> str:
+    return ", ".join(name for name, method in STRATEGIES.items() if method.role == role)
+
+
+class Fields(MethodSettings):
+    """The keys of the methods and protections, and these. A key is the kebab-case name of its field."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        alias_generator=lambda name: name.replace("_", "-"),
+        allow_inf_nan=False,
+    )
+
+    strategy: str = _key("what", "fedavg", "method; `fedbn-flwr list strategies`")
+    norm: str = _key("what", "batch", "normalisation of the model; `fedbn-flwr list norms`")
+    norm_groups: int = _key("what", 2, "groups of `norm=group`", ge=1)
+    wsconv_gain: bool = _key("what", True, "learnable gain per channel of `norm=wsconv`")
+    activation: str = _key("what", "relu", "activation for which `norm=wsconv` scales: relu or identity")
+    renorm_rmax: float = _key("what", 3.0, "r_max of `norm=batch-renorm`", ge=1)
+    renorm_dmax: float = _key("what", 5.0, "d_max of `norm=batch-renorm`", ge=0)
+    feature_norm: bool = _key(
+        "what", False, "the features before the classifier get a fixed length (FN); beside any norm but fixup"
+    )
+    feature_norm_scale: FeatureScale = _key(
+        "what", "sqrt-d", "that length, in units of the root of their number: sqrt-d; or 1"
+    )
+    model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, torchvision:NAME, your own module:function")
+    num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
+    dataset: str = _key("what", "digits", "data set; `fedbn-flwr list datasets`")
+    image_size: int = _key(
+        "what",
+        0,
+        "height of the images, pixels; 0 = as published, or the height that the model needs (torchvision's: 64, but "
+        "most classifiers work at 32). Own images become squares",
+        ge=0,
+    )
+    data_dir: str = _key("what", "", "absolute folder of the data set's files; not needed for embedded data")
+    partition: str = _key(
+        "what",
+        "",
+        "split over the clients; `fedbn-flwr list partitions`; empty = natural for own data with clients, iid for "
+        "other own data, else classes",
+    )
+    partition_alpha: float = _key("what", 0.5, "concentration of `partition=dirichlet`", gt=0)
+    num_shards: int = _key("what", 0, "shards of `partition=shards`, `unbalanced-shards`; 0 = the natural number", ge=0)
+    shards_per_client: int = _key("what", 0, "shards of a client (`unbalanced-shards`: at most); 0 = 2, or 30", ge=0)
+    domain_share: float = _key("what", 1.0, "`partition=domain`: share of a domain used; above 1 a number", gt=0)
+    classes_per_client: int = _key("what", 2, "classes each client holds under `partition=classes`", ge=1)
+    num_clients: int = _key(
+        "what",
+        0,
+        "clients; in process 0 = 5, or the number of groups of `natural` and `domain`; under Flower the size of the "
+        "federation, 0 = any size",
+        ge=0,
+    )
+    task: str = _key(
+        "own data and models",
+        "",
+        "learning task: targets, loss and metrics; empty = the data set's own. Only data of your own have a choice",
+    )
+    metrics: str = _key(
+        "own data and models",
+        "",
+        "comma list of metrics beside the task's own, in every test. classification: balanced-accuracy, macro-f1, "
+        "auroc, auprc; multi-label: balanced-accuracy",
+    )
+
+    label_column: str = _key("own data and models", "", "`csv:`, `hf:`: column of the target; `csv:` also a comma list")
+    client_column: str = _key("own data and models", "", "`csv:`, `hf:`: column with the client of each row")
+    group_column: str = _key(
+        "own data and models", "", "`csv:`, `hf:`: column, such as the patient, whose rows no split separates"
+    )
+    split_column: str = _key("own data and models", "", "`csv:`: column with train or test (0 or 1) for each row")
+    feature_columns: str = _key(
+        "own data and models",
+        "",
+        "`csv:`, `hf:`: comma list of columns, with the categories of text if need be, `age,sex:F|M`; empty = all "
+        "others",
+    )
+    positive_values: str = _key(
+        "own data and models", "", "comma list of targets that count as 1, or `>NUMBER`; all others count as 0"
+    )
+    class_names: str = _key(
+        "own data and models",
+        "",
+        "comma list: names of the classes (texts of the target, class folders) in the order of their numbers; empty = "
+        "those found, in the order of the alphabet",
+    )
+    missing: Literal["refuse", "mean"] = _key(
+        "own data and models", "refuse", "missing features: refuse, or mean = the mean of the training examples"
+    )
+    standardise: Standardise = _key(
+        "own data and models",
+        "",
+        "(x - mean) / std of inputs: federated (sums over all clients' training examples), local (each client's own), "
+        "none; empty = federated, and for images the data set's constants (own images: ImageNet's)",
+    )
+    skip_unreadable: bool = _key(
+        "own data and models", False, "leave out image files that cannot be read, and list them"
+    )
+    test_share: float = _key(
+        "own data and models", 0.2, "share of own data that is the test part, where the data have none", gt=0, lt=1
+    )
+    cache_gib: float = _key(
+        "own data and models",
+        MAX_BYTES / 2**30,
+        "GiB of decoded image files in memory; sets that need more stay on the disk",
+        ge=0,
+    )
+    data_workers: int = _key(
+        "own data and models",
+        -1,
+        "processes that decode images on the disk, for each process with clients; -1 = the cores, if the clients are "
+        "in one process, else 0",
+        ge=-1,
+    )
+    mlp_hidden: str = _key("own data and models", "", "comma list: widths of `model=mlp`'s hidden layers; empty = 30")
+    validation_share: float = _key(
+        "own data and models",
+        0.0,
+        "share of each client's training examples that is never trained on, stratified by class: its tests are "
+        "`validation-*` of each tested round; early-stopping and fedbs use them",
+        ge=0,
+        lt=1,
+    )
+
+    held_out_clients: str = _key(
+        "own data and models",
+        "",
+        "clients that never train and are tested in each tested round: a comma list of names, or a number (the last; a "
+        "client that is called so takes precedence)",
+    )
+    init: str = _key(
+        "own data and models",
+        "",
+        "initial weights, loaded by name and shape: an absolute path of a .safetensors, .pt or .pth file, or "
+        "torchvision, torchvision:NAME, timm or smp (published weights, downloaded); read by the server alone",
+    )
+    early_stopping: int = _key(
+        "own data and models",
+        0,
+        "K > 0: the run ends when the score on the validation examples has not improved for K tested rounds, and its "
+        "result is the state after the best round; needs validation-share",
+        ge=0,
+    )
+
+    train_only: str = _key(
+        "own data and models",
+        "",
+        "comma list of paths of modules (`layer4,fc`): only their parameters train, the others are frozen; empty = all "
+        "train",
+    )
+    frozen_bn: FrozenBN = _key(
+        "own data and models",
+        "eval",
+        "BatchNorm outside train-only: eval = normalises with its running statistics, which stay as they are, train = "
+        "with the batch's, and the running ones move as the method says",
+    )
+
+    num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
+    fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)
+    fraction_evaluate: float = _key("rounds", 1.0, "share of the clients that evaluate", gt=0, le=1)
+    test_bn: Literal["", TestBNMode] = _key(
+        "rounds",
+        "",
+        "BatchNorm statistics of the tests of eval-on that end in -test-bn, and of one more test of held-out clients, "
+        "each from its own test inputs: batch = each test batch's, mix = these with the stored ones, momentum = a "
+        "moving average of theirs, full = of all test inputs; empty = no such test",
+    )
+    test_bn_prior: float = _key(
+        "rounds", 16.0, "test-bn=mix: N, the stored statistics weigh as much as so many examples", ge=0
+    )
+    test_bn_alpha: float = _key(
+        "rounds", -1.0, "test-bn=mix: share of the stored statistics, in [0, 1]; -1 = by test-bn-prior", ge=-1, le=1
+    )
+    test_bn_tau: float = _key("rounds", 0.9, "test-bn=momentum: share of the batches before", ge=0, lt=1)
+    test_bn_batch_size: int = _key("rounds", 0, "examples per batch of these tests; 0 = as in the others", ge=0)
+    round_timeout: float = _key(
+        "rounds",
+        0.0,
+        "seconds to wait for the replies of a round, and for nodes; 0 = 3600, and in process as long as it takes",
+        ge=0,
+    )
+    local_part: str = _key(
+        "methods",
+        "",
+        f"the method whose local parts a combination has: {_of_role('local-part')}; empty = the strategy's",
+    )
+    client_hooks: str = _key(
+        "methods",
+        "",
+        f"comma list of methods whose local training is added to the strategy: {_of_role('client-hooks')}",
+    )
+    server_step: str = _key(
+        "methods",
+        "",
+        f"the method whose server step a combination has: {_of_role('server-step')}; empty = the strategy's",
+    )
+    local_steps: int = _key("local training", 0, "E steps per round; see sampling", ge=0)
+    local_epochs: int = _key(
+        "local training", 1, "E passes over the local data per round; not together with local-steps", ge=0
+    )
+    sampling: Sampling = _key(
+        "local training",
+        "with-replacement",
+        "how the batches of local-steps are drawn; a batch of at least the size of a client's data is all of them",
+    )
+    batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
+    augment: str = _key(
+        "local training",
+        "",
+        "comma list of `cropN` (pad N, crop back), `flip`, `resized-crop`, `color-jitter`, `auto-augment`, "
+        "`rand-augment`, `trivial-augment`; empty = none",
+    )
+    learning_rate: float = _key("local training", 0.1, "learning rate of the optimizer in round 1", gt=0)
+    learning_rate_schedule: Literal["", "constant", "step", "cosine"] = _key(
+        "local training",
+        "",
+        "learning rate over the rounds; step = lr-decay-at, cosine = to 0 at the end of round R; empty = step if "
+        "lr-decay-at is set, else constant",
+    )
+    learning_rate_warm_up: int = _key(
+        "local training", 0, "rounds W of a linear warm-up: the rate of round r <= W is multiplied by r / (W + 1)", ge=0
+    )
+    lr_decay_at: str = _key("local training", "", "comma list: decay after a round (int), a fraction of R, or `freeze`")
+    lr_decay_factor: str = _key("local training", "0.1", "one factor, or a comma list as long as lr-decay-at")
+    optimizer: OptimizerName = _key(
+        "local training",
+        "sgd",
+        "torch's SGD, Adam or AdamW, new in each round; scaffold and momentum-scope need sgd",
+    )
+    sgd_momentum: float = _key("local training", 0.0, "momentum of SGD; see momentum-scope", ge=0, lt=1)
+    weight_decay: float = _key("local training", 0.0, "L2 coefficient on every trainable parameter", ge=0)
+    gradient_clip_norm: float = _key(
+        "local training",
+        0.0,
+        "largest norm of the gradient of all trainable parameters together; 0 = any. Clipped with penalties, before "
+        "SCAFFOLD's correction, weight decay and momentum; not together with agc",
+        ge=0,
+    )
+    bn_momentum: float = _key(
+        "local training", 0.1, "momentum of BN's running statistics, torch's convention", gt=0, le=1
+    )
+    device: str = _key("local training", "auto", "auto, cpu, cuda or cuda:N; auto = cuda if available")
+    amp: bool = _key("local training", False, "bfloat16 autocast in the forward passes of training")
+    memory_format: MemoryFormat = _key(
+        "local training",
+        "auto",
+        "of images and 4-d weights; auto = channels-last for models with 2-d convolutions and without instance norm "
+        "that work so (changes the last bits)",
+    )
+    compile: bool = _key("local training", False, "torch.compile the model of each client process (some 20 s, once)")
+    torch_threads: int = _key("local training", 1, "CPU threads of torch per client (changes the last bits)", ge=1)
+
+    out: str = _key("files", "", "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)")
+    tensorboard: bool = _key(
+        "files", False, "scalars of each round as event files in OUT/tensorboard; needs the extra `tensorboard`"
+    )
+    wandb: str = _key(
+        "files", "", "Weights & Biases: PROJECT or ENTITY/PROJECT that gets each round; needs the extra `wandb`"
+    )
+    mlflow: str = _key(
+        "files", "", "MLflow: tracking URI, or an absolute folder, that gets each round; needs the extra `mlflow`"
+    )
+    checkpoint_every: int = _key(
+        "files",
+        10,
+        "checkpoint before round 1, after every so many rounds, or two minutes, and after the last; 0 = none",
+        ge=0,
+    )
+    watch_statistics: int = _key(
+        "files",
+        0,
+        "write the BatchNorm statistics of every so many rounds, and of the last, to OUT/statistics.jsonl: how far "
+        "those of each client are from the global ones, and how these change; 0 = none",
+        ge=0,
+    )
+    state_dir: str = _key(
+        "files",
+        "",
+        "absolute folder on each node in which clients keep their part; `out` = OUT/checkpoint/clients (set by "
+        "`fedbn-flwr run`); empty = in memory; a node's own `state-dir` takes precedence",
+    )
+    series: str = _key(
+        "files",
+        "",
+        "experiment id: runs with the same id continue with the parts that clients kept; empty = this run only",
+    )
+    resume: bool = _key("files", False, "continue from the last checkpoint in `out`; with an empty folder start a run")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for a number: pydantic would read them as 1 and 0."""
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and wanted is not bool:
+            hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")""" if wanted is str else ""
+            raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
+        return value
+
+    @field_validator("dp", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """Read YAML's ``off``, which is false, and the name of an older version."""
+        return "off" if value is False or value == "none" else value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _text(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read a number as text where text is wanted: YAML and the command line know no difference."""
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return str(value) if is_number and wanted is str else value

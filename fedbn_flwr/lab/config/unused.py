@@ -1,0 +1,169 @@
+"""Keys that were set and have no effect: each with what it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedbn_flwr.lab.config.fields import CENTRALIZED, MethodSettings
+from fedbn_flwr.lab.config.method_settings import methods_with
+from fedbn_flwr.lab.config.texts import split
+from fedbn_flwr.lab.config.values import Values
+from fedbn_flwr.lab.data import is_own
+from fedbn_flwr.norms import NORMS
+from fedbn_flwr.privacy import differential_settings, masked_settings
+from fedbn_flwr.privacy.record_settings import RecordDPSettings
+from fedbn_flwr.server.params import TEST_BN
+from fedbn_flwr.strategies import STRATEGIES
+
+__all__ = ["without_effect"]
+
+Conditions = dict[str, tuple[bool, str]]
+"""By key whether it has an effect, and what it needs for one."""
+
+_OF_A_FEDERATION = (
+    *("fraction_train", "fraction_evaluate", "min_replies", "round_timeout", "variance", "momentum_scope", "agc"),
+    *("recalibrate", "local_part", "client_hooks", "server_step", "state_dir", "series"),
+    "watch_statistics",
+)
+
+
+def without_effect(config: Values) -> dict[str, tuple[Any, str]]:
+    """Return the keys that differ from their default and that this run cannot use: value, and what they need."""
+    unused = _unused(config)
+    if config.strategy == CENTRALIZED:
+        unused |= dict.fromkeys(_OF_A_FEDERATION, "strategy=centralized has no clients")
+        if not all(name.startswith("global") for name in config.evaluations()):
+            unused["eval_on"] = "strategy=centralized has no clients: use global or global-batch-statistics"
+        used: set[str] = set()
+    else:
+        unused |= config.method().unused(config.params(), config.run_settings())
+        used = set(config.method().Params.model_fields)
+    for name in MethodSettings.model_fields:
+        if name not in used and (users := [m.name for m in methods_with(STRATEGIES.values(), name)]):
+            unused[name] = f"it is for {', '.join(users)}"
+    fields = type(config).model_fields
+    found = {name: (getattr(config, name), use) for name, use in unused.items()}
+    return {fields[n].alias or n: (v, use) for n, (v, use) in found.items() if v != fields[n].default}
+
+
+def _unused(config: Values) -> dict[str, str]:
+    """Return the keys outside the method's settings that have no effect under the other keys."""
+    conditions = _of_model(config) | _of_data(config) | _of_training(config)
+    found = {name: use for name, (used, use) in conditions.items() if not used}
+    for_dp, shared = differential_settings.unused(config.dp_settings()), {"dp_delta", "dp_metrics", "dp_max_epsilon"}
+    for_dp = {name: use for name, use in for_dp.items() if not (config.record_dp and name in shared)}
+    of_records = set(RecordDPSettings.model_fields) - {"record_dp"} if not config.record_dp else ()
+    found |= for_dp | dict.fromkeys(of_records, "it is for record-dp=true")
+    return found | masked_settings.unused(config.mask_settings())
+
+
+def _of_model(config: Values) -> Conditions:
+    """Return whether the keys of the model and its norms have an effect, and what they need."""
+    info = config.data_info()
+    size = config.example_shape()[1] if not info.input_shape else 0
+    mixes, adapts = config.test_bn == "mix", any(name.endswith(TEST_BN) for name in config.evaluations())
+    tracks = _tracks(config)
+    return {
+        "variance": (tracks, "it is for norm=batch and batch-renorm"),
+        "norm_groups": ("groups" in NORMS[config.norm].options, "it is for norm=group and group+ws"),
+        "wsconv_gain": (config.norm == "wsconv", "it is for norm=wsconv"),
+        "activation": (config.norm == "wsconv", "it is for norm=wsconv"),
+        "renorm_rmax": (config.norm == "batch-renorm", "it is for norm=batch-renorm"),
+        "renorm_dmax": (config.norm == "batch-renorm", "it is for norm=batch-renorm"),
+        "feature_norm_scale": (config.feature_norm, "it is for feature-norm=true"),
+        "bn_momentum": (tracks, "it is for norm=batch and batch-renorm"),
+        "test_bn": (
+            tracks and (adapts or bool(config.held_out_clients)),
+            "it is for tests of eval-on that end in -test-bn, and for held-out-clients"
+            if tracks
+            else "it is for norm=batch and batch-renorm",
+        ),
+        "test_bn_prior": (
+            mixes and config.test_bn_alpha == -1,
+            "test-bn-alpha takes its place" if mixes else "it is for test-bn=mix",
+        ),
+        "test_bn_alpha": (mixes, "it is for test-bn=mix"),
+        "test_bn_tau": (config.test_bn == "momentum", "it is for test-bn=momentum"),
+        "test_bn_batch_size": (bool(config.test_bn), "it is for test-bn"),
+        "frozen_bn": (bool(config.train_only) and tracks, "it is for train-only, with norm=batch and batch-renorm"),
+        "mlp_hidden": (config.model == "mlp", "it is for model=mlp"),
+        "image_size": (config.image_size in (0, size), f"model={config.model} takes images of {size} pixels"),
+    }
+
+
+def _of_data(config: Values) -> Conditions:
+    """Return whether the keys of the data, the task and the split have an effect, and what they need."""
+    info, task = config.data_info(), config.plain_task()
+    own, partition = is_own(config.dataset), config.split_name()
+    tables = own and config.dataset.startswith(("csv:", "hf:"))
+    return {
+        "label_column": (tables, "it is for dataset=csv: and hf:"),
+        "client_column": (tables, "it is for dataset=csv: and hf:"),
+        "group_column": (tables, "it is for dataset=csv: and hf:; an npz file has an array `group`"),
+        "split_column": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
+        "feature_columns": (tables and bool(info.input_shape), "it is for rows of dataset=csv: and hf:"),
+        "missing": (bool(info.input_shape), "it is for rows and signals"),
+        "positive_values": (own and not config.dataset.startswith("folder:"), "it is for dataset=csv:, npz: and hf:"),
+        "class_names": (
+            own and task.name in ("classification", "binary") and not config.positive_values,
+            "it is for own data with classes, without positive-values",
+        ),
+        "skip_unreadable": (config.dataset.startswith("folder:"), "it is for dataset=folder:"),
+        "test_share": (own, "it is for own data"),
+        "held_out_clients": (
+            not config.data_on_nodes() and not config.shares_nothing(),
+            f"{config.title} shares no model" if config.shares_nothing() else "only the nodes have the data",
+        ),
+        "cache_gib": (info.by_file, "it is for data sets of image files"),
+        "data_workers": (info.by_file, "it is for data sets of image files"),
+        "augment": (not info.input_shape, "it is for images"),
+        "data_dir": (bool(info.files), f"dataset={config.dataset} needs no files"),
+        "num_classes": (task.outputs(2) == 2, f"task {task.name} has one output"),
+        "metrics": (not set(split(config.metrics)) <= set(task.metrics), f"task {task.name} always has it"),
+        "partition_alpha": (partition.startswith("dirichlet"), "it is for partition=dirichlet[-equal]"),
+        "classes_per_client": (partition == "classes", "it is for partition=classes"),
+        "num_shards": ("shards" in partition, "it is for partition=shards and unbalanced-shards"),
+        "shards_per_client": ("shards" in partition, "it is for partition=shards and unbalanced-shards"),
+        "domain_share": (partition == "domain", "it is for partition=domain"),
+    }
+
+
+def _of_training(config: Values) -> Conditions:
+    """Return whether the keys of rounds, local training and its protection have an effect, and what they need."""
+    tracks, steps = _tracks(config), config.learning_rate_schedule in ("", "step")
+    hides = f"dp={config.dp}" if config.dp != "off" else "masked-sums=true" if config.masked_sums else ""
+    return {
+        "fraction_evaluate": (
+            any(name.startswith("personal") for name in config.evaluations()),
+            "no test of eval-on is done by clients",
+        ),
+        "lr_decay_at": (
+            steps and ("freeze" not in split(config.lr_decay_at) or config.freezes_bn()),
+            f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
+            if steps
+            else "it is for learning-rate-schedule=step",
+        ),
+        "sampling": (
+            bool(config.local_steps) and not config.record_dp,
+            "record-dp draws each example with a fixed probability" if config.record_dp else "it is for local-steps",
+        ),
+        "watch_statistics": (
+            tracks and not config.keeps_statistics() and not hides,
+            f"{hides} leaves only an average of the clients' statistics"
+            if hides
+            else f"{config.title} keeps the statistics with its clients, and the server sees none"
+            if tracks
+            else "it is for norm=batch and batch-renorm",
+        ),
+        "dp_statistics_scale": (
+            tracks and not config.keeps_statistics(),
+            f"{config.title} shares no statistics" if tracks else "it is for norm=batch and batch-renorm",
+        ),
+        "sgd_momentum": (config.optimizer == "sgd", "it is for optimizer=sgd"),
+        "lr_decay_factor": (bool(config.lr_decay_at), "lr-decay-at is empty"),
+    }
+
+
+def _tracks(config: Values) -> bool:
+    """Return whether the norm has running statistics."""
+    return config.norm.startswith("batch")

@@ -1,0 +1,259 @@
+"""What the keys of a run mean together: its data, model, method, learning rate and protections."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from fedbn_flwr.batchnorm.adaptation import TestBN
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.lab.config.fields import CENTRALIZED, Fields
+from fedbn_flwr.lab.config.method_settings import own_default
+from fedbn_flwr.lab.config.texts import number, split
+from fedbn_flwr.lab.data import DATASETS, Augment, DatasetInfo, OwnData, Standardise, is_own, own_info
+from fedbn_flwr.lab.data.shared import DataKey, adopted
+from fedbn_flwr.lab.models import input_shape
+from fedbn_flwr.privacy.differential_settings import DPSettings
+from fedbn_flwr.privacy.masked_settings import MaskSettings
+from fedbn_flwr.privacy.record_level import RecordLevel
+from fedbn_flwr.server.method import Role, RunSettings
+from fedbn_flwr.server.params import Params, tests_in
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.training.settings import LearningRate, share_of
+from fedbn_flwr.training.tasks import TASKS, Task
+
+__all__ = ["Values", "check_known"]
+
+
+class Values(Fields):
+    """The settings of a run, and what follows from them. Their consistency is checked elsewhere."""
+
+    @property
+    def title(self) -> str:
+        """The names of the methods, joined by "+"."""
+        return self.strategy if self.strategy == CENTRALIZED else self.method().name
+
+    @property
+    def protected(self) -> bool:
+        """Whether single clients or examples are to stay hidden: then their counts are in no page to give away."""
+        return self.dp != "off" or self.record_dp or self.masked_sums
+
+    def data_info(self) -> DatasetInfo:
+        """Return the description of the run's data; own data are read first.
+
+        Raises:
+            ConfigError: the data set is unknown, or keys do not fit own data.
+            DataError: own data cannot be used.
+        """
+        if not is_own(self.dataset):
+            check_known("dataset", self.dataset, DATASETS)
+        if found := adopted(self.data_key()):
+            return found
+        return own_info(self.own_data()) if is_own(self.dataset) else DATASETS[self.dataset]
+
+    def data_key(self) -> DataKey:
+        """Return what names the run's data between processes, see ``data.shared``."""
+        return self.own_data() if is_own(self.dataset) else self.dataset, self.data_dir
+
+    def example_shape(self) -> tuple[int, ...]:
+        """Return the shape of the model's input: (C, H, W) of images, (features,) or another shape of other examples.
+
+        Raises:
+            ConfigError: the model is unknown.
+        """
+        info = self.data_info()
+        if info.input_shape:
+            return info.input_shape
+        size, asked = self.image_size or info.size, bool(self.image_size)
+        channels, height = input_shape(self.model, info.channels, size, asked=asked)
+        return channels, height, info.aspect * height
+
+    def num_outputs(self) -> int:
+        """Return the number of the model's outputs."""
+        found = self.data_info().num_classes
+        return found if is_own(self.dataset) else self.learning_task().outputs(self.num_classes or found)
+
+    def own_data(self) -> OwnData:
+        """Return what the config says of own data."""
+        kind, path = OwnData.parse(self.dataset)
+        keys = [name for name in OwnData.__dataclass_fields__ if name not in ("kind", "path")]
+        values: dict[str, Any] = {name: getattr(self, name) for name in keys}
+        return OwnData(kind, path, **values)
+
+    def augment_names(self) -> tuple[str, ...]:
+        """Return the transforms of single images in ``augment``; () if it cannot be read, which is told elsewhere."""
+        try:
+            augment = Augment.parse(self.augment)
+        except ConfigError:
+            return ()
+        return augment.each if augment else ()
+
+    def data_on_nodes(self) -> bool:
+        """Return whether only the nodes have the data: own data without a path."""
+        return is_own(self.dataset) and self.dataset.endswith(":")
+
+    def standardise_as(self) -> Standardise:
+        """Return ``standardise``, or its default for the data."""
+        return self.standardise or ("federated" if self.data_info().input_shape else "none")
+
+    def split_name(self) -> str:
+        """Return the name of the split: ``partition``, or its default for the data."""
+        if self.partition or not is_own(self.dataset):
+            return self.partition or "classes"
+        return "natural" if self.data_info().grouped else "iid"
+
+    def learning_task(self) -> Task:
+        """Return the learning task: the loss, the metrics, and which targets count."""
+        return self.plain_task().measuring(split(self.metrics))
+
+    def plain_task(self) -> Task:
+        """Return the learning task with its own metrics."""
+        own = self.data_info().task
+        return own if self.task in ("", own.name) else TASKS[self.task]
+
+    def hidden(self) -> tuple[int, ...]:
+        """Return the widths of the hidden layers of ``mlp``; empty = its own."""
+        widths = [number(text) for text in split(self.mlp_hidden)]
+        if not all(isinstance(width, int) and width > 0 for width in widths):
+            raise ConfigError(f"mlp-hidden={self.mlp_hidden!r} must be a comma list of whole numbers above 0")
+        return tuple(int(width or 0) for width in widths)
+
+    def decays(self) -> tuple[tuple[int | str, ...], tuple[float, ...]]:
+        """Return the rounds after which the learning rate decays (or "freeze") and the factor of each."""
+        after: list[int | str] = []
+        for text in split(self.lr_decay_at):
+            value = number(text)
+            if text == "freeze":
+                after.append(text)
+            elif isinstance(value, int) and value >= 0:
+                after.append(value)
+            elif isinstance(value, float) and 0 <= value <= 1:
+                after.append(share_of(text, self.num_server_rounds))
+            else:
+                raise ConfigError(f"lr-decay-at: {text!r} is not a round (int), a fraction in [0, 1] or 'freeze'")
+        factors = [number(text) for text in split(self.lr_decay_factor)]
+        good = [float(f) for f in factors if f is not None and f > 0]
+        if len(good) != len(factors) or len(good) not in (1, len(after)):
+            raise ConfigError(
+                f"lr-decay-factor={self.lr_decay_factor!r} must be one number above 0, or one for each of the "
+                f"{len(after)} entries of lr-decay-at"
+            )
+        return tuple(after), tuple(good * len(after) if len(good) == 1 else good)
+
+    def learning_rate_over_rounds(self) -> LearningRate:
+        """Return the learning rate with its schedule, the same in every engine."""
+        after, factors = self.decays()
+        cosine = self.num_server_rounds if self.learning_rate_schedule == "cosine" else 0
+        return LearningRate(self.learning_rate, after, factors, cosine, self.learning_rate_warm_up)
+
+    def schedule_changes(self, begun_with: int) -> list[str]:
+        """Return a warning for each setting of the learning rate that counts in R, if the run began with another R."""
+        if begun_with in (0, self.num_server_rounds):
+            return []
+        shares = [text for text in split(self.lr_decay_at) if isinstance(number(text), float)]
+        found = ["learning-rate-schedule=cosine"] * (self.learning_rate_schedule == "cosine")
+        return [
+            f"the run began with {begun_with} rounds and now has {self.num_server_rounds}: {what} is of the new "
+            "number, also where earlier rounds followed the old one"
+            for what in found + [f"lr-decay-at={text}" for text in shares]
+        ]
+
+    def added(self, role: str) -> list[str]:
+        """Return the methods that the config key of a role adds to the strategy."""
+        return split(getattr(self, role.replace("-", "_"))) if role else []
+
+    def method(self) -> type[FedAvg[Any]]:
+        """Return the class of the strategy, combined with the methods that are added to it.
+
+        Raises:
+            ConfigError: two of the methods cannot be combined.
+        """
+        return combined(*(STRATEGIES[name] for name in self.method_names()))
+
+    def method_names(self) -> list[str]:
+        """Return the strategy and the methods that are added to it, by role."""
+        return [self.strategy, *(name for role in get_args(Role) for name in self.added(role))]
+
+    def run_settings(self) -> RunSettings:
+        """Return the settings of the run that the method checks its own against."""
+        return RunSettings(
+            num_rounds=self.num_server_rounds,
+            norm=self.norm,
+            sgd_momentum=self.sgd_momentum,
+            tests=self.evaluations(),
+            optimizer=self.optimizer,
+            gradient_clip_norm=self.gradient_clip_norm,
+        )
+
+    def params(self) -> Params:
+        """Return the settings of the run's method; "the method's own default" is replaced by that default."""
+        kind: type[Params] = self.method().Params
+        own = own_default(STRATEGIES.values())
+        given = {name: getattr(self, name) for name in kind.model_fields}
+        given["eval_on"] = ",".join(tests_in(self.eval_on))
+        return kind(**{name: value for name, value in given.items() if name not in own or value != own[name]})
+
+    def reestimates(self) -> bool:
+        """Return whether BN statistics are re-estimated before tests."""
+        if self.strategy == CENTRALIZED:
+            return False
+        return self.method().reestimates or self.recalibrate or "recalibrated" in self.evaluations()
+
+    def evaluations(self) -> tuple[str, ...]:
+        """Return the tests of ``eval-on`` or their default; the first one gives the run's main metric."""
+        if asked := tests_in(self.eval_on):
+            return asked
+        return ("personal-own",) if self.strategy != CENTRALIZED and self.method().local else ("global",)
+
+    def test_bn_settings(self) -> TestBN | None:
+        """Return the BatchNorm statistics of tests that end in -test-bn; None without ``test-bn``.
+
+        Raises:
+            ConfigError: ``test-bn-alpha`` is between -1 and 0.
+        """
+        if not self.test_bn:
+            return None
+        alpha = None if self.test_bn_alpha == -1 else self.test_bn_alpha
+        size = self.test_bn_batch_size or self.learning_task().test_batch
+        return TestBN(self.test_bn, self.test_bn_prior, alpha, self.test_bn_tau, size)
+
+    def dp_settings(self) -> DPSettings:
+        """Return the settings of client-level differential privacy; with record-dp the budget is not the clients'."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in DPSettings.model_fields}
+        if self.record_dp:
+            values["dp_max_epsilon"] = 0.0
+        return DPSettings(**values)
+
+    def record_level(self) -> RecordLevel | None:
+        """Return the settings of DP-SGD in the clients; None without it."""
+        if not self.record_dp:
+            return None
+        return RecordLevel(
+            None if self.record_dp_target_epsilon else self.record_dp_noise_multiplier,
+            self.record_dp_clipping_norm,
+            publishes_metrics=self.dp_metrics == "published",
+            frozen_only=self.dp != "off",
+        )
+
+    def mask_settings(self) -> MaskSettings:
+        """Return the settings of masked sums."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in MaskSettings.model_fields}
+        return MaskSettings(**values)
+
+    def freezes_bn(self) -> bool:
+        """Return whether the method freezes BN in some round."""
+        return self.strategy != CENTRALIZED and self.method().freezes_bn
+
+    def keeps_statistics(self) -> bool:
+        """Return whether BN's running statistics stay with the clients."""
+        return self.strategy != CENTRALIZED and Part.STATISTICS in self.method().local
+
+    def shares_nothing(self) -> bool:
+        """Return whether the clients share no part of the model."""
+        return self.strategy != CENTRALIZED and Part.REST in self.method().local
+
+
+def check_known(key: str, value: str, allowed: Any) -> None:
+    """Raise a ``ConfigError`` that names the nearest allowed value."""
+    if value not in allowed:
+        raise unknown_name(key, value, allowed)

@@ -1,0 +1,73 @@
+"""Data of a run: data sets, kept once as bytes, their partitions over the clients, and the subsets that clients use."""
+
+from __future__ import annotations
+
+from fedbn_flwr.lab.data.augment import Augment
+from fedbn_flwr.lab.data.dataset import Dataset
+from fedbn_flwr.lab.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
+from fedbn_flwr.lab.data.local_dataset import load_local_dataset
+from fedbn_flwr.lab.data.moments import moments_of_inputs
+from fedbn_flwr.lab.data.own import (
+    KINDS,
+    OwnData,
+    OwnRows,
+    decided_by_records,
+    is_own,
+    own_info,
+    own_rows,
+    own_sha256,
+    table_columns,
+)
+from fedbn_flwr.lab.data.partitioning import (
+    PARTITIONS,
+    PartitionInfo,
+    PartitionRequest,
+    make_partition,
+    partition_counts,
+    partition_test_set,
+    split_dataset,
+)
+from fedbn_flwr.lab.data.picture import partition_picture, partition_table
+from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.standardise import Standardise, standardised
+from fedbn_flwr.lab.data.subset import Subset
+from fedbn_flwr.lab.data.validation import split_off
+from fedbn_flwr.training.input_scale import FeatureMoments, Scale, scale_of
+
+__all__ = [
+    "DATASETS",
+    "KINDS",
+    "MAX_BYTES",
+    "PARTITIONS",
+    "Augment",
+    "Dataset",
+    "DatasetInfo",
+    "Examples",
+    "FeatureMoments",
+    "OwnData",
+    "OwnRows",
+    "PartitionInfo",
+    "PartitionRequest",
+    "Samples",
+    "Scale",
+    "Standardise",
+    "Subset",
+    "decided_by_records",
+    "is_own",
+    "load_dataset",
+    "load_local_dataset",
+    "make_partition",
+    "moments_of_inputs",
+    "own_info",
+    "own_rows",
+    "own_sha256",
+    "partition_counts",
+    "partition_picture",
+    "partition_table",
+    "partition_test_set",
+    "scale_of",
+    "split_dataset",
+    "split_off",
+    "standardised",
+    "table_columns",
+]

@@ -1,0 +1,69 @@
+"""Cityscapes: street scenes with a class for each pixel and a group for each city (Cordts et al. 2016).
+
+Height to width is 1:2 as published. What does not fit into memory stays on the disk, see ``data.image_files``. Targets
+are bytes; batches convert them. The validation cities are the test set. They are not training cities, so no
+client has test images from its own city.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.folders import image_files, root_of
+from fedbn_flwr.lab.data.image_files import hold
+from fedbn_flwr.lab.data.readers import Loaded
+from fedbn_flwr.lab.data.shapes import Shape
+from fedbn_flwr.training.tasks import SEGMENTATION
+
+__all__ = ["IGNORE", "TRAIN_IDS", "read_cityscapes"]
+
+IGNORE = SEGMENTATION.ignore
+"""The class of pixels that neither train nor count."""
+
+TRAIN_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
+"""The published label id of the classes 0..18: road, sidewalk, building, ..., motorcycle, bicycle."""
+
+
+def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
+    """Return ``leftImg8bit/{train,val}/CITY/*_leftImg8bit.png`` with ``gtFine/.../*_gtFine_labelIds.png``.
+
+    Raises:
+        DataError: a folder is absent, or an image has no label file or a label file of another size.
+    """
+    root = root_of(folder, "cityscapes")
+    train, test = (_cities(root / "leftImg8bit" / part) for part in ("train", "val"))
+    names = [*train, *(city for city in test if city not in train)]
+    both = (("train", train), ("val", test))
+    files = [(part, city, path) for part, cities in both for city, paths in cities.items() for path in paths]
+    table = np.full(256, IGNORE, np.uint8)
+    table[list(TRAIN_IDS)] = np.arange(len(TRAIN_IDS))
+    held = hold(
+        [path for _, _, path in files],
+        [names.index(city) for _, city, _ in files],
+        [sum(map(len, cities.values())) for _, cities in both],
+        shape,
+        masks=[_label_file(root, part, path) for part, _, path in files],
+        mask_table=table,
+    )
+    return Loaded(held[0], held[1], tuple(names))
+
+
+def _cities(folder: Path) -> dict[str, list[Path]]:
+    """Return the images of each city; cities and images are sorted by name."""
+    if not folder.is_dir():
+        raise DataError(f"folder {folder} is absent.")
+    cities = {path.name: image_files(path) for path in sorted(folder.iterdir()) if path.is_dir()}
+    if not cities:
+        raise DataError(f"folder {folder} has no folders of cities.")
+    return cities
+
+
+def _label_file(root: Path, part: str, image: Path) -> Path:
+    stem = image.stem.removesuffix("_leftImg8bit")
+    path = root / "gtFine" / part / image.parent.name / f"{stem}_gtFine_labelIds.png"
+    if not path.is_file():
+        raise DataError(f"image {image} has no label file {path}.")
+    return path

@@ -1,0 +1,111 @@
+"""Load a data set in the shape that a model needs."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+
+import torch
+
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, unknown_name
+from fedbn_flwr.lab.data.dataset import Dataset
+from fedbn_flwr.lab.data.readers import READ_ERRORS
+from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
+from fedbn_flwr.lab.data.shapes import Shape, fitted, per_channel
+
+__all__ = ["DATASETS", "MAX_BYTES", "DatasetInfo", "load_dataset"]
+
+MAX_BYTES = 4 * 2**30
+"""The default of ``cache-gib``: image files with more decoded bytes stay on the disk."""
+
+# With functools.cache alone, two threads could load the same data set; with this lock the second one waits.
+_LOADING = threading.Lock()
+
+
+def load_dataset(
+    name: str | DatasetInfo,
+    data_dir: str | Path = "",
+    channels: int | None = None,
+    size: int | None = None,
+    device: str | torch.device = "cpu",
+    max_bytes: int = MAX_BYTES,
+    *,
+    originals: bool = False,
+    workers: int = 0,
+) -> Dataset:
+    """Return a data set in the shape that a model needs, on a device.
+
+    The result is cached: all clients in one process share one copy of the images. This is safe because the result
+    depends only on the arguments (there is no seed) and no code writes into it.
+
+    Args:
+        name: a name of ``DATASETS``, or the description of own data.
+        data_dir: the folder that has the files or gets the downloads; embedded data sets do not use it. Folders of
+            image files are decoded once per process and never downloaded.
+        channels: 1 or 3; None = as published. Grey is repeated over 3 channels (without a copy); RGB becomes grey by
+            ITU-R 601 luma, and its mean and std are averaged over the channels.
+        size: height in pixels, also the width unless the data set's ``aspect`` is not 1; None = as published. Images
+            are resized once, bilinear with antialiasing, and rounded to bytes; mean and std are those of the published
+            size.
+        device: device of the samples.
+        max_bytes: image files that need more memory after decoding stay on the disk, see ``data.image_files``; so many
+            bytes of them are kept.
+        originals: image files stay on the disk, for augmentation of the images as stored (``resized-crop``).
+        workers: processes that decode images on the disk.
+
+    Raises:
+        ConfigError: the name is unknown, or channels or size are not possible.
+        DataError: data_dir is not set or not a folder, or the files are too large, or absent and not downloadable.
+    """
+    if isinstance(name, str) and name not in DATASETS:
+        raise unknown_name("dataset", name, DATASETS)
+    info = DATASETS[name] if isinstance(name, str) else name
+    channels = info.channels if channels is None else channels
+    size = info.size if size is None else size
+    if not info.input_shape and (channels not in (1, 3) or size < 1):
+        raise ConfigError(
+            f"data set {info.name!r} with {channels} channels and size {size}: allowed are 1 or 3, size >= 1."
+        )
+    # The cache must not hold a second copy under other spellings of the arguments, so these get one form first.
+    shape = Shape(channels, size, info.aspect * size, max_bytes, originals, workers)
+    with _LOADING:
+        return _load(info, _folder(info, data_dir), shape, str(torch.device(device)))
+
+
+@functools.lru_cache(maxsize=8)
+def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset:
+    try:
+        train, test, group_names = info.loader(folder, shape)
+    except READ_ERRORS as error:
+        if isinstance(error, FedBNError) and not info.files:  # own data: the message says it all
+            raise
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise DataError(
+            f"data set {info.name!r} could not be read from {folder}"
+            f"{' or downloaded to it' if info.downloads else ''}: {reason}. Expected in the folder: "
+            f"{info.files}. Put these files there, or set data-dir to the folder that holds them, or use "
+            f"dataset='digits', which is embedded."
+        ) from error
+    mean, std = (per_channel(values, shape.channels) for values in (info.mean, info.std))
+    train, test = (fitted(part, shape).to(device) for part in (train, test))
+    return Dataset(info.name, train, test, info.num_classes, mean, std, group_names, info.class_names)
+
+
+def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
+    """Return the absolute data folder; an embedded or shared data set ignores it."""
+    if not info.files or info.shared:
+        return Path()
+    if not str(data_dir):
+        raise DataError(
+            f"data set {info.name!r} is not embedded and data-dir is not set. Set data-dir to the folder that holds "
+            f"{info.files}{', or to one where they may be downloaded' if info.downloads else ''}; or use "
+            f"dataset='digits', which is embedded."
+        )
+    folder = Path(data_dir).expanduser().resolve()
+    if not folder.is_dir():
+        raise DataError(
+            f"data set {info.name!r}: data-dir {str(folder)!r} is not an existing folder. Create it, or set data-dir "
+            f"to the folder that holds {info.files}."
+        )
+    return folder

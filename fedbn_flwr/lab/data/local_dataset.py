@@ -1,0 +1,99 @@
+"""A client's local data: an npz file, or a folder of images by class, that never leaves the client."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.dataset import Dataset
+from fedbn_flwr.lab.data.domains import read_archive, read_class_folders
+from fedbn_flwr.lab.data.folders import Files, image_files
+from fedbn_flwr.lab.data.loading import MAX_BYTES
+from fedbn_flwr.lab.data.readers import READ_ERRORS
+from fedbn_flwr.lab.data.registry import DATASETS
+from fedbn_flwr.lab.data.samples import Examples
+from fedbn_flwr.lab.data.shapes import Shape, fitted, per_channel
+
+__all__ = ["load_local_dataset"]
+
+logger = logging.getLogger("flwr")
+
+
+@functools.lru_cache(maxsize=4)  # in Ray and in process, every message makes a new client
+def load_local_dataset(
+    path: str,
+    like: str,
+    channels: int,
+    size: int,
+    classes: tuple[str, ...] = (),
+    device: str = "cpu",
+    num_classes: int = 0,
+) -> Dataset:
+    """Return the data at a path, in the shape that a model needs.
+
+    Args:
+        path: an npz file with ``x_train``, ``y_train``, ``x_test``, ``y_test`` (uint8 images (N, H, W) or (N, H, W, 3)
+            and their classes), or a folder with a folder of images per class; every 5th image of a class, by name, is a
+            test image. The path is absolute.
+        like: the data set of the run; it gives mean and std of the pixels, height to width, and number of classes.
+        channels: 1 or 3.
+        size: height and width in pixels.
+        classes: names of the class folders in the order of their numbers; a class without a folder has no images here.
+            Without names the folders are ``0``, ``1``, ...
+        device: device of the samples.
+        num_classes: number of classes of the model; 0 = that of the data set of the run.
+
+    Raises:
+        DataError: the path is relative or absent, or has no training images or another format; the message names it.
+    """
+    info, where = DATASETS[like], Path(path)
+    num_classes = num_classes or info.num_classes
+    shape = Shape(channels, size, info.aspect * size, MAX_BYTES)
+    if not where.is_absolute():
+        raise DataError(f"data-path={path!r} is relative, but apps run in their own folders. Write an absolute path.")
+    try:
+        both: tuple[Examples, Examples]
+        if where.is_file():
+            both = read_archive(where, num_classes)
+        else:
+            files = _class_files(where, classes or tuple(map(str, range(num_classes))))
+            both = read_class_folders(files, shape)
+    except READ_ERRORS as error:
+        raise DataError(f"data-path={path!r} could not be read: {error}") from error
+    train, test = (fitted(samples, shape).to(device) for samples in both)
+    if not len(train):
+        raise DataError(f"data-path={path!r} has no training images.")
+    return Dataset(path, train, test, num_classes, per_channel(info.mean, channels), per_channel(info.std, channels))
+
+
+def _class_files(folder: Path, classes: Sequence[str]) -> Files:
+    """Return the image files of the classes that have a folder."""
+    if not folder.is_dir():
+        raise DataError("there is no such file or folder")
+    present = [(label, name) for label, name in enumerate(classes) if (folder / name).is_dir()]
+    if not present:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        raise DataError(
+            f"no folder is called after a class ({', '.join(classes[:5])}, ...; found: {found}). Name the classes in "
+            "the node config: data-classes='cat,dog'"
+        )
+    _tell_left_out(folder, classes)
+    return [(path, label) for label, name in present for path in image_files(folder / name)]
+
+
+def _tell_left_out(folder: Path, classes: Sequence[str]) -> None:
+    """Warn of folders whose name is no class, and log the classes that have no folder."""
+    others = sorted({path.name for path in folder.iterdir() if path.is_dir()} - {*classes})
+    ignored = ", ".join(name for name in others if not name.startswith("."))
+    absent = ", ".join(name for name in classes if not (folder / name).is_dir())
+    if ignored:
+        logger.warning(
+            "data-path=%r: folders whose name is no class are left out: %s. Without a folder: %s. Names are "
+            "case-sensitive. Rename the folders, or name their classes in data-classes.",
+            *(str(folder), ignored, absent or "none of the classes"),
+        )
+    elif absent:
+        logger.info("data-path=%r: no images of these classes, which have no folder: %s", str(folder), absent)

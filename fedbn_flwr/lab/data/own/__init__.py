@@ -1,0 +1,23 @@
+"""Own data without code: ``dataset=folder:PATH``, ``npz:PATH``, ``csv:PATH`` or ``hf:NAME``.
+
+Each kind has a reader, which returns what it ``Found``; what follows from it is the same for all kinds.
+"""
+
+from __future__ import annotations
+
+from fedbn_flwr.lab.data.own.description import decided_by_records, own_info
+from fedbn_flwr.lab.data.own.request import KINDS, OwnData, is_own
+from fedbn_flwr.lab.data.own.rows import OwnRows, own_rows, own_sha256
+from fedbn_flwr.lab.data.own.table_files import table_columns
+
+__all__ = [
+    "KINDS",
+    "OwnData",
+    "OwnRows",
+    "decided_by_records",
+    "is_own",
+    "own_info",
+    "own_rows",
+    "own_sha256",
+    "table_columns",
+]

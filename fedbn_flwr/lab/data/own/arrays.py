@@ -1,0 +1,184 @@
+"""npz files with the arrays ``x`` and ``y`` and, where there are any, ``client``, ``group`` and ``split``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.own.features import note_of_filled, problems_of_numbers
+from fedbn_flwr.lab.data.own.found import Found, Inputs, Targets
+from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
+from fedbn_flwr.lab.data.own.targets import read_targets
+from fedbn_flwr.lab.data.readers import READ_ERRORS
+
+__all__ = ["as_inputs", "as_tests", "read_arrays"]
+
+_KNOWN = ("x", "y", "client", "group", "split")
+
+
+def read_arrays(request: OwnData) -> Found:
+    """Return the arrays of an npz file.
+
+    ``x``: uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels; or numbers: features (N, F), signals (N, C, L),
+    images (N, C, H, W). ``y``: classes (N,), labels or targets (N, K), or classes of pixels (N, H, W).
+    ``client`` and ``group``: numbers or text (N,); ``split``: "train" and "test", or 0 and 1.
+
+    Raises:
+        DataError: the file is no npz file, arrays are absent, or do not fit; the message names the array.
+    """
+    arrays, others = _load(request)
+    _check_lengths(request, arrays)
+    inputs = as_inputs(request, arrays["x"], "x")
+    if arrays["x"].ndim == 2:
+        _check_features(request, arrays["x"])
+    y = arrays["y"]
+    targets = _pixels(request, inputs, y) if y.ndim == 3 else read_targets(request, y, "y")
+    clients, client_names = numbered(arrays["client"].tolist()) if "client" in arrays else (None, ())
+    return Found(
+        inputs=inputs,
+        targets=targets,
+        clients=clients,
+        client_names=client_names,
+        units=numbered(arrays["group"].tolist())[0] if "group" in arrays else None,
+        tests=as_tests(request, arrays["split"], "split") if "split" in arrays else None,
+        notes=tuple(f"array {name!r} is not used" for name in others),
+    )
+
+
+def _load(request: OwnData) -> tuple[dict[str, Any], list[str]]:
+    """Return the arrays of the file that are known, ``x`` and ``y`` among them, and the names of the others."""
+    path = request.existing()
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("one array")
+        with archive:
+            arrays = {name: _stripped(archive[name]) for name in archive.files if name in _KNOWN}
+            names = list(archive.files)
+    except ValueError as error:  # NumPy's text is about pickles, which are never read
+        raise DataError(
+            f"dataset={request.name!r} cannot be read as an npz file: it is none, or it holds Python objects. Save "
+            "arrays of numbers or text with numpy.savez(path, x=inputs, y=targets)."
+        ) from error
+    except READ_ERRORS as error:
+        raise DataError(f"dataset={request.name!r} cannot be read as an npz file: {error}") from error
+    if absent := [name for name in ("x", "y") if name not in arrays]:
+        raise DataError(
+            f"dataset={request.name!r} lacks the array {' and '.join(absent)}; it has {shown(names)}. Save it with "
+            "numpy.savez(path, x=inputs, y=targets)."
+        )
+    return arrays, [name for name in names if name not in _KNOWN]
+
+
+def _check_lengths(request: OwnData, arrays: Mapping[str, Any]) -> None:
+    """Raise DataError unless each array has a value, or several, for each example of ``x``."""
+    if arrays["x"].ndim == 0:
+        raise DataError(f"dataset={request.name!r}: x has shape (); one row for each example needed.")
+    count = len(arrays["x"])
+    for name, array in arrays.items():
+        if array.ndim == 0 or len(array) != count:
+            raise DataError(f"dataset={request.name!r}: {name} has shape {array.shape}, x has {count} examples.")
+        if name != "x" and array.dtype.kind not in "biufU":
+            raise DataError(f"dataset={request.name!r}: {name} is {array.dtype}; numbers or text needed.")
+    if not count:
+        raise DataError(f"dataset={request.name!r}: x has no examples.")
+    for name in ("client", "group", "split"):
+        array = arrays.get(name)
+        if array is not None and (array.ndim != 1 or (array.dtype.kind == "f" and np.isnan(array).any())):
+            raise DataError(f"dataset={request.name!r}: {name} has shape {array.shape}; ({count},) without NaN needed.")
+
+
+def _stripped(array: Any) -> Any:
+    """Return text without spaces around it, bytes as text, other arrays as they are."""
+    text = np.char.decode(array, "utf-8", "replace") if array.dtype.kind == "S" else array
+    return np.char.strip(text) if text.dtype.kind == "U" else text
+
+
+def _check_features(request: OwnData, x: Any) -> None:
+    """Raise DataError if float32 does not tell the values of a column (N, F) apart."""
+    problems = [problem for at in range(x.shape[1]) for problem in problems_of_numbers(f"column {at} of x", x[:, at])]
+    if problems:
+        raise DataError(f"dataset={request.name!r}:\n" + "\n".join(problems))
+
+
+def as_inputs(request: OwnData, x: Any, what: str) -> Inputs:
+    """Return uint8 images as (N, C, H, W) and other numbers as float32 (N, ...).
+
+    Raises:
+        DataError: the array has no such shape, or holds no numbers, or infinite ones.
+    """
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
+        images = torch.from_numpy(np.ascontiguousarray(x if x.ndim == 4 else x[..., None]))
+        if images.shape[3] not in (1, 3):
+            raise DataError(
+                f"dataset={request.name!r}: {what} is uint8 of shape {x.shape}; images are (N, H, W), (N, H, W, 1) or "
+                "(N, H, W, 3)."
+            )
+        return Inputs(images.permute(0, 3, 1, 2).contiguous(), size=tuple(images.shape[1:3]))
+    if (
+        x.ndim == 4
+        and min(x.shape[1:3]) >= 8
+        and (x.shape[3] in (3, 4) or (x.shape[3] == 1 and x.shape[1] == x.shape[2]))
+    ):
+        raise DataError(
+            f"dataset={request.name!r}: {what} is {x.dtype} of shape {x.shape}, which looks like (N, H, W, C). Images "
+            f"of numbers are (N, C, H, W): save {what}.transpose(0, 3, 1, 2)."
+        )
+    if x.dtype.kind not in "biuf" or x.ndim < 2:
+        raise DataError(
+            f"dataset={request.name!r}: {what} is {x.dtype} of shape {x.shape}; needed are uint8 images (N, H, W[, C]) "
+            "or numbers (N, F), (N, C, L) or (N, C, H, W)."
+        )
+    with np.errstate(over="ignore"):
+        numbers = np.ascontiguousarray(x, dtype=np.float32)
+    if (infinite := int(np.isinf(numbers).sum())) > 0:
+        raise DataError(f"dataset={request.name!r}: {infinite} numbers of {what} are infinite, or above 3e38.")
+    if request.missing == "refuse" and (missing := int(np.isnan(numbers).sum())) > 0:
+        raise DataError(
+            f"dataset={request.name!r}: {missing} numbers of {what} are missing (NaN). Use missing=mean for the mean "
+            "of the training examples."
+        )
+    inputs = torch.from_numpy(numbers)
+    return Inputs(inputs, notes=note_of_filled(inputs))
+
+
+def as_tests(request: OwnData, values: Any, what: str) -> Any:
+    """Return which examples are test examples, bool (N,).
+
+    Raises:
+        DataError: a value is neither "train" nor "test" (0 nor 1), or one part is empty.
+    """
+    known = {"train": False, "test": True, "0": False, "1": True, "false": False, "true": True}
+    text = [str(value).strip().lower().removesuffix(".0") for value in np.asarray(values).tolist()]
+    if unknown := sorted({value for value in text if value not in known}):
+        raise DataError(f"dataset={request.name!r}: {what} has {shown(unknown)}; train and test (0 and 1) needed.")
+    tests = np.array([known[value] for value in text])
+    if tests.all() or not tests.any():
+        raise DataError(
+            f"dataset={request.name!r}: by {what} all examples are {'test' if tests.all() else 'training'} examples."
+        )
+    return tests
+
+
+def _pixels(request: OwnData, inputs: Inputs, y: Any) -> Targets:
+    task = chosen_task(request, "segmentation", ("segmentation",))
+    if inputs.size != y.shape[1:]:
+        raise DataError(
+            f"dataset={request.name!r}: y has shape {y.shape}, the classes of pixels, and x {(len(y), *inputs.shape)}; "
+            "uint8 images of the same height and width needed."
+        )
+    if y.dtype.kind not in "iu" or y.min() < 0 or y.max() > 255:
+        raise DataError(
+            f"dataset={request.name!r}: y is {y.dtype}, {y.min()} to {y.max()}; classes 0 to 254 needed, 255 = ignored."
+        )
+    largest = int(y[y != 255].max()) if (y != 255).any() else 0
+    if request.num_classes and request.num_classes <= largest:
+        raise DataError(
+            f"dataset={request.name!r}: y has class {largest}; num-classes={request.num_classes} allows 0 to "
+            f"{request.num_classes - 1}."
+        )
+    return Targets(torch.from_numpy(y.astype(np.uint8)), task, request.num_classes or largest + 1)

@@ -1,0 +1,268 @@
+"""The registry of splits: partitions of the training examples over the clients.
+
+Every split depends only on its arguments: the same seed gives the same indices on every machine. A partition is a list
+of sorted, disjoint int64 index vectors, by partition id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedbn_flwr.errors import ConfigError, DataError, unknown_name
+from fedbn_flwr.lab.data.dataset import Dataset
+from fedbn_flwr.lab.data.group_splits import split_domain, split_natural
+from fedbn_flwr.lab.data.partition_test_set import partition_counts, partition_test_set
+from fedbn_flwr.lab.data.shards import split_shards, split_unbalanced_shards
+from fedbn_flwr.lab.data.splits import (
+    Indices,
+    PartitionRequest,
+    listed,
+    split_classes,
+    split_dirichlet,
+    split_dirichlet_equal,
+    split_iid,
+)
+
+__all__ = [
+    "PARTITIONS",
+    "PartitionInfo",
+    "PartitionRequest",
+    "make_partition",
+    "partition_counts",
+    "partition_test_set",
+    "split_dataset",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionInfo:
+    """A kind of split.
+
+    Attributes:
+        name: name in the registry.
+        summary: one line.
+        source: the paper or library.
+        split: the function that makes it.
+        by_class: it needs one class per image, so it cannot split images with a class for each pixel.
+        by_group: it needs a data set with groups.
+    """
+
+    name: str
+    summary: str
+    source: str
+    split: Callable[[PartitionRequest], list[Indices]]
+    by_class: bool = False
+    by_group: bool = False
+
+
+def make_partition(
+    name: str,
+    labels: Indices,
+    num_clients: int,
+    *,
+    seed: int,
+    num_classes: int | None = None,
+    alpha: float = 0.5,
+    classes_per_client: int = 2,
+    min_size: int = 10,
+    num_shards: int = 0,
+    shards_per_client: int = 0,
+    domain_share: float = 1.0,
+    groups: Indices | None = None,
+    group_names: Sequence[str] = (),
+) -> list[Indices]:
+    """Return the indices of each client's training examples.
+
+    Args:
+        name: a name of ``PARTITIONS``.
+        labels: class of each training example, int64 (N,).
+        num_clients: number of parts.
+        seed: the run's seed.
+        num_classes: number of classes; None = largest label + 1.
+        alpha: ``dirichlet``, ``dirichlet-equal``: concentration; with small values clients have few classes.
+        classes_per_client: ``classes``: number of consecutive classes of each client.
+        min_size: ``dirichlet``: draw again until every client has this many examples (default as in flwr-datasets).
+        num_shards: ``shards``: must be clients times shards-per-client, 0 = this product; ``unbalanced-shards``: any
+            number, 0 = shards of 50 examples.
+        shards_per_client: ``shards``: for each client, 0 = 2; ``unbalanced-shards``: maximum for a client, 0 = 30.
+        domain_share: ``domain``: fraction (up to 1) or number (above 1) of each domain's examples.
+        groups: ``domain``, ``natural``: group of each training example, int64 (N,); other splits ignore it.
+        group_names: names of the groups 0, 1, ... for messages; if empty, messages show the numbers.
+
+    Raises:
+        ConfigError: a name is unknown or a number is out of range.
+        DataError: there are too few examples for this split.
+    """
+    if name not in PARTITIONS:
+        raise unknown_name("partition", name, PARTITIONS)
+    labels = np.asarray(labels, dtype=np.int64)
+    if num_clients < 1:
+        raise ConfigError(f"num-clients={num_clients}: at least 1 needed.")
+    if num_clients > len(labels):
+        raise DataError(f"num-clients={num_clients}: more than the {len(labels)} training examples. Use fewer clients.")
+    request = PartitionRequest(
+        labels=labels,
+        num_classes=int(labels.max()) + 1 if num_classes is None else num_classes,
+        num_clients=num_clients,
+        seed=seed,
+        alpha=alpha,
+        classes_per_client=classes_per_client,
+        min_size=min_size,
+        num_shards=num_shards,
+        shards_per_client=shards_per_client,
+        domain_share=domain_share,
+        groups=None if groups is None else np.asarray(groups, dtype=np.int64),
+        group_names=tuple(group_names),
+    )
+    _check(request)
+    partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
+    _refuse_empty(name, partition)
+    return partition
+
+
+def _check(request: PartitionRequest) -> None:
+    """Raise ConfigError or DataError if labels, numbers of shards or groups are not possible."""
+    labels, classes, groups = request.labels, request.num_classes, request.groups
+    if labels.min() < 0 or labels.max() >= classes:
+        raise DataError(
+            f"labels run from {labels.min()} to {labels.max()}; num-classes={classes} allows 0 to {classes - 1}."
+        )
+    for key, value in (("num-shards", request.num_shards), ("shards-per-client", request.shards_per_client)):
+        if value < 0:
+            raise ConfigError(f"{key}={value}: 0 (not set) or more needed.")
+    if groups is not None and groups.shape != labels.shape:
+        raise DataError(f"groups of shape {groups.shape} for {len(labels)} training examples: one each needed.")
+
+
+def split_dataset(
+    dataset: Dataset, name: str, num_clients: int, *, seed: int, **settings: Any
+) -> tuple[list[Indices], list[Indices]]:
+    """Return the training and the test examples of each client: ``make_partition``, then ``partition_test_set``.
+
+    Under ``natural`` a client has all test examples of its group.
+
+    Args:
+        dataset: the data to split.
+        name: a name of ``PARTITIONS``.
+        num_clients: number of parts.
+        seed: the run's seed.
+        settings: other keyword arguments of ``make_partition``; classes and groups come from the data set. Examples of
+            one unit go to one client, as the first of them would.
+
+    Raises:
+        ConfigError: as ``make_partition``, or the split is by class and the images have a class for each pixel.
+        DataError: as ``make_partition``.
+    """
+    _refuse_without_classes(name, dataset)
+    labels, test_labels = (part.labels.cpu().numpy() for part in (dataset.train, dataset.test))
+    groups, test_groups = (
+        None if part.groups is None else part.groups.cpu().numpy() for part in (dataset.train, dataset.test)
+    )
+    units = None if dataset.train.units is None else dataset.train.units.cpu().numpy()
+    if units is not None and groups is not None and PARTITIONS[name].by_group:
+        units = units * (int(groups.max()) + 1) + groups  # a patient of two hospitals is one of each
+    of_unit, members = (np.arange(len(labels)), None) if units is None else _by_unit(units)
+    train = make_partition(
+        name,
+        labels[of_unit],
+        num_clients,
+        seed=seed,
+        num_classes=len(dataset.label_names),
+        groups=None if groups is None else groups[of_unit],
+        group_names=dataset.group_names,
+        **settings,
+    )
+    if members is not None:
+        train = [np.sort(np.concatenate([members[unit] for unit in part])) for part in train]
+    if name == "natural" and groups is not None and test_groups is not None:  # all test examples of its group
+        return train, [np.flatnonzero(test_groups == groups[part[0]]).astype(np.int64) for part in train]
+    return train, partition_test_set(train, labels, test_labels, seed, groups, test_groups)
+
+
+def _refuse_without_classes(name: str, dataset: Dataset) -> None:
+    """Raise ConfigError if the split is by class and the examples have no single class."""
+    if name in PARTITIONS and PARTITIONS[name].by_class and not dataset.train.by_class:
+        allowed = ", ".join(info.name for info in PARTITIONS.values() if not info.by_class)
+        what = "the images" if dataset.train.by_pixel else "the examples"
+        has = "have a class for each pixel" if dataset.train.by_pixel else "have no single class"
+        raise ConfigError(
+            f"partition {name!r} splits by class; {what} of dataset {dataset.name!r} {has}. Use one of {allowed}."
+        )
+
+
+def _by_unit(units: Indices) -> tuple[Indices, list[Indices]]:
+    """Return the first example of each unit, and all examples of each."""
+    order = np.argsort(units, kind="stable")
+    starts = np.flatnonzero(np.diff(units[order], prepend=-1))
+    return order[starts], np.split(order, starts[1:])
+
+
+def _refuse_empty(name: str, partition: Sequence[Indices]) -> None:
+    """Raise DataError if a client has no examples."""
+    empty = {client: 0 for client, part in enumerate(partition) if len(part) == 0}
+    if empty:
+        raise DataError(
+            f"partition {name!r} leaves clients without examples ({listed(empty)}; the other "
+            f"{len(partition) - len(empty)} share {sum(map(len, partition))}). Use fewer clients, more classes per "
+            "client or a larger data set."
+        )
+
+
+_INFOS = (
+    PartitionInfo("iid", "equal random parts", "flwr-datasets IidPartitioner", split_iid),
+    PartitionInfo(
+        "dirichlet",
+        "each class split in proportions drawn from Dirichlet(partition-alpha), unequal sizes",
+        "Yurochkin et al. 2019 (arXiv 1905.12022); flwr-datasets DirichletPartitioner",
+        split_dirichlet,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "dirichlet-equal",
+        "each client draws its class mix from Dirichlet(partition-alpha), equal sizes",
+        "Hsu, Qi & Brown 2019 (arXiv 1909.06335)",
+        split_dirichlet_equal,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "classes",
+        "classes-per-client consecutive classes per client, each class evenly over its holders",
+        "Wang, Shi & Chang 2023 (FedTAN), Appendix D",
+        split_classes,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "shards",
+        "sorted by class, cut into num-shards equal shards, shards-per-client random ones per client",
+        "McMahan et al. 2017; FedBS, balanced label distribution skew",
+        split_shards,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "unbalanced-shards",
+        "sorted by class, cut into num-shards equal shards, 1 to shards-per-client random ones per client, all used",
+        "FedBS, unbalanced label distribution skew",
+        split_unbalanced_shards,
+        by_class=True,
+    ),
+    PartitionInfo(
+        "domain",
+        "one domain per client, domain-share of each domain evenly over its clients",
+        "Li et al. 2021 (FedBN)",
+        split_domain,
+        by_group=True,
+    ),
+    PartitionInfo(
+        "natural",
+        "a client per group of the data (domain, city, writer)",
+        "Caldas et al. 2018 (LEAF); FixBN's Cityscapes",
+        split_natural,
+        by_group=True,
+    ),
+)
+
+PARTITIONS: dict[str, PartitionInfo] = {info.name: info for info in _INFOS}

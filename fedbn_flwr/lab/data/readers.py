@@ -1,0 +1,181 @@
+"""Readers of public image data sets, from torchvision's files and downloads to byte tensors.
+
+The readers import torchvision and SciPy themselves: these take long to import, and most processes read one data set.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Callable
+from http.client import HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+from tarfile import TarError
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.shapes import Shape
+from fedbn_flwr.seeds import numpy_generator
+
+__all__ = [
+    "READ_ERRORS",
+    "Loaded",
+    "Reader",
+    "as_samples",
+    "embedded_digits",
+    "read_cifar",
+    "read_digits",
+    "read_idx",
+    "read_svhn",
+]
+__all__ += ["read_svhn", "read_usps"]
+
+
+class Loaded(NamedTuple):
+    """The result of a reader: both sets, and the names of the groups if the samples have groups."""
+
+    train: Examples
+    test: Examples
+    group_names: tuple[str, ...] = ()
+
+
+Reader = Callable[[Path, Shape], Loaded]
+"""Reads a data set from a folder, in the requested shape or in the published one."""
+
+READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, TarError, BadZipFile, zlib.error)
+"""The errors of a reader when files are absent, damaged or not downloadable."""
+
+# The embedded set has no published split. Ours is fixed, so that all runs and seeds have the same test set.
+_DIGITS_SPLIT_SEED = 0
+_DIGITS_TEST_SHARE = 0.2
+
+
+def read_digits(folder: Path, shape: Shape) -> Loaded:
+    """Return ``embedded_digits``; no file is in the folder."""
+    del folder, shape  # all readers have the same signature
+    return Loaded(*embedded_digits())
+
+
+def embedded_digits() -> tuple[Samples, Samples]:
+    """Return scikit-learn's 1,797 digits, 8x8 grey, 20 % of each class (rounded) as the test set.
+
+    The file is the one that ``sklearn.datasets.load_digits`` reads; it is found without importing scikit-learn.
+    """
+    spec = find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise DataError("scikit-learn, whose files hold the digits, is not installed")
+    with gzip.open(Path(spec.origin).parent / "datasets/data/digits.csv.gz", "rt") as file:
+        rows = np.loadtxt(file, delimiter=",", dtype=np.int64)  # 64 pixels from 0 to 16, and the digit
+    pixels, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].copy()
+    inputs = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8))
+    in_test = np.zeros(len(labels), dtype=bool)
+    for label in range(10):
+        members = np.flatnonzero(labels == label)
+        shuffled = numpy_generator(_DIGITS_SPLIT_SEED, "digits-split", label).permutation(members)
+        in_test[shuffled[: round(_DIGITS_TEST_SHARE * len(members))]] = True
+    targets, test = torch.from_numpy(labels), torch.from_numpy(in_test)
+    return Samples(inputs[~test], targets[~test]), Samples(inputs[test], targets[test])
+
+
+def read_idx(class_name: str) -> Reader:
+    """Return the reader of ``FOLDER/CLASS_NAME/raw``, for MNIST and data sets in its format.
+
+    If the unpacked files are absent, the .gz files are read directly. Nothing is written, so read-only folders work.
+    torchvision's class only downloads missing files.
+    """
+
+    def read(folder: Path, shape: Shape) -> Loaded:
+        del shape
+        raw = folder / class_name / "raw"
+        stems = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+        if not all((raw / stem).exists() or (raw / f"{stem}.gz").exists() for stem in stems):
+            from torchvision import datasets
+
+            getattr(datasets, class_name)(str(folder), train=True, download=True)
+        train_images, train_labels, test_images, test_labels = (_idx_array(raw / stem) for stem in stems)
+        return Loaded(as_samples(train_images, train_labels), as_samples(test_images, test_labels))
+
+    return read
+
+
+def read_cifar(class_name: str) -> Reader:
+    """Return the reader of CIFAR10 or CIFAR100 (python version), 32x32 RGB; it checks the MD5 of the files."""
+
+    def read(folder: Path, shape: Shape) -> Loaded:
+        del shape
+        from torchvision import datasets
+
+        source = getattr(datasets, class_name)
+        parts = (_present_or_downloaded(source, str(folder), train=train) for train in (True, False))
+        train, test = (as_samples(part.data, part.targets) for part in parts)
+        return Loaded(train, test)
+
+    return read
+
+
+def read_svhn(folder: Path, shape: Shape) -> Loaded:
+    """Return SVHN, the street-view house numbers, 32x32 RGB: 73,257 train and 26,032 test (without ``extra``)."""
+    del shape
+    from torchvision.datasets import SVHN
+
+    parts = (_present_or_downloaded(SVHN, str(folder), split=split) for split in ("train", "test"))
+    train, test = (as_samples(part.data.transpose(0, 2, 3, 1), part.labels) for part in parts)
+    return Loaded(train, test)
+
+
+def read_usps(folder: Path, shape: Shape) -> Loaded:
+    """Return the postal digits, 16x16 grey, from ``usps.bz2`` and ``usps.t.bz2``."""
+    del shape
+    from torchvision.datasets import USPS
+
+    parts = (_present_or_downloaded(USPS, str(folder), train=train) for train in (True, False))
+    train, test = (as_samples(np.asarray(part.data), part.targets) for part in parts)
+    return Loaded(train, test)
+
+
+def _present_or_downloaded(source: Callable[..., Any], folder: str, **split: Any) -> Any:
+    """Return torchvision's data set from the files in ``folder``; if this fails, download them first."""
+    try:
+        return source(folder, download=False, **split)
+    except (OSError, RuntimeError):
+        return source(folder, download=True, **split)
+
+
+def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the uint8 array of an idx file, or of ``path``.gz if ``path`` is absent.
+
+    Format: two zero bytes, 8 for uint8, the number of dimensions, each dimension as a big-endian int32, the data.
+    """
+    if path.exists():
+        content = path.read_bytes()
+    else:
+        path = path.with_name(path.name + ".gz")
+        content = gzip.decompress(path.read_bytes())
+    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
+        raise DataError(f"{path} is not an idx file of bytes: it starts with {content[:4].hex() or 'nothing'}.")
+    start = 4 + 4 * content[3]
+    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
+    found = np.frombuffer(content[start:], dtype=np.uint8)
+    if len(content) < start or found.size != math.prod(shape):
+        raise DataError(f"{path} is cut short or too long: {found.size} bytes for the shape {shape} in its header.")
+    return found.reshape(shape)
+
+
+def as_samples(images: np.ndarray[Any, Any], labels: Any) -> Samples:
+    """Return samples with copies of (N, H, W) grey or (N, H, W, 3) RGB images and of their labels.
+
+    Raises:
+        DataError: the images have another shape.
+    """
+    if images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3)):
+        raise DataError(f"images of shape {images.shape}: (N, H, W) or (N, H, W, 3) needed.")
+    rows = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    inputs = torch.from_numpy(np.array(rows, dtype=np.uint8, order="C"))
+    return Samples(inputs, torch.from_numpy(np.array(labels, dtype=np.int64)))

@@ -1,0 +1,155 @@
+"""The registry of data sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedbn_flwr.lab.data.cityscapes import read_cityscapes
+from fedbn_flwr.lab.data.digits_domains import read_digits_domains
+from fedbn_flwr.lab.data.domains import DIGITS_FIVE, DOMAINNET10, OFFICE_CALTECH10, read_digits_five, read_domains
+from fedbn_flwr.lab.data.folders import read_imagenet, read_tiny_imagenet
+from fedbn_flwr.lab.data.readers import Reader, read_cifar, read_digits, read_idx, read_svhn, read_usps
+from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
+
+__all__ = ["DATASETS", "IMAGENET", "DatasetInfo"]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetInfo:
+    """The description of a data set, known before it is loaded.
+
+    Attributes:
+        name: name in the registry.
+        num_classes: number of classes.
+        channels: colour channels of the images as published.
+        size: height of the published images in pixels; if their heights differ, the usual height.
+        summary: one line.
+        source: the publication.
+        loader: reads (train, test) from the data folder.
+        files: the files that the loader needs in the data folder; "" for an embedded data set.
+        mean: mean of the training pixels per channel, pixels scaled to [0, 1]. If it depends on the files or the size,
+            it is the value of the papers' authors (DomainNet, ImageNet, Cityscapes: ImageNet's).
+        std: standard deviation, in the same way.
+        aspect: width of the images divided by their height.
+        grouped: the samples have groups (domains, cities), for the splits that need them.
+        task: the learning task.
+        tasks: names of other tasks that the same labels can be for; the config key ``task`` chooses one.
+        downloads: absent files are downloaded if there is a network.
+        input_shape: shape of an example that is no image, such as (features,); () for images.
+        class_names: names of the classes, () = numbers.
+        feature_names: names of the features of rows, or ().
+        client_names: names of the clients that own data name, or ().
+        by_file: the images are files, which may stay on the disk.
+        notes: what a user must know of own data, one text each.
+        warnings: what looks wrong in own data, one text each.
+        group_names: all groups of the data set as published, if a copy may lack some: a run names those that it lacks.
+        shared: another process has read the data, see ``data.shared``; no file is needed here.
+    """
+
+    name: str
+    num_classes: int
+    channels: int
+    size: int
+    summary: str
+    source: str
+    loader: Reader
+    files: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    aspect: int = 1
+    grouped: bool = False
+    task: Task = CLASSIFICATION
+    tasks: tuple[str, ...] = ()
+    downloads: bool = True
+    input_shape: tuple[int, ...] = ()
+    class_names: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()
+    client_names: tuple[str, ...] = ()
+    by_file: bool = False
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    group_names: tuple[str, ...] = ()
+    shared: bool = False
+
+
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_IDX_FILES = "{}/raw/ with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and \
+t10k-labels-idx1-ubyte, each as it is or with .gz"
+
+_INFOS = (
+    DatasetInfo(
+        "digits", 10, 1, 8, "1,797 handwritten digits, 8x8 grey, embedded in scikit-learn (80 % train, 20 % test)",
+        "Alpaydin & Kaynak 1998, UCI Optical Recognition of Handwritten Digits (its test part)",
+        read_digits, "", (0.3055,), (0.3760,),
+    ),
+    DatasetInfo(
+        "mnist", 10, 1, 28, "70,000 handwritten digits, 28x28 grey", "LeCun et al. 1998",
+        read_idx("MNIST"), _IDX_FILES.format("MNIST"), (0.1307,), (0.3081,),
+    ),
+    DatasetInfo(
+        "fashion-mnist", 10, 1, 28, "70,000 pictures of clothes, 28x28 grey", "Xiao et al. 2017",
+        read_idx("FashionMNIST"), _IDX_FILES.format("FashionMNIST"), (0.2860,), (0.3530,),
+    ),
+    DatasetInfo(
+        "cifar10", 10, 3, 32, "60,000 photographs of 10 kinds of things, 32x32 RGB", "Krizhevsky 2009",
+        read_cifar("CIFAR10"), "cifar-10-batches-py/ with data_batch_1 to data_batch_5, test_batch and batches.meta",
+        (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
+    ),
+    DatasetInfo(
+        "cifar100", 100, 3, 32, "60,000 photographs of 100 kinds of things, 32x32 RGB", "Krizhevsky 2009",
+        read_cifar("CIFAR100"), "cifar-100-python/ with train, test and meta",
+        (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
+    ),
+    DatasetInfo(
+        "svhn", 10, 3, 32, "99,289 digits of house numbers, 32x32 RGB (without the extra part)", "Netzer et al. 2011",
+        read_svhn, "train_32x32.mat and test_32x32.mat", (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970),
+    ),
+    DatasetInfo(
+        "usps", 10, 1, 16, "9,298 digits of postal codes, 16x16 grey", "Hull 1994",
+        read_usps, "usps.bz2 and usps.t.bz2", (0.2539,), (0.3842,),
+    ),
+    DatasetInfo(
+        "digits-domains", 10, 3, 8, "digits in 5 domains: inverted, blurred, noisy, coloured, rotated; embedded",
+        "made from scikit-learn's digits by this project", read_digits_domains, "",
+        (0.4064, 0.4076, 0.4057), (0.3549, 0.3545, 0.3552), grouped=True,
+    ),
+    DatasetInfo(
+        "digits-five", 10, 3, 28, "digits in up to 5 domains: those present of MNIST, SVHN, USPS, SynthDigits, MNIST-M",
+        "Peng et al. 2019; Li et al. 2021 (FedBN), whose mean and std these are", read_digits_five,
+        "one or more of MNIST/raw/, train_32x32.mat and test_32x32.mat (SVHN), usps.bz2 and usps.t.bz2, "
+        "synth_train_32x32.mat and synth_test_32x32.mat, or mnist/, svhn/, usps/, synth_digits/ and mnist_m/ with one "
+        "npz file each (x_train, y_train, x_test, y_test)",
+        (0.5,) * 3, (0.5,) * 3, grouped=True, downloads=False, group_names=DIGITS_FIVE,
+    ),
+    DatasetInfo(
+        "office-caltech10", 10, 3, 64, "2,533 photographs of 10 kinds of things in 4 domains", "Gong et al. 2012",
+        read_domains(("office_caltech10",), *OFFICE_CALTECH10),
+        "office_caltech10/ with amazon, caltech, dslr and webcam, each as NAME.npz or NAME/CLASS/*.jpg",
+        (0.6747, 0.6690, 0.6653), (0.3267, 0.3280, 0.3318), grouped=True, downloads=False, by_file=True,
+    ),
+    DatasetInfo(
+        "domainnet10", 10, 3, 64, "10 classes of pictures in 6 domains, as FedBN's authors chose them",
+        "Peng et al. 2019; Li et al. 2021 (FedBN)", read_domains(("domainnet10", "domainnet"), *DOMAINNET10),
+        "domainnet10/ or domainnet/ with clipart, infograph, painting, quickdraw, real and sketch, each as NAME.npz or "
+        "NAME/CLASS/*.jpg", *IMAGENET, grouped=True, downloads=False, by_file=True,
+    ),
+    DatasetInfo(
+        "tiny-imagenet", 200, 3, 64, "110,000 photographs of 200 kinds of things, 64x64 RGB", "Le & Yang 2015",
+        read_tiny_imagenet, "tiny-imagenet-200/ with train/WNID/images/*.JPEG, val/images/*.JPEG and "
+        "val/val_annotations.txt", (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821), downloads=False, by_file=True,
+    ),
+    DatasetInfo(
+        "imagenet", 1000, 3, 224,
+        "1,331,167 photographs of 1000 kinds of things",
+        "Russakovsky et al. 2015", read_imagenet, "imagenet/ with train/WNID/*.JPEG and val/WNID/*.JPEG",
+        *IMAGENET, downloads=False, by_file=True,
+    ),
+    DatasetInfo(
+        "cityscapes", 19, 3, 512, "3,475 street scenes of 21 cities with 19 classes of pixels, 1024x512 RGB",
+        "Cordts et al. 2016", read_cityscapes, "cityscapes/ with leftImg8bit/{train,val}/CITY/*_leftImg8bit.png and "
+        "gtFine/{train,val}/CITY/*_gtFine_labelIds.png",
+        *IMAGENET, aspect=2, grouped=True, task=SEGMENTATION, downloads=False, by_file=True,
+    ),
+)  # fmt: skip
+
+DATASETS: dict[str, DatasetInfo] = {info.name: info for info in _INFOS}

@@ -1,0 +1,84 @@
+"""Mean and standard deviation of inputs, per channel or feature, from training examples alone.
+
+``federated``: the moments (count, mean, sum of squared deviations) of each client's training examples, merged in the
+order of the clients, as a server can do with these sums alone. ``local``: each client uses its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Literal
+
+import numpy as np
+import torch
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.dataset import Dataset
+from fedbn_flwr.lab.data.moments import moments_of_inputs
+from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.splits import Indices
+from fedbn_flwr.lab.data.subset import Subset
+from fedbn_flwr.training.input_scale import FeatureMoments, Scale, scale_of
+
+__all__ = ["Standardise", "standardised"]
+
+Standardise = Literal["", "federated", "local", "none"]
+
+
+def standardised(
+    data: Dataset,
+    train: Sequence[Indices],
+    test: Sequence[Indices],
+    how: Standardise,
+    owned: Sequence[Indices] | None = None,
+    held_out: Sequence[tuple[Indices, Indices]] = (),
+) -> tuple[Dataset, tuple[Scale, ...]]:
+    """Return the data with the mean and std of their training examples, and the scale of each client for "local".
+
+    With "federated" the data set's ``mean`` and ``std`` are the federation's. With "local" the inputs themselves are
+    standardised, those of no client by the federation's scale, and ``mean`` and ``std`` are () (images: 0 and 1).
+
+    Args:
+        data: rows or signals in memory, or images in memory.
+        train: training examples of each client.
+        test: test examples of each client.
+        how: "" = federated for inputs that are no images, the data set's own constants for images.
+        owned: training and validation examples of each client; None = ``train``.
+        held_out: training and test examples of clients that do not train: no part of the federation's statistics, and
+            standardised by their own with "local".
+
+    Raises:
+        DataError: the examples are images on the disk, or images with "local".
+    """
+    how = how or ("none" if data.train.as_bytes else "federated")
+    if how == "none":
+        return data, ()
+    moments = [moments_of_inputs(data.train, part) for part in train]
+    whole = scale_of(reduce(FeatureMoments.merged, moments))
+    if how == "federated":
+        return data.normalised(whole.mean, whole.std), ()
+    if data.train.as_bytes:
+        raise DataError("standardise=local is for rows and signals; images have one mean and std in all clients.")
+    scales = tuple(map(scale_of, moments))
+    every = (*scales, *(scale_of(moments_of_inputs(data.train, part)) for part, _ in held_out))
+    parts = (
+        (data.train, (*(train if owned is None else owned), *(part for part, _ in held_out))),
+        (data.test, (*test, *(part for _, part in held_out))),
+    )
+    own_train, own_test = (_each_by_its_owner(samples, own, every, whole) for samples, own in parts)
+    return replace(data, train=own_train, test=own_test, mean=(), std=()), scales
+
+
+def _each_by_its_owner(samples: Examples, parts: Sequence[Indices], scales: Sequence[Scale], rest: Scale) -> Samples:
+    if not isinstance(samples, Samples):
+        raise DataError("standardise=local is for examples in memory")
+    inputs = samples.inputs.clone()
+    owned = np.concatenate([np.empty(0, np.int64), *parts])
+    left = np.setdiff1d(np.arange(len(samples)), owned)
+    for part, scale in (*zip(parts, scales, strict=True), (left, rest)):
+        own = torch.as_tensor(part).to(inputs.device)
+        if len(own):
+            inputs[own] = Subset(samples, own, mean=scale.mean, std=scale.std).batch(torch.arange(len(own)))[0]
+    return Samples(inputs, samples.targets, samples.groups, samples.units)

@@ -1,0 +1,157 @@
+"""Subsets of shared examples: they hold indices but no copy of the examples, and make normalised batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.augment import Augment, Draw
+from fedbn_flwr.lab.data.moments import moments_of_inputs
+from fedbn_flwr.lab.data.samples import Examples
+from fedbn_flwr.training.input_scale import FeatureMoments
+
+__all__ = ["Subset"]
+
+
+class Subset:
+    """The examples of one client or one evaluation: each position 0..len-1 stands for one of shared examples."""
+
+    __slots__ = ("_augment", "_indices", "_mean", "_samples", "_std")
+
+    def __init__(
+        self,
+        samples: Examples,
+        indices: Tensor | npt.NDArray[np.integer[Any]] | None,
+        *,
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
+        augment: Augment | None = None,
+    ) -> None:
+        """Create the subset; no example is copied.
+
+        Args:
+            samples: the shared samples.
+            indices: integers (n,), the example at each position; None = all examples in order.
+            mean: subtracted per channel from pixels scaled to [0, 1], or per feature (channel) of other inputs, where a
+                missing value (NaN) becomes the mean; () = other inputs are taken as they are.
+            std: divisor per channel or feature, above 0; or ().
+            augment: ``batch`` applies it if it gets a generator.
+
+        Raises:
+            DataError: indices are not a vector of integers within the samples, or mean and std do not fit.
+        """
+        channels = samples.shape[0]
+        allowed = (channels,) if samples.as_bytes else (0, channels)
+        if len(mean) != len(std) or len(mean) not in allowed or not all(value > 0 for value in std):
+            what = f"images of {channels} channels" if samples.as_bytes else f"inputs of shape {samples.shape}"
+            raise DataError(
+                f"mean {tuple(mean)} and std {tuple(std)} do not fit {what}: "
+                "one number per channel needed, std above 0."
+            )
+        device = samples.device
+        self._samples = samples
+        self._indices = None if indices is None else _checked(torch.as_tensor(indices), len(samples)).to(device)
+        form = (-1, *(1 for _ in samples.shape[1:]))
+        self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(form)
+        self._std = torch.tensor(std, dtype=torch.float32, device=device).view(form)
+        self._augment = augment
+
+    def __len__(self) -> int:
+        """Return the number of examples in the subset."""
+        return len(self._samples) if self._indices is None else len(self._indices)
+
+    @property
+    def samples(self) -> Examples:
+        """The shared samples."""
+        return self._samples
+
+    @property
+    def targets(self) -> Tensor:
+        """Targets of the examples, see ``Examples``, on the samples' device."""
+        return self._samples.targets if self._indices is None else self._samples.targets[self._indices]
+
+    @property
+    def indices(self) -> Tensor:
+        """The example at each position, int64 (n,)."""
+        return torch.arange(len(self._samples)) if self._indices is None else self._indices
+
+    def input_moments(self) -> FeatureMoments:
+        """Return the sums of the inputs as they are stored, from which their mean and std follow.
+
+        Raises:
+            DataError: the inputs are not in memory.
+        """
+        return moments_of_inputs(self._samples, self.indices)
+
+    def scaled(self, mean: Sequence[float], std: Sequence[float]) -> Subset:
+        """Return the same examples with another mean and std."""
+        return Subset(self._samples, self._indices, mean=mean, std=std, augment=self._augment)
+
+    @property
+    def groups(self) -> Tensor | None:
+        """Groups of the examples, int64 (n,), on the samples' device; None if the samples have no groups."""
+        groups = self._samples.groups
+        return groups if groups is None or self._indices is None else groups[self._indices]
+
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Return the examples at ``positions``, images as (x / 255 - mean) / std, and their targets.
+
+        Only the batch becomes floating point; images stay bytes.
+
+        Args:
+            positions: int64 (B,), each in 0..len-1, repeats allowed, on any device.
+            generator: a CPU generator for the augmentation; None = no augmentation (evaluation).
+
+        Returns:
+            On the samples' device: float32 (B, C, H, W), or (B, ...) as the inputs are; and int64 (B,), int64 (B, H, W)
+            for the classes of pixels, or float32 (B,) or (B, K).
+
+        Raises:
+            IndexError: a position is outside the subset (on the CPU; on other devices torch reports it differently).
+        """
+        chosen, draw = self._request(positions, generator)
+        return self._prepared(*self._samples.take(chosen, self._augment, draw))
+
+    def batches(
+        self, positions: Iterable[Tensor], generator: torch.Generator | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ``batch`` of each of the ``positions``, in order; images on the disk are read ahead."""
+        requests = (self._request(batch, generator) for batch in positions)
+        for inputs, targets in self._samples.take_each(requests, self._augment):
+            yield self._prepared(inputs, targets)
+
+    def _request(self, positions: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Draw | None]:
+        """Return the numbers of a batch's examples, and what is drawn for their augmentation."""
+        positions = positions.to(self._samples.device)
+        chosen = positions if self._indices is None else self._indices.index_select(0, positions)
+        if generator is None or self._augment is None:
+            return chosen, None
+        return chosen, self._augment.draw(len(positions), generator)
+
+    def _prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if inputs.dtype == torch.uint8:
+            inputs = inputs.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
+        elif len(self._mean):
+            inputs = inputs.sub(self._mean).div_(self._std).nan_to_num_(0.0, float("inf"), float("-inf"))
+        return inputs, targets.to(torch.int64) if targets.dtype == torch.uint8 else targets
+
+
+def _checked(indices: Tensor, count: int) -> Tensor:
+    """Return ``indices`` as int64 after checking that they are integers (n,) in 0..count-1."""
+    if indices.ndim != 1 or indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
+        raise DataError(
+            f"indices of a subset are {indices.dtype} of shape {tuple(indices.shape)}; a vector of integers needed."
+        )
+    indices = indices.to(torch.int64)
+    if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= count):
+        raise DataError(
+            f"indices of a subset run from {int(indices.min())} to {int(indices.max())}; "
+            f"the samples have 0 to {count - 1}."
+        )
+    return indices

@@ -1,0 +1,98 @@
+"""``docker-compose.yml`` and its overrides for another number of nodes: node 1's part of the files, repeated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.deployment.compose import renumbered
+
+__all__ = ["files_for_nodes", "write_for_nodes"]
+
+_FIRST, _SECOND, _VOLUMES = "  supernode-1:\n", "  supernode-2:\n", "\nvolumes:\n"
+_ELSEWHERE = "".join(
+    f"  {name}:\n    profiles: !override [elsewhere]\n"
+    for name in ("supernode-1", "superexec-clientapp-1", "superexec-clientapp-1-gpu")
+)
+
+
+def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
+    """Return the compose file and its overrides for ``num_nodes`` nodes, by path.
+
+    The last node shares the server's machine; each other one has an override for a machine of its own.
+
+    Args:
+        root: the folder of ``docker-compose.yml`` and ``docker``.
+        num_nodes: the number of nodes, 2 or more.
+
+    Raises:
+        ConfigError: there are fewer than two nodes, or a file cannot be read or lacks the part of node 1.
+    """
+    if num_nodes < 2:
+        raise ConfigError(f"num_nodes={num_nodes}: a federation needs 2 nodes or more")
+    compose, docker, numbers = root / "docker-compose.yml", root / "docker", range(1, num_nodes + 1)
+
+    services, volumes = _split(compose, _VOLUMES)
+    above, nodes = _split(compose, _FIRST, services)
+    first, _ = _split(compose, _SECOND, _FIRST + nodes)
+    lines = volumes.splitlines(keepends=True)
+    end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(" ")), len(lines))
+    kept = [line for line in lines[:end] if not re.search(r"-\d+-state:$", line)]
+    own = [f"  {name}-{n}-state:\n" for n in numbers for name in ("supernode", "clientapp")]
+    copies = [_of_node(first.rstrip("\n"), n, num_nodes) for n in numbers]
+    files = {compose: above + "\n\n".join(copies) + "\n" + _VOLUMES + "".join([*kept, *own, *lines[end:]])}
+
+    server, machine = docker / "machine-server.yml", docker / "machine-node-1.yml"
+    here, _ = _split(server, _FIRST)
+    here = re.sub(r"(?<=ServerApp and node )\d+", str(num_nodes), here)
+    files[server] = here + _elsewhere(numbers[:-1])
+    alone, _ = _split(machine, _SECOND)
+    for n in numbers[:-1]:
+        others = _elsewhere(k for k in numbers if k != n)
+        files[docker / f"machine-node-{n}.yml"] = _of_node(alone, n, num_nodes) + others
+    return files
+
+
+def write_for_nodes(root: Path, num_nodes: int) -> list[str]:
+    """Write ``files_for_nodes``, remove the overrides of further nodes, and return a line for each changed file.
+
+    What was changed by hand in the parts of nodes 2 and up is lost; what was changed in node 1's part all nodes get.
+
+    Raises:
+        ConfigError: as ``files_for_nodes``; nothing is written then.
+    """
+    files = files_for_nodes(root, num_nodes)
+    changed = {path: text for path, text in files.items() if not path.is_file() or path.read_text() != text}
+    for path, text in changed.items():
+        write_atomically(path, text)
+    overrides = (root / "docker").glob("machine-node-*.yml")
+    gone = [path for path in overrides if re.fullmatch(r"machine-node-\d+\.yml", path.name) and path not in files]
+    for path in gone:
+        path.unlink()
+    return [*(f"written: {path}" for path in changed), *(f"removed: {path}" for path in sorted(gone))]
+
+
+def _of_node(text: str, number: int, num_nodes: int) -> str:
+    """Return node 1's part of a file, changed to that of another node."""
+    text = renumbered(text, number).replace("# Node 1 ", f"# Node {number} ")
+    text = text.replace("partition-id=0", f"partition-id={number - 1}")
+    return re.sub(r"(?<=num-partitions=)\d+", str(num_nodes), text)
+
+
+def _elsewhere(numbers: Iterable[int]) -> str:
+    """Return the lines that leave out the services of these nodes."""
+    return "".join(renumbered(_ELSEWHERE, n) for n in numbers)
+
+
+def _split(path: Path, mark: str, text: str | None = None) -> tuple[str, str]:
+    """Return what is before and after a line in a file, or in ``text`` of it."""
+    try:
+        before, found, after = (path.read_text() if text is None else text).partition(mark)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not found:
+        raise ConfigError(f"{path} has no {mark.strip()!r}: it is not the compose file of a checkout")
+    return before, after

@@ -1,0 +1,376 @@
+"""``fedbn-flwr doctor``: a run's folder, a model with data, or a saved state; ``fedbn_flwr.doctor`` does the work."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.batchnorm.averaging import average
+from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.checked_file import read_checked
+from fedbn_flwr.client.saved_state import ABSENT, read_state
+from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.data_rules import train_test_mismatch
+from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
+from fedbn_flwr.doctor.findings import Diagnosis, Finding, Remedy
+from fedbn_flwr.doctor.measured import Measured, Training
+from fedbn_flwr.doctor.mismatch import mismatch
+from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
+from fedbn_flwr.doctor.state_file import STATE_FILES, named, read_state_file
+from fedbn_flwr.doctor.texts import listed
+from fedbn_flwr.doctor.threads import threads
+from fedbn_flwr.doctor.trends import trends
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
+from fedbn_flwr.lab.config import CENTRALIZED, Config, read_overrides
+from fedbn_flwr.lab.data import Subset
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.finished_runs.saved_model import run_config
+from fedbn_flwr.lab.models import code_changed
+from fedbn_flwr.lab.output.folder import STATISTICS_FILE
+from fedbn_flwr.lab.output.model_description import ModelDescription
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.report.run import run_warnings
+from fedbn_flwr.lab.report.run_files import RunFiles
+from fedbn_flwr.lab.setup import make_model, on_device
+from fedbn_flwr.messages.protocol import KEPT
+from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.strategies.fixbn import Freezing
+from fedbn_flwr.training.state_file import tensors_by_name
+from fedbn_flwr.training.wrappers import load_state
+
+__all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "fitting", "read_names", "training_of"]
+
+Split = Mapping[str, Any]
+_BATCHNORM = ("batch", "batch-renorm")  # norms that leave a model with BatchNorm
+
+
+def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
+    """Return the diagnosis of a run's folder, finished or not.
+
+    Args:
+        run: the folder.
+        max_examples: examples of each client to use, drawn at random.
+
+    Raises:
+        ConfigError: the folder has no run, or its data are not here and nothing else can be said.
+        StateError: the folder has neither a model nor a checkpoint.
+    """
+    config = run_config(run)
+    state, kept, notes = _state_of_run(run, config)
+    model = make_model(config).eval()
+    load_state(model, state)
+    clients, tests = list[ClientData](), list[ClientData]()
+    try:
+        clients, tests = _examples_of(config, max_examples, notes)
+    except DataError as error:
+        notes.append(f"the data of the run are not here, so its state alone was looked at: {error}")
+        found = diagnose_state(state, model=model, training=training_of(config, run))
+        found = replace(found, notes=notes)
+    else:
+        training = training_of(config, run)
+        found = _with_data(model, config, clients, tests, training=training, state=state, notes=notes)
+    lines = read_metrics(run / STATISTICS_FILE)
+    files = RunFiles.read(run)
+    of_clients = _of_clients(model, kept, found.findings)
+    if clients and config.strategy != CENTRALIZED and Part.STATISTICS in config.method().local:
+        of_clients += _mismatch_of_clients(model, kept, tests, config)
+    findings = fitting([*_divergence(files), *of_clients, *found.findings], config)
+    found = replace(found, findings=findings, notes=[*run_warnings(files), *found.notes])
+    if lines:
+        return replace(found, measures={**found.measures, "history": trends(lines)})
+    missing = f"changes from round to round: no statistics.jsonl yet (watch-statistics={config.watch_statistics})."
+    return replace(found, not_measured=[*found.not_measured, missing])
+
+
+def _divergence(files: RunFiles) -> list[Finding]:
+    if not files.diverged_at:
+        return []
+    what, evidence = "The run diverged.", f"In round {files.diverged_at}: {files.divergence}."
+    return [Finding("diverged", what, [evidence], {"round": files.diverged_at}, DIVERGED)]
+
+
+def _of_clients(model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], known: Sequence[Finding]) -> list[Finding]:
+    """Return the faults in what the clients kept, but the known ones; an equal fault of several clients is one."""
+    own = {name: value.cpu() for name, value in tensors_by_name(model.state_dict()).items()}
+    # Shared entries are 1 here: a fault in them is the model's, not the client's.
+    sound = {name: torch.ones_like(v) if v.is_floating_point() else v for name, v in own.items()}
+    found: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
+    for client, entries in kept.items():
+        for one in diagnose_state({**sound, **entries}, model=model).findings:
+            found.setdefault((one.id, *one.evidence), (one, []))[1].append(client)
+    for one in known:
+        found.pop((one.id, *one.evidence), None)
+
+    def named_with(clients: list[str], one: Finding) -> Finding:
+        what = f"Client{'s' if len(clients) > 1 else ''} {listed(clients)}: {one.what[0].lower()}{one.what[1:]}"
+        return replace(one, what=what, numbers={**one.numbers, "clients": clients})
+
+    return [named_with(clients, one) for one, clients in found.values()]
+
+
+def _mismatch_of_clients(
+    model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], tests: Sequence[ClientData], config: Config
+) -> list[Finding]:
+    """Return the mismatch of training and test in the clients' own models, each on its own test examples.
+
+    Where statistics stay with the clients these models are what is used; the average of their BatchNorm is not.
+    """
+    found: dict[str, Finding] = {}
+    loss, generator = config.learning_task().loss, torch_generator(config.seed, "doctor-clients")
+    for test in tests:
+        if test.name not in kept or len(test) < 2:
+            continue
+        own = copy.deepcopy(model)
+        load_state(own, {**own.state_dict(), **kept[test.name]})
+        with threads(config.torch_threads):
+            gap = mismatch(on_device(own, config), [test], loss, generator)
+        if one := train_test_mismatch(Measured(gap=gap)):
+            found[test.name] = one
+    if not found:
+        return []
+    names = [*found]
+    of = f"Client{'s' if len(names) > 1 else ''} {listed(names)}"
+    evidence = [f"Client {name}, its own model on its own test examples: {found[name].evidence[0]}" for name in names]
+    what = f"{of}: the running statistics do not fit the client's own model."
+    return [Finding("train-test-mismatch", what, evidence[:3], {"clients": names}, MISMATCH)]
+
+
+def diagnose_model(
+    model: str,
+    dataset: str,
+    settings: Mapping[str, Any],
+    state: Path | None = None,
+    max_examples: int = 1024,
+    split: Split | None = None,
+) -> Diagnosis:
+    """Return the diagnosis of a model by name on a data set, split as in a run with these settings.
+
+    Args:
+        model: the config key ``model``.
+        dataset: the config key ``dataset``.
+        settings: further config keys: the split, E, the batch size, the method.
+        state: a saved state of the model; None = its initial weights.
+        max_examples: examples of each client to use, drawn at random.
+        split: ``local_keys`` or ``shared_keys`` of ``diagnose``.
+    """
+    config = Config.make({**settings, "model": model, "dataset": dataset})
+    built, saved = make_model(config).eval(), None
+    notes = [] if state else ["the model has its initial weights: --state gives it others."]
+    if state is not None:
+        saved = named(read_state_file(state), built.state_dict())
+        load_state(built, saved)
+    clients, tests = _examples_of(config, max_examples, notes)
+    training = training_of(config)
+    found = _with_data(built, config, clients, tests, training=training, state=saved, notes=notes, **(split or {}))
+    return replace(found, findings=fitting(found.findings, config))
+
+
+def diagnose_saved_state(
+    state: Path, model: str = "", settings: Mapping[str, Any] | None = None, split: Split | None = None
+) -> Diagnosis:
+    """Return the diagnosis of a saved state without data; with a model's name by the types of its layers.
+
+    Raises:
+        StateError: the file cannot be read, or it is a list of arrays without names and no model is given.
+    """
+    entries = read_state_file(state)
+    if model:
+        config = Config.make({**(settings or {}), "model": model})
+        built = make_model(config)
+        state_dict = named(entries, built.state_dict())
+        return diagnose_state(state_dict, model=built, training=training_of(config), **(split or {}))
+    if all(name.isdecimal() for name in entries):
+        raise StateError(
+            f"{state} is a list of {len(entries)} arrays without names: nothing tells which are BatchNorm's. Name the "
+            "model, `fedbn-flwr doctor MODEL --state FILE`, or save with names: torch.save(model.state_dict(), path)."
+        )
+    return diagnose_state(entries, **(split or {}))
+
+
+def read_names(path: Path) -> list[str]:
+    """Return the names in a file: one a line, a JSON list, or the entries of a saved state.
+
+    Raises:
+        ConfigError: the file is absent or holds no names.
+    """
+    if path.suffix in STATE_FILES:
+        return [*read_state_file(path)]
+    try:
+        text = path.read_text(encoding="utf-8")
+        names = json.loads(text) if text.lstrip().startswith("[") else text.split()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the names in {str(path)!r} cannot be read: {error}") from error
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{str(path)!r} holds no names. Write one a line, or a JSON list of names.")
+    return list(names)
+
+
+def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
+    """Return the findings with the remedies that a run with these settings can take and has not taken yet.
+
+    Of a remedy with two settings the first one is left, where the second one does not fit.
+    """
+    try:
+        settings = config.to_mapping()
+        Config.make(settings)
+    except FedBNError:  # own data that are not here: nothing can be said
+        return [*findings]
+    del settings["eval-on"]  # another test is no obstacle
+
+    def fits(setting: str) -> bool:
+        if not all(word.partition("=")[0] in settings for word in setting.split()):
+            return True  # a call, or a sentence
+        asked = read_overrides(setting.split())
+        try:
+            then, _ = Config.make_of_shared(settings, asked)
+        except FedBNError:
+            return False
+        full_batch, alone = not config.batch_size, config.strategy == CENTRALIZED
+        if (full_batch and then.batch_size) or (alone and then.strategy != CENTRALIZED):
+            return False  # a larger batch than all examples, and clients where there are none
+        if then.strategy != CENTRALIZED and then.method().needs_batchnorm and then.norm not in _BATCHNORM:
+            return False
+        return any(settings[key] != value for key, value in asked.items())
+
+    def of(remedy: Remedy) -> Iterator[Remedy]:
+        shorter = remedy.setting.split()[0]
+        if fits(remedy.setting):
+            yield remedy
+        elif shorter != remedy.setting and fits(shorter):
+            yield replace(remedy, setting=shorter)
+        elif remedy.setting.startswith("norm=") and fits(f"strategy=fedavg {remedy.setting}"):
+            yield replace(remedy, setting=f"strategy=fedavg {remedy.setting}")
+
+    return [replace(f, remedies=[one for remedy in f.remedies for one in of(remedy)]) for f in findings]
+
+
+def _with_data(
+    model: nn.Module, config: Config, clients: list[ClientData], tests: list[ClientData], **options: Any
+) -> Diagnosis:
+    loss = config.learning_task().loss
+    with threads(config.torch_threads):  # as in training: the last digits depend on it
+        return diagnose_clients(on_device(model, config), clients, tests, loss=loss, seed=config.seed, **options)
+
+
+def _examples_of(config: Config, max_examples: int, notes: list[str]) -> tuple[list[ClientData], list[ClientData]]:
+    """Return training and test examples of each client; add to ``notes`` how they differ from those of training.
+
+    Raises:
+        DataError: the data are not here.
+    """
+    data = partitioned_data(config, count_clients(config))
+    if config.augment:
+        notes.append(f"examples were taken as they are, without augment={config.augment}.")
+    data, names = replace(data, augment=None), [str(k) for k in range(len(data.train))]
+    train = {name: data.train_view(k) for k, name in enumerate(names)}
+    test = {name: data.test_view(k) for k, name in enumerate(names)}
+    if config.strategy == CENTRALIZED:
+        train, test = {"all": data.train_view()}, {"all": data.test_view()}
+    elif not any(map(len, test.values())):
+        test = {"all": data.test_view()}
+    return _drawn(config, train, max_examples), _drawn(config, test, max_examples)
+
+
+def _drawn(config: Config, views: Mapping[str, Subset], max_examples: int) -> list[ClientData]:
+    """Return up to ``max_examples`` random examples of each client that has some, on the CPU."""
+    found = []
+    for name, view in views.items():
+        if not len(view):
+            continue
+        order = torch.randperm(len(view), generator=torch_generator(config.seed, "doctor", name))[:max_examples]
+        inputs, targets = view.batch(order.sort().values)
+        mixed = torch.randperm(len(order), generator=torch_generator(config.seed, "doctor-order", name))
+        size = min(config.batch_size or len(view), len(view))
+        found.append(ClientData(name, inputs.cpu()[mixed], targets.cpu()[mixed], size))
+    return found
+
+
+def training_of(config: Config, run: Path | None = None) -> Training:
+    """Return what the settings say of the training; a run's folder says whether its statistics are frozen by now."""
+    tested = config.evaluations()[0] == "global-batch-statistics"
+    if config.strategy == CENTRALIZED:
+        return Training(0, config.batch_size, CENTRALIZED, tested_by_batch=tested)
+    method, handled = config.method(), set[str]()
+    steps = config.local_steps or (config.local_epochs if not config.batch_size else 0)  # else it differs by client
+    if method.freezes_bn or (method.synchronises and steps == 1):  # of more steps only the first one is synchronised
+        handled |= {"label-skew", "clients-differ"}
+    if run and issubclass(method, Freezing) and Part.STATISTICS in method.freeze_plan(config.params()).parts:
+        lines = read_metrics(run / "metrics.jsonl")
+        if lines and lines[-1]["phase"] == "frozen":  # training and test normalise by the same statistics by now
+            handled |= {"small-batch", "train-test-mismatch"}
+    if Part.STATISTICS in method.local:
+        handled |= {"feature-shift", "clients-differ", "train-test-mismatch"}
+    if method.reestimates or config.recalibrate:
+        handled |= {"train-test-mismatch"}
+    if Part.REST in method.local:
+        handled |= {"label-skew"}
+    return Training(steps, config.batch_size, config.title, frozenset(handled), tested)
+
+
+def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], list[str]]:
+    """Return the global state of a run, what each client kept, and notes.
+
+    Where the clients keep BatchNorm, the state holds the average of what they kept.
+    """
+    notes: list[str] = []
+    if (run / "model.safetensors").is_file():
+        state, about = read_state(run / "model.safetensors")
+        notes += filter(None, [ModelDescription.saved(config, about).code_changed()])
+        absent = [part for part in Part if about.get(part) == ABSENT]
+        kept = {p.stem.removeprefix("client-"): read_state(p)[0] for p in sorted((run / "clients").glob("client-*"))}
+    else:
+        checkpoint = _newest_checkpoint(run)
+        notes += filter(None, [code_changed(config.model, checkpoint.get("code", ""))])
+        state, kept = tensors(checkpoint["state"]), _kept_in_checkpoint(run)
+        absent = [] if config.strategy == CENTRALIZED else sorted(config.method().local)
+        notes.append(f"the run is not finished: its checkpoint of round {checkpoint['server_round']} was used.")
+    model = make_model(config)
+    parts = split_state(model)
+    names = parts.select(absent)
+    if names and kept:
+        whole = [
+            to_state({name: entries[name] for name in names}) for entries in kept.values() if {*names} <= {*entries}
+        ]
+        state = {**state, **tensors(average(whole, [1.0] * len(whole), parts))} if whole else state
+        notes.append(
+            f"{', '.join(absent)} entries stay with the clients: the plain average of {len(whole)} clients was used."
+        )
+    elif names:
+        initial = model.state_dict()
+        state = {**state, **{name: initial[name] for name in names}}
+        notes.append(f"{', '.join(absent)} entries stay with the clients and are not here: initial values were used.")
+    return {name: state[name] for name in parts.names}, kept, notes
+
+
+def _newest_checkpoint(run: Path) -> dict[str, Any]:
+    files = sorted((run / "checkpoint").glob("round-*.safetensors"), key=lambda p: int(p.stem.removeprefix("round-")))
+    problems = []
+    for path in reversed(files):
+        try:
+            return read_checked(path)
+        except StateError as error:
+            problems.append(str(error))
+    raise StateError(f"{run} has neither model.safetensors nor a checkpoint to read. {' '.join(problems)}".strip())
+
+
+def _kept_in_checkpoint(run: Path) -> dict[str, dict[str, Tensor]]:
+    """Return what each client of an unfinished run kept last, where the clients share the run's disk."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for folder in sorted((run / "checkpoint" / "clients").glob("*/partition-*")):
+        for path in sorted(folder.glob("*.safetensors"), reverse=True):
+            try:
+                content = read_checked(path)
+            except StateError:
+                continue
+            if KEPT in content.get("kept", {}):
+                found[str(content["partition"])] = tensors(content["kept"][KEPT])
+                break
+    return found

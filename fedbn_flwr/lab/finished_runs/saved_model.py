@@ -1,0 +1,145 @@
+"""The model of a finished run, ready to use: the global one, with averaged BN, or a client's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.client.saved_state import AVERAGED, client_file, global_state, metadata, personal_state, site_state
+from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.data import is_own
+from fedbn_flwr.lab.files import STUDY_FILE
+from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.output.model_description import ModelDescription
+from fedbn_flwr.lab.setup import in_memory_format
+
+__all__ = ["Choice", "SavedModel", "load_model", "run_config"]
+
+GLOBAL = "global"  # the metadata of a part that is the server's
+NEEDED = "It needs config.yaml and model.safetensors, which a run writes (a site gets these two files)."
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which model of a run; without any setting the global one.
+
+    Attributes:
+        client: the own model of the client with this partition id.
+        averaged: the global model with the average of the clients' BN entries.
+        state_dir: the own model of a site, with what its node kept in this state folder.
+    """
+
+    client: int | None = None
+    averaged: bool = False
+    state_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model of a run.
+
+    Attributes:
+        run: the run's folder.
+        config: the run's settings.
+        model: in eval mode, on the CPU, in the run's memory format.
+        description: what it is built from, takes and gives.
+        about: the metadata of ``model.safetensors``.
+        what: which model it is, and where its BN entries are from.
+    """
+
+    run: Path
+    config: Config
+    model: nn.Module
+    description: ModelDescription
+    about: Mapping[str, str]
+    what: str
+
+
+def run_config(run: Path) -> Config:
+    """Return the settings of a run; they are not checked again where its own data are not here.
+
+    Raises:
+        ConfigError: the folder has none, or this version cannot read them.
+    """
+    path = run / "config.yaml"
+    if (run / STUDY_FILE).is_file():
+        raise ConfigError(f"{run} is the folder of a study. Name one of its runs: {run}/METHOD/SPLIT/seed-N.")
+    if not path.is_file():
+        raise ConfigError(f"{run} is no folder of a run: {path.name} is absent. {NEEDED}")
+    try:
+        return Config.load(path)
+    except ConfigError:
+        values = RunFolder.settings(run)
+        fields = {field.alias or name: name for name, field in Config.model_fields.items()}
+        if not is_own(str(values.get("dataset"))) or values.keys() - fields:
+            raise
+        return Config.model_construct(**{fields[key]: value for key, value in values.items()})
+
+
+def load_model(run: Path, choice: Choice) -> SavedModel:
+    """Return the chosen model of a run.
+
+    Raises:
+        ConfigError: the choice does not fit the run.
+        StateError: the folder lacks the model or a part of it; the error says what to do.
+    """
+    if (run / "checkpoint").is_dir() and not (run / "summary.json").is_file():
+        raise StateError(
+            f"the run in {run} is not finished; a model there is that of an earlier end. Let it end: fedbn-flwr run "
+            f"--out {run} --resume"
+        )
+    config, about = run_config(run), metadata(run)
+    description = ModelDescription.saved(config, about)
+    model = description.model()
+    state, what = _state(run, config, model, about, choice)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise StateError(
+            f"{run}: the entries of {what} do not fit model={config.model}, norm={config.norm} of config.yaml. Take "
+            f"both files from the same run. {error}"
+        ) from error
+    model = in_memory_format(model.eval(), config)
+    return SavedModel(run, config, model, description, about, what)
+
+
+def _state(
+    run: Path, config: Config, model: nn.Module, about: Mapping[str, str], choice: Choice
+) -> tuple[dict[str, Tensor], str]:
+    """Return the state of the chosen model, and what it is."""
+    client, clients, parts = choice.client, config.num_clients, split_state(model)
+    if client is not None and clients and not 0 <= client < clients:
+        raise ConfigError(f"client={client}: the run has the clients 0 to {clients - 1}.")
+    if choice.averaged:
+        _check_averaged(run, about, choice)
+    local = frozenset() if config.strategy == CENTRALIZED else config.method().local
+    kept = ", ".join(part for part in Part if part in local and parts.select([part]))
+    if choice.state_dir is not None:
+        shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
+        site = site_state(run, choice.state_dir, parts.fingerprint(shapes), client)
+        return site.state, f"the own model of client {site.client}, with the {kept} entries that it kept"
+    if client is not None:
+        state = personal_state(run, client)
+        if client_file(run, client).is_file():
+            return state, f"the own model of client {client}, with the {kept} entries that it kept"
+        why = "it kept nothing, since it did not train" if kept else f"under {config.title} all clients have it"
+        return state, f"the global model for client {client}: {why}"
+    notes: dict[str, list[str]] = {}
+    for part in Part:
+        if parts.select([part]) and (text := about.get(part, GLOBAL)) != GLOBAL:
+            notes.setdefault(text, []).append(part)
+    what = ["the global model", *(f"its {', '.join(names)} entries: {text}" for text, names in notes.items())]
+    return global_state(run), "; ".join(what)
+
+
+def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None:
+    if choice.client is not None or choice.state_dir is not None:
+        raise ConfigError("bn=averaged is a model of all clients: leave out the client and the state folder.")
+    if AVERAGED not in about.values():
+        global_state(run)  # if BN is absent, its error says what to do
+        raise ConfigError(f"{run}: bn=averaged is for runs whose clients keep BN; here it is global. Leave it out.")

@@ -1,0 +1,254 @@
+"""Initial weights from a file or from a publisher: loaded by name and shape, with a report. Torch only.
+
+A file is ``.safetensors``, or a state dict that torch saved (``.pt``, ``.pth``), which is read without running code.
+Prefixes of wrappers (``module.``, ``_orig_mod.``, ``model.``) are taken off if that gives more matching names.
+
+A BatchNorm layer of the file is loaded into a BatchNorm layer only: the gamma and beta of another norm have the same
+names and shapes, but they scale other values.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.lab.models.extras import SMP_PREFIX, TIMM_PREFIX, published_smp, published_timm
+from fedbn_flwr.lab.models.segmentation import SEGMENTATION_PREFIX
+from fedbn_flwr.lab.models.zoo import PREFIX
+from fedbn_flwr.training.state_file import load_file, tensors_by_name
+from fedbn_flwr.training.wrappers import load_state
+
+__all__ = ["FILES", "InitReport", "OtherShape", "load_initial"]
+
+FILES = (".safetensors", ".pt", ".pth")
+_WRAPPERS = ("module", "_orig_mod", "model")
+_SHOWN = 6
+
+
+class OtherShape(NamedTuple):
+    """An entry whose shape in the file is not the model's."""
+
+    name: str
+    there: tuple[int, ...]
+    here: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class InitReport:
+    """What was loaded into a model, by the names of entries.
+
+    Attributes:
+        source: the value of ``init``.
+        loaded: the model's entries that were loaded.
+        other_shape: entries of another shape; they keep their seeded initial values (a head of other classes).
+        missing: the model's other entries; they keep their seeded initial values.
+        unused: entries of the source that found no place, by their names there.
+        batchnorm: paths of layers that are BatchNorm in the source or in the model alone; their entries are unused.
+    """
+
+    source: str
+    loaded: tuple[str, ...]
+    other_shape: tuple[OtherShape, ...] = ()
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    batchnorm: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every entry of the source and of the model was used."""
+        return not (self.other_shape or self.missing or self.unused)
+
+    def __str__(self) -> str:
+        """Return the counts, and the first names of each kind."""
+        return "\n".join(self.lines(_SHOWN))
+
+    def lines(self, shown: int = 10**9) -> Iterator[str]:
+        """Yield the counts, and up to ``shown`` names of each kind, one kind a line."""
+        yield (
+            f"init={self.source}: {len(self.loaded)} entries loaded, {len(self.other_shape)} of another shape, "
+            f"{len(self.missing)} missing, {len(self.unused)} unused"
+        )
+        shapes = [f"{name} {there} there, {here} here" for name, there, here in self.other_shape]
+        for what, names in (
+            ("another shape, so left at their initial values", shapes),
+            ("not there, so left at their initial values", self.missing),
+            ("there, without a place here", self.unused),
+            ("BatchNorm on one side only, so left at their initial values", self.batchnorm),
+        ):
+            if names:
+                more = f" and {len(names) - shown} more" if len(names) > shown else ""
+                yield f"{what}: {', '.join(names[:shown])}{more}"
+
+
+def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitReport:
+    """Load initial weights into ``model``, in place, and return the report.
+
+    Args:
+        model: with its final layers (after ``replace_norm``).
+        init: a file (``FILES``); ``torchvision`` for the published weights of the model, ``torchvision:NAME`` or
+            ``torchvision:NAME.WEIGHTS`` for those of a network of torchvision; ``timm``; ``smp`` (its encoder's).
+        name: the model's name in the registry.
+        channels: channels of the model's input, for weights that are adapted to them.
+
+    Raises:
+        ConfigError: ``init`` is no such name, it cannot be read or fetched, a value is not finite, or no parameter of
+            the model matches in name and shape.
+    """
+    given = _read(init, name, channels)
+    if odd := [n for n, v in given.items() if v.is_quantized or v.is_meta or v.layout != torch.strided]:
+        raise ConfigError(f"init={init}: entries are quantised, sparse or without values: {', '.join(odd[:_SHOWN])}.")
+    own = model.state_dict()
+    names = _renamed(given, own)
+    absent = _without_batchnorm(model, names)
+    found = {names[there]: there for there in given if names[there] in own and _layer_of(names[there]) not in absent}
+    other = tuple(
+        OtherShape(here, tuple(given[there].shape), tuple(own[here].shape))
+        for here, there in found.items()
+        if given[there].shape != own[here].shape
+    )
+    unfit = {entry.name for entry in other}
+    loaded = {here: given[there] for here, there in found.items() if here not in unfit}
+    if not any(entry in loaded for entry, _ in model.named_parameters(remove_duplicate=False)):
+        raise ConfigError(
+            f"init={init}: no parameter of model {name!r} has an entry of the same name and shape. The first names "
+            f"there: {', '.join(list(given)[:3])}; here: {', '.join(list(own)[:3])}."
+        )
+    _refuse_values(init, loaded, own)
+    load_state(model, {**own, **loaded})
+    used = set(found.values())
+    return InitReport(
+        init,
+        tuple(entry for entry in own if entry in loaded),
+        other,
+        tuple(entry for entry in own if entry not in found),
+        tuple(there for there in given if there not in used),
+        tuple(absent),
+    )
+
+
+def _refuse_values(init: str, loaded: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError if values cannot be those of the model's entries."""
+    kinds = [here for here, v in loaded.items() if own[here].is_floating_point() and not v.is_floating_point()]
+    if kinds:
+        which = ", ".join(f"{here} ({loaded[here].dtype})" for here in kinds[:_SHOWN])
+        raise ConfigError(f"init={init}: entries are no floating-point numbers: {which}.")
+    if bad := [here for here, v in loaded.items() if not bool(torch.isfinite(v.to(own[here].dtype)).all())]:
+        raise ConfigError(f"init={init}: values are not finite (NaN or infinity) in {', '.join(bad[:_SHOWN])}.")
+    if low := [here for here, v in loaded.items() if here.endswith("running_var") and bool((v < 0).any())]:
+        raise ConfigError(f"init={init}: variances are negative in {', '.join(low[:_SHOWN])}.")
+
+
+def _layer_of(entry: str) -> str:
+    return entry.rpartition(".")[0]
+
+
+def _renamed(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> dict[str, str]:
+    """Return the model's name for each of the given ones: with or without wrappers' prefixes, whichever fits best."""
+    ways = [{name: name for name in given}, {name: f"model.{name}" for name in given}]
+    while (shorter := {name: _without_prefix(here) for name, here in ways[-1].items()}) != ways[-1]:
+        ways.append(shorter)
+    ways = [way for way in ways if len(set(way.values())) == len(way)]
+    return max(ways, key=lambda way: sum(here in own for here in way.values()))  # the first of equals
+
+
+def _without_prefix(name: str) -> str:
+    first, _, rest = name.partition(".")
+    return rest if first in _WRAPPERS and rest else name
+
+
+def _without_batchnorm(model: nn.Module, names: Mapping[str, str]) -> list[str]:
+    """Return the paths that are BatchNorm with running statistics on one side only, in the source or in the model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths = {_layer_of(here) for here in names.values()}
+    tracked = {_layer_of(here) for here in names.values() if here.rpartition(".")[2] == "running_mean"}
+    here = {path for path, m in modules.items() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    return sorted(path for path in paths & modules.keys() if (path in tracked) != (path in here))
+
+
+def _read(init: str, name: str, channels: int) -> dict[str, Tensor]:
+    if init.endswith(FILES):
+        return _read_file(Path(init))
+    publisher, _, which = init.partition(":")
+    if publisher == "torchvision":
+        return _of_torchvision(init, which, name)
+    if publisher in _EXTRAS and not which:
+        return _of_extra(publisher, name, channels)
+    raise ConfigError(
+        f"init={init!r} is neither a file ({', '.join(FILES[:-1])} or {FILES[-1]}) nor torchvision, torchvision:NAME, "
+        "timm or smp."
+    )
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ConfigError(f"init={str(path)!r} is not a file. Write the absolute path of a {' or '.join(FILES)} file.")
+    try:
+        content = load_file(path)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"init={str(path)!r} holds more than tensors, and reading it could run code from the file. Save the "
+            "weights alone: torch.save(model.state_dict(), path)."
+        ) from error
+    except Exception as error:  # a damaged file may raise anything in these readers
+        raise ConfigError(f"init={str(path)!r} could not be read: {error}") from error
+    entries = tensors_by_name(content)
+    if not entries:
+        raise ConfigError(f"init={str(path)!r} holds no tensors by name, as torch.save(model.state_dict(), path) does.")
+    return entries
+
+
+def _of_torchvision(init: str, which: str, name: str) -> dict[str, Tensor]:
+    import torchvision.models
+
+    if not which and not name.startswith((PREFIX, SEGMENTATION_PREFIX)):
+        raise ConfigError(
+            f"init={init}: model {name!r} has no published weights in torchvision. Use model=torchvision:NAME, name "
+            "the network (init=torchvision:NAME), or give a file."
+        )
+    network, _, version = (which or name.partition(":")[2]).partition(".")
+    if network not in torchvision.models.list_models():
+        raise unknown_name(f"network of torchvision in init={init}:", network, torchvision.models.list_models())
+    known = torchvision.models.get_model_weights(network)
+    if version and version not in known.__members__:
+        raise unknown_name(f"weights of torchvision:{network}", version, known.__members__)
+    if not version and not known.__members__:
+        raise ConfigError(f"init={init}: torchvision publishes no weights of {network!r}.")
+    weights = known[version or "DEFAULT"]
+    try:
+        state: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except (OSError, RuntimeError) as error:
+        raise _not_fetched(init, error) from error
+    return state
+
+
+def _of_extra(publisher: str, name: str, channels: int) -> dict[str, Tensor]:
+    prefix, form, published = _EXTRAS[publisher]
+    if not name.startswith(prefix):
+        raise ConfigError(f"init={publisher} is for models {prefix}{form}, not for {name!r}.")
+    try:
+        return published(name.removeprefix(prefix), channels)
+    except ConfigError:
+        raise
+    except Exception as error:  # the packages fetch in ways of their own
+        raise _not_fetched(publisher, error) from error
+
+
+_EXTRAS = {
+    "timm": (TIMM_PREFIX, "NAME", published_timm),
+    "smp": (SMP_PREFIX, "ARCHITECTURE/ENCODER", published_smp),
+}
+
+
+def _not_fetched(init: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"init={init}: the weights could not be fetched: {error}. Fetch them where there is a network, and write "
+        "init=/the/absolute/path/of/the/file."
+    )

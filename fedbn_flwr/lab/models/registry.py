@@ -1,0 +1,204 @@
+"""The registry of models and the seeded build. A new model is one file and one line of ``MODELS``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from torch import nn
+
+from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.lab.models.alexnet import FULL, SMALL, alexnet, alexnet_shape
+from fedbn_flwr.lab.models.digits import digits_cnn, digits_shape
+from fedbn_flwr.lab.models.extras import SMP_PREFIX, TIMM_PREFIX, smp_info, timm_info
+from fedbn_flwr.lab.models.fedbs import cifar_net, cifar_shape, mnist_net, mnist_shape
+from fedbn_flwr.lab.models.info import ModelInfo
+from fedbn_flwr.lab.models.lenet import lenet, lenet_shape
+from fedbn_flwr.lab.models.mlp import mlp, mlp_of_rows, mlp_shape
+from fedbn_flwr.lab.models.own import OWN, is_own, own_info
+from fedbn_flwr.lab.models.resnet import resnet_shape, small_resnet
+from fedbn_flwr.lab.models.segmentation import SEGMENTATION_PREFIX, segmentation_info, segmentation_names
+from fedbn_flwr.lab.models.zoo import PREFIX, zoo_info, zoo_names
+from fedbn_flwr.norms import NORMS, FeatureScale, replace_norm, use_feature_norm
+from fedbn_flwr.seeds import derive_seed
+from fedbn_flwr.training.randomness import seeded_on_cpu
+
+__all__ = ["MODELS", "build_model", "input_shape", "model_info"]
+
+MODELS: dict[str, ModelInfo] = {
+    "mlp": ModelInfo(
+        "784-30-classes, one BN layer, for MNIST; also for rows of numbers (tables)",
+        "FedTAN, arXiv:2301.02982, 6.1",
+        mlp,
+        mlp_shape,
+        rows=mlp_of_rows,
+    ),
+    "lenet": ModelInfo("LeNet-like CNN, two BN layers", "FixBN, arXiv:2303.06530, 4", lenet, lenet_shape),
+    **{
+        f"resnet{depth}": ModelInfo(
+            f"ResNet-{depth} for small images, option A shortcuts, {depth - 1} BN layers",
+            "He et al. 2016, arXiv:1512.03385, 4.2",
+            partial(small_resnet, depth=depth),
+            resnet_shape,
+        )
+        for depth in (20, 32, 44, 56)
+    },
+    "digits-cnn": ModelInfo(
+        "FedBN's digits network, 3 convolutions and 3 linear layers, 5 BN layers, for 28 pixels",
+        "FedBN, arXiv:2102.07623",
+        digits_cnn,
+        digits_shape,
+    ),
+    "alexnet-bn": ModelInfo(
+        "AlexNet with 7 BN layers, for 256 pixels (64 or more)",
+        "FedBN, arXiv:2102.07623",
+        partial(alexnet, widths=FULL),
+        alexnet_shape,
+    ),
+    "alexnet-bn-small": ModelInfo(
+        "AlexNet with 7 BN layers, narrower, for 64 pixels",
+        "ours, after FedBN, arXiv:2102.07623",
+        partial(alexnet, widths=SMALL),
+        alexnet_shape,
+    ),
+    "fedbs-mnist": ModelInfo("FedBS's network of 2 convolutions for the MNISTs", "FedBS, V-A", mnist_net, mnist_shape),
+    "fedbs-cifar": ModelInfo("FedBS's network of 4 convolutions for CIFAR-10", "FedBS, V-A", cifar_net, cifar_shape),
+    f"{PREFIX}<name>": zoo_info("<name>"),
+    f"{SEGMENTATION_PREFIX}<name>": segmentation_info("<name>"),
+    f"{TIMM_PREFIX}<name>": timm_info("<name>"),
+    f"{SMP_PREFIX}<architecture>/<encoder>": smp_info("<architecture>/<encoder>"),
+    OWN: own_info("<module>:<function>"),
+}
+
+_FAMILIES: dict[str, Callable[[str], ModelInfo]] = {
+    PREFIX: zoo_info,
+    SEGMENTATION_PREFIX: segmentation_info,
+    TIMM_PREFIX: timm_info,
+    SMP_PREFIX: smp_info,
+}
+
+# Layers draw their initial weights from the default generators: two builds at the same time would mix their draws.
+_BUILDING = threading.Lock()
+
+
+def model_info(name: str) -> ModelInfo:
+    """Return the entry of a model name.
+
+    A name is a key of ``MODELS``; a prefix and the name of a network (``torchvision:`` and ``timm:`` of a classifier,
+    ``torchvision-seg:`` of a segmentation network, ``smp:`` of ARCHITECTURE/ENCODER); or a user's ``module:function``.
+
+    Raises:
+        ConfigError: the name is unknown; the message suggests the nearest one.
+    """
+    family, separator, network = name.partition(":")
+    if family + separator in _FAMILIES:
+        return _FAMILIES[family + separator](network)
+    if name in MODELS:
+        return MODELS[name]
+    if is_own(name):
+        return own_info(name)
+    for prefix, names in ((PREFIX, zoo_names()), (SEGMENTATION_PREFIX, segmentation_names())):
+        if name in names:
+            raise ConfigError(
+                f"unknown model {name!r}. Did you mean {prefix + name!r}? Allowed: {', '.join(sorted(MODELS))}."
+            )
+    raise unknown_name("model", name, MODELS)
+
+
+def input_shape(name: str, channels: int, size: int, *, asked: bool = False) -> tuple[int, int]:
+    """Return the (channels, size) of the square images that the model takes, from those of the data set's images.
+
+    ``asked``: the config asks for this size (``image-size``); it may be below the size that the model takes by default.
+
+    Raises:
+        ConfigError: the model is unknown, or channels or size are below 1.
+    """
+    _at_least_one(channels=channels, size=size)
+    info = model_info(name)
+    taken, default = info.shape(channels, size)
+    return taken, max(size, info.smallest) if asked and info.smallest else default
+
+
+_image_input = input_shape  # an argument of ``build_model`` has its name
+
+
+def build_model(
+    name: str,
+    *,
+    num_classes: int,
+    channels: int = 0,
+    size: int = 0,
+    input_shape: Sequence[int] = (),
+    hidden: Sequence[int] = (),
+    norm: str = "batch",
+    norm_groups: int = 2,
+    norm_options: Mapping[str, object] | None = None,
+    feature_norm: FeatureScale | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Return a model on the CPU in training mode that maps inputs to logits (N, num_classes, ...).
+
+    The model is built with BatchNorm for rows, or for images of ``input_shape(name, channels, size)``. Then
+    ``replace_norm`` is applied: with every norm all other initial weights are the same (``fixup`` changes some of
+    them). Equal arguments give equal weights. The global random state does not change (a thread that draws from it
+    during the call changes the result).
+
+    Args:
+        name: a model name, see ``model_info``.
+        num_classes: number of logits.
+        channels: channels of the data set's images.
+        size: height of the data set's images in pixels.
+        input_shape: of an example, in place of ``channels`` and ``size``: (features,) for rows of numbers, or
+            (channels, height, width) for images.
+        hidden: widths of the hidden layers of ``mlp``; empty = 30.
+        norm: a key of ``NORMS``.
+        norm_groups: number of groups, for the norms that have groups.
+        norm_options: other options of norms by name, see ``replace_norm``; options of other norms are ignored.
+        feature_norm: the scale to which the features before the classifier are normalised; None = as they are.
+        seed: seed of the run.
+
+    Raises:
+        ConfigError: a name is unknown, a number is below 1, or the model does not take such inputs.
+        NormLayerError: the norm does not fit the model's layers, or the model has no linear classifier to normalise.
+    """
+    _at_least_one(num_classes=num_classes)
+    if norm not in NORMS:
+        raise unknown_name("norm", norm, NORMS)
+    build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size), tuple(hidden))
+    with _BUILDING, seeded_on_cpu(derive_seed(seed, "model")):
+        model = build()
+    options = {"groups": norm_groups, **(norm_options or {})}
+    known = {option for info in NORMS.values() for option in info.options}
+    for option in options:
+        if option not in known:
+            raise unknown_name("option of a norm", option, known)
+    taken = {option: value for option, value in options.items() if option in NORMS[norm].options}
+    model = replace_norm(model, norm, **taken)[0]
+    return use_feature_norm(model, feature_norm, num_classes)[0] if feature_norm else model
+
+
+def _builder(name: str, num_classes: int, shape: tuple[int, ...], hidden: tuple[int, ...]) -> Callable[[], nn.Module]:
+    """Return the function that builds the model for inputs of this shape."""
+    info, options = model_info(name), {"hidden": hidden} if hidden else {}
+    if hidden and name != "mlp":
+        raise ConfigError(f"hidden={hidden} is for model 'mlp'; model {name!r} has layers of its own.")
+    _at_least_one(**{f"hidden[{index}]": width for index, width in enumerate(hidden)})
+    if len(shape) == 3:
+        return partial(info.build, num_classes, *_image_input(name, *shape[:2]), **options)
+    if len(shape) != 1:
+        raise ConfigError(f"input_shape {shape} is neither (features,) nor (channels, height, width).")
+    _at_least_one(features=shape[0])
+    if info.rows is None:
+        fitting = ", ".join(key for key, other in MODELS.items() if other.rows and key != OWN)
+        raise ConfigError(
+            f"model {name!r} takes images, and the examples are rows of {shape[0]} features. Use {fitting}, or your "
+            "own model (module:function)."
+        )
+    return partial(info.rows, num_classes, *shape, **options)
+
+
+def _at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1.")

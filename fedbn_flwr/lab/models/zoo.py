@@ -1,0 +1,77 @@
+"""``torchvision:<name>``: torchvision's classifiers by name, without pretrained weights.
+
+The functions import torchvision: it takes longer to import than torch, and over a network a client starts a process for
+every message.
+
+Input is (3, S) with S at least 64, or 32 if asked for (some need more, see below). Differs from torchvision's defaults:
+googlenet and inception_v3 have no auxiliary classifiers, so training also returns plain logits, and use torch's default
+initialisation, because their own truncated-normal one is slow.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from fedbn_flwr.errors import ConfigError, unknown_name
+from fedbn_flwr.lab.models.info import ModelInfo
+
+__all__ = ["PREFIX", "zoo_info", "zoo_names"]
+
+PREFIX = "torchvision:"
+SMALLEST = 64
+# The sizes that torchvision's layers need, for position tables and windows of one size, and for an unpadded stem.
+FIXED_SIZE = {"maxvit_t": 224, "vit_b_16": 224, "vit_b_32": 224, "vit_h_14": 224, "vit_l_16": 224, "vit_l_32": 224}
+LARGER = {"inception_v3": 75}
+SMALLEST_ASKED = 32
+LARGER_ASKED = {"alexnet": 63, **LARGER}
+WITH_AUXILIARY = ("googlenet", "inception_v3")
+
+
+def zoo_info(name: str) -> ModelInfo:
+    """Return the entry of the classifier ``name``; for an unknown name ``build`` and ``shape`` raise ConfigError."""
+    return ModelInfo(
+        "a torchvision classifier, e.g. torchvision:resnet18; 3 channels, 64 pixels or more (32 by image-size)",
+        "torchvision.models",
+        partial(_build, name),
+        partial(_shape, name),
+        smallest=0 if name in FIXED_SIZE else LARGER_ASKED.get(name, SMALLEST_ASKED),
+    )
+
+
+def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
+    import torchvision.models
+
+    _check(name)
+    extra = {"aux_logits": False, "init_weights": False} if name in WITH_AUXILIARY else {}
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **extra)
+    return model
+
+
+def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
+    _check(name)
+    return 3, FIXED_SIZE.get(name, max(size, LARGER.get(name, SMALLEST)))
+
+
+def zoo_names() -> list[str]:
+    """Return the names of torchvision's image classifiers."""
+    import torchvision.models
+
+    names: list[str] = torchvision.models.list_models(module=torchvision.models)
+    return names
+
+
+def _check(name: str) -> None:
+    import torchvision.models
+
+    if name in zoo_names():
+        return
+    if name in torchvision.models.list_models():
+        family = torchvision.models.get_model_builder(name).__module__.split(".")[2]
+        raise ConfigError(
+            f"torchvision model {name!r} is from torchvision.models.{family}; only image classifiers can "
+            "be built so. Use one of torchvision.models itself, e.g. 'torchvision:resnet18' (for segmentation, "
+            "'torchvision-seg:' and the name)."
+        )
+    raise unknown_name("torchvision classifier", name, zoo_names())

@@ -1,0 +1,275 @@
+"""Checkpoints of the server: the last two in ``OUT/checkpoint``, each with everything that an exact resume needs.
+
+With early stopping, those of the rounds whose state may be the run's result stay, too.
+
+A checkpoint holds the global model, the strategy's ``state_dict()``, and the id of the run, with which clients find
+their kept state in the state folder. Every random draw has its own stream by seed, purpose, round and partition, so no
+generator is saved. History and traffic are in ``metrics.jsonl``; a resume removes later rounds from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
+from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError, StateError
+from fedbn_flwr.lab.config import Config, from_older
+from fedbn_flwr.lab.early_stopping import EarlyStopping
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.models import code_changed, code_sha256
+from fedbn_flwr.lab.output.folder import PLACES, RunFolder, changed_settings
+from fedbn_flwr.lab.output.versions import versions
+from fedbn_flwr.lab.partitioned.report import refuse_other_data
+
+__all__ = ["Checkpoint", "Checkpoints", "StartingPoint", "after_interrupt", "starting_point"]
+
+logger = logging.getLogger("flwr")
+
+_VERSION, _KEPT = 1, 2
+_LONG = 120.0  # seconds of work that a kill may cost, and one round
+_FILE = re.compile(r"round-(\d+)\.safetensors")
+_FREE = PLACES | {"num-server-rounds", "on-divergence"}  # a resume may change these; others would make another run
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run after a round.
+
+    Attributes:
+        server_round: the last finished round; 0 before the first.
+        state: the global model.
+        strategy: ``state_dict()`` of the strategy; of the centralized reference what its optimizer keeps.
+        run: id of the run and its resumptions; see ``Continuity``.
+        resumed_after: the rounds after which the run was resumed so far.
+    """
+
+    server_round: int
+    state: State
+    strategy: Mapping[str, Any]
+    run: str
+    resumed_after: list[int] = field(default_factory=list)
+
+    @property
+    def resumed_after_with_this(self) -> list[int]:
+        """The rounds after which the run was resumed, this one included."""
+        return [*self.resumed_after, self.server_round]
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder.
+
+    Args:
+        out: the run's folder.
+        config: the resolved config; a checkpoint with another config is refused.
+        fingerprint: the fingerprint of the model: names, layer types and shapes.
+    """
+
+    def __init__(self, out: Path, config: Config, fingerprint: str) -> None:
+        self.folder = out / "checkpoint"
+        self._config = config
+        self._owner = {"kind": "server", "version": _VERSION, "fingerprint": fingerprint}
+        self._saved_at = time.monotonic()
+
+    @property
+    def rounds(self) -> list[int]:
+        """The rounds of the existing checkpoints, oldest first."""
+        return _rounds(self.folder)
+
+    def due(self, server_round: int, last: bool, stopping: EarlyStopping | None = None) -> bool:
+        """Return whether a checkpoint is due.
+
+        It is before round 1, every ``checkpoint-every`` rounds, two minutes after the one before, and after the last
+        and the best round.
+        """
+        every, best = self._config.checkpoint_every, stopping.best(server_round) if stopping else None
+        long = time.monotonic() - self._saved_at >= _LONG
+        return every > 0 and (server_round % every == 0 or long or last or best == server_round)
+
+    def save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None = None) -> None:
+        """Write a checkpoint; keep the last two, and the best round as of each of them.
+
+        Raises:
+            EngineError: the folder cannot be written; earlier checkpoints stay.
+        """
+        about = {
+            **self._owner,
+            "code": code_sha256(self._config.model),
+            "config": self._config.to_mapping(),
+            "versions": versions(),
+        }
+        try:
+            self.folder.mkdir(exist_ok=True, mode=0o700)
+            remove_leftovers(self.folder)
+            write_checked(self._path(checkpoint.server_round), {**about, **vars(checkpoint)})
+            last = self.rounds[-_KEPT:]
+            for old in {*self.rounds}.difference(last, map(stopping.best, last) if stopping else ()):
+                self._path(old).unlink()
+            self._saved_at = time.monotonic()
+        except OSError as error:
+            existing = ", ".join(map(str, self.rounds)) or "none"
+            raise EngineError(
+                f"the checkpoint of round {checkpoint.server_round} cannot be written to {self.folder}: {error}. "
+                f"Existing checkpoints: round {existing}. Free disk space and continue with --resume (resume=true)."
+            ) from error
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest good checkpoint; None if there are no checkpoints.
+
+        A damaged checkpoint, or one of another run, is skipped with a warning that gives the reason.
+
+        Raises:
+            ConfigError: there are checkpoints, but none can be used; the error gives all reasons.
+        """
+        reasons: list[str] = []
+        for server_round in reversed(self.rounds):
+            try:
+                found = self.read(server_round)
+            except (StateError, ConfigError) as error:
+                logger.warning("checkpoint of round %d refused: %s", server_round, error)
+                reasons.append(str(error))
+                continue
+            return found
+        if reasons:
+            raise NotResumableError("no checkpoint can be used:\n" + "\n".join(dict.fromkeys(reasons)))
+        return None
+
+    def to_resume(self) -> Checkpoint | None:
+        """Return the checkpoint that the folder's run goes on from; None if it was stopped before its first one.
+
+        Raises:
+            ConfigError: the config asks for fewer rounds than the run has.
+            NotResumableError: the run has rounds and no checkpoint, or none can be used.
+        """
+        out = self.folder.parent
+        RunFolder.refuse_shorter(out, self._config.num_server_rounds)
+        for line in self._config.schedule_changes(int(RunFolder.settings(out).get("num-server-rounds", 0))):
+            logger.warning("%s", line)
+        saved = self.latest()
+        if saved is None and read_metrics(out / "metrics.jsonl"):
+            raise NotResumableError(
+                f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0, or a centralized "
+                "run of an older version?)."
+            )
+        return saved
+
+    def best(self, stopping: EarlyStopping) -> Checkpoint | None:
+        """Return the checkpoint of the best round so far; None without a score.
+
+        Raises:
+            EngineError: it cannot be used.
+        """
+        best = stopping.best()
+        if best is None:
+            return None
+        try:
+            return self.read(best)
+        except (ConfigError, StateError) as error:
+            raise EngineError(
+                f"round {best} has the best {stopping.metric}, and its checkpoint cannot be used: {error}. Start a new "
+                "run."
+            ) from error
+
+    def read(self, server_round: int) -> Checkpoint:
+        """Return the checkpoint of a round.
+
+        Raises:
+            StateError: it is missing or damaged, or belongs to another model.
+            ConfigError: it belongs to a run with other settings.
+        """
+        path = self._path(server_round)
+        content = read_checked(path)
+        if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
+            raise StateError(f"{path} is no checkpoint of version {_VERSION}")
+        saved = Config.make(from_older(content["config"])).to_mapping()
+        now = self._config.to_mapping()
+        if changed := changed_settings(saved, now, _FREE):
+            raise ConfigError(
+                f"{path} belongs to a run with other settings: {changed}. A resume may only change "
+                f"{', '.join(sorted(_FREE - {'out', 'resume'}))}; for other settings choose another folder."
+            )
+        if content["fingerprint"] != self._owner["fingerprint"]:
+            raise StateError(f"{path} belongs to another model: its names, layer types or shapes changed")
+        if changed := code_changed(self._config.model, content.get("code", "")):
+            raise StateError(f"{path}: {changed}")
+        if content["server_round"] != server_round:
+            raise StateError(f"{path} holds round {content['server_round']}")
+        if server_round > self._config.num_server_rounds:
+            raise ConfigError(f"{path} is past num-server-rounds={self._config.num_server_rounds}")
+        here = versions()
+        if other := [f"{k} {v}, now {here.get(k)}" for k, v in content["versions"].items() if here.get(k) != v]:
+            logger.warning("the checkpoint was written with %s: the last bits may differ", "; ".join(other))
+        return Checkpoint(**{key: content[key] for key in Checkpoint.__dataclass_fields__})
+
+    def set_aside_after(self, server_round: int) -> None:
+        """Rename checkpoints after the round of a resume: they were refused, and must not count among the last two."""
+        for later in (r for r in self.rounds if r > server_round):
+            self._path(later).rename(self._path(later).with_suffix(".refused"))
+
+    def _path(self, server_round: int) -> Path:
+        return self.folder / f"round-{server_round:06d}.safetensors"
+
+
+def _rounds(folder: Path) -> list[int]:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+
+
+def after_interrupt(out: Path, options: str = "") -> str:
+    """Return what the folder of an interrupted run holds, and the command that goes on; "" if nothing was written.
+
+    Args:
+        out: the run's folder.
+        options: further options of the command.
+    """
+    lines, begun_with = read_metrics(out / "metrics.jsonl"), RunFolder.settings(out).get("num-server-rounds")
+    if begun_with is None:
+        return ""
+    rounds = _rounds(out / "checkpoint")
+    results = f"the results of round {lines[-1]['round']} of {begun_with}" if lines else "no results"
+    point = f"a checkpoint of round {rounds[-1]}" if rounds else "no checkpoint"
+    go_on = f"Go on from there: fedbn-flwr run --out {shlex.quote(str(out))}{options} --resume"
+    if not rounds:
+        go_on = "It cannot be continued: start a new run in another folder."
+    return f"Saved in {out}: {results}, and {point}.\n{go_on}"
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a run starts.
+
+    Attributes:
+        checkpoints: those of the run's folder.
+        saved: the checkpoint that the run goes on from; None = it starts with initial weights.
+        after: the round of that checkpoint, 0 without one; None for a run that has not begun.
+    """
+
+    checkpoints: Checkpoints
+    saved: Checkpoint | None
+    after: int | None
+
+
+def starting_point(out: Path, config: Config, model: nn.Module) -> StartingPoint:
+    """Return where the run in a folder starts; with ``resume`` it goes on if it has begun.
+
+    Raises:
+        ConfigError: the config asks for fewer rounds than the run has.
+        NotResumableError: the run has rounds and no checkpoint, none can be used, or the data have changed.
+    """
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
+    if not (config.resume and RunFolder.begun(out)):
+        return StartingPoint(checkpoints, None, None)
+    refuse_other_data(out, config)
+    saved = checkpoints.to_resume()
+    return StartingPoint(checkpoints, saved, saved.server_round if saved else 0)

@@ -1,0 +1,79 @@
+"""Saving the checkpoints of a federated run: when one is due, and what clients must know of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from uuid import uuid4
+
+from fedbn_flwr.errors import NotResumableError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.early_stopping import EarlyStopping
+from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
+from fedbn_flwr.messages.protocol import Continuity
+from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.strategies import FedAvg
+
+__all__ = ["CheckpointManager"]
+
+logger = logging.getLogger("flwr")
+
+
+class CheckpointManager:
+    """Saves checkpoints during a run, and gives the strategy the run's ``continuity`` for its clients.
+
+    Args:
+        checkpoints: the checkpoints of the run's folder.
+        config: the resolved config.
+        strategy: the strategy to save; it is restored from ``saved``.
+        saved: the checkpoint to resume from.
+
+    Raises:
+        ConfigError: clients kept state in memory only, which is lost.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, config: Config, strategy: FedAvg[Any], saved: Checkpoint | None
+    ) -> None:
+        self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
+        self._warned: set[str] = set()
+        self.resumed_after = saved.resumed_after_with_this if saved else []
+        if saved and (volatile := saved.strategy["volatile"]):
+            raise NotResumableError(
+                f"cannot resume: client(s) {', '.join(volatile)} kept their part in memory only, and it is lost. Give "
+                "runs of this strategy a state folder (state-dir) from the start."
+            )
+        if saved:
+            logger.info("resumed after round %d from %s", saved.server_round, checkpoints.folder)
+            strategy.load_state_dict(saved.strategy, saved.server_round)
+            checkpoints.set_aside_after(saved.server_round)
+        self._run = saved.run if saved else uuid4().hex[:16]
+        self._update_continuity()
+
+    def after_round(self, server_round: int, stopping: EarlyStopping | None = None) -> None:
+        """Save a checkpoint if one is due; warn of clients that keep their part in memory only."""
+        if self._config.series:
+            self._warn_of_volatile(f"series={self._config.series} has no effect for them")
+        last = server_round == self._config.num_server_rounds or self._strategy.stops_after(server_round)
+        if not self._checkpoints.due(server_round, last, stopping):
+            return
+        state, strategy = from_record(self._strategy.run.arrays), self._strategy.state_dict()
+        checkpoint = Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
+        self._checkpoints.save(checkpoint, stopping)
+        self._update_continuity()
+        self._warn_of_volatile("this run cannot be resumed")
+
+    def _warn_of_volatile(self, what: str) -> None:
+        """Warn once of ``what`` follows if clients keep their part in memory only."""
+        if (volatile := self._strategy.run.volatile) and what not in self._warned:
+            self._warned.add(what)
+            logger.warning(
+                "client(s) %s keep their part in memory only: %s. Set state-dir, in the run's config or in each "
+                "node's.",
+                ", ".join(sorted(volatile)),
+                what,
+            )
+
+    def _update_continuity(self) -> None:
+        committed = tuple(self._checkpoints.rounds)
+        self._strategy.continuity = Continuity(self._config.series or self._run, self._run, committed)

@@ -1,0 +1,305 @@
+"""The output folder of a run; its files are written atomically."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import fcntl
+import io
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import yaml
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.checked_file import encode_safetensors, remove_leftovers, write_atomically
+from fedbn_flwr.client.saved_state import client_file
+from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config.yaml_file import read_yaml
+from fedbn_flwr.lab.files import read_json, read_metrics
+from fedbn_flwr.lab.trackers import deliveries, numbers_of
+from fedbn_flwr.training.input_scale import Scale
+
+__all__ = [
+    "DIVERGED_AT",
+    "FLOWER_LOG",
+    "PLACES",
+    "PRIVACY",
+    "STATISTICS_FILE",
+    "UNTIL_FROZEN",
+    "RunFolder",
+    "changed_settings",
+    "is_locked",
+    "lock_folder",
+    "writing",
+]
+
+PRIVACY = "privacy.jsonl"  # see privacy.accounting
+UNTIL_FROZEN = "privacy-until-frozen.jsonl"  # see privacy.record_server
+STATISTICS_FILE = "statistics.jsonl"  # see doctor.history
+FLOWER_LOG = "flower.log"  # in the folder of a run in Flower's simulation: the log of its processes
+DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
+
+PLACES = frozenset(
+    (
+        *("out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout"),
+        *("tensorboard", "wandb", "mlflow"),
+        *("cache-gib", "data-workers", "watch-statistics"),
+        *("fedtan-timeout", "fedtan-bind", "fedtan-address", "fedtan-tls-dir"),
+    )
+)
+"""Keys that do not change a run's results: places of files, timeouts, and how often to save."""
+
+
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]) -> str:
+    """Return the keys with other values, except those in ``free``, as ``KEY=VALUE, now VALUE; ...``; "" if none."""
+    changed = [key for key in sorted({*saved, *now} - {*free}) if saved.get(key) != now.get(key)]
+    return "; ".join(f"{key}={saved.get(key)!r}, now {now.get(key)!r}" for key in changed)
+
+
+@contextmanager
+def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
+    """Make and lock the folder of a run or a study, so that no other process, such as that of a killed command, writes.
+
+    Raises:
+        ConfigError: another process has the lock, or the folder cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"out={str(path)!r}: another process is still writing this {what}. End it first."
+            ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process writes to the folder of a run or a study; the lock is taken for this moment."""
+    try:
+        with lock_folder(path):
+            return False
+    except ConfigError:
+        return True
+
+
+@contextmanager
+def writing(path: Path, then: str) -> Iterator[None]:
+    """Raise EngineError if a file of a folder cannot be written, for example on a full disk.
+
+    Args:
+        path: the folder.
+        then: ends the message: how to go on after space was freed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise EngineError(
+            f"out={str(path)!r} cannot be written: {error}. Existing files stay. Free disk space and {then}."
+        ) from error
+
+
+class RunFolder:
+    """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
+
+    ``metrics.csv`` has the numbers of ``metrics.jsonl`` for a spreadsheet. ``clients/`` has what each client kept of
+    the model, if the clients share the disk, ``statistics.jsonl`` is there with ``watch-statistics`` and
+    ``privacy.jsonl`` with ``dp`` or ``record-dp``. The rounds go to the trackers of the config, too (``TRACKERS``).
+
+    Used in a ``with`` statement, which tells the trackers of a run that fails or is interrupted.
+
+    Args:
+        path: the folder; it is made with its parents.
+        config: the resolved config.
+        after: the last finished round of a run to resume; None for a new run.
+
+    Raises:
+        ConfigError: the folder is in use or cannot be made, or it lacks rounds up to ``after``.
+    """
+
+    def __init__(self, path: Path, config: Config, after: int | None = None) -> None:
+        self.path, self._score = path, config.learning_task().score
+        if after is None:
+            self.refuse_used(path)
+        settings = config.model_copy(update={"resume": False}).to_mapping()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if after is not None:
+                self._cut_back(after)
+                (path / "summary.json").unlink(missing_ok=True)  # a run that goes on is not finished
+            write_atomically(path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        except OSError as error:
+            raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
+        self._trackers = deliveries(config, path, after or 0, read_metrics(path / "metrics.jsonl"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_trackers(None)
+
+    def _end_trackers(self, summary: Mapping[str, Any] | None) -> None:
+        """Tell all trackers first, so that they share the time to end."""
+        for tracker in self._trackers:
+            tracker.end(summary)
+        for tracker in self._trackers:
+            tracker.wait()
+
+    @staticmethod
+    def refuse_used(path: Path) -> None:
+        """Raise ConfigError if the folder is not empty: results are never overwritten."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"out={str(path)!r} is in use; results are never overwritten. Choose another folder.")
+
+    @staticmethod
+    def begun(path: Path) -> bool:
+        """Return whether a run began in the folder; remove incomplete files of a killed process.
+
+        Raises:
+            ConfigError: the folder holds other files.
+        """
+        remove_leftovers(path)
+        names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+        if names and "config.yaml" not in names:
+            RunFolder.refuse_used(path)
+        return bool(names)
+
+    @staticmethod
+    def settings(path: Path) -> dict[str, Any]:
+        """Return the ``config.yaml`` of the folder's run; empty without a run."""
+        config = path / "config.yaml"
+        content = read_yaml(config, "config") if config.is_file() else None
+        return content if isinstance(content, dict) else {}
+
+    @staticmethod
+    def refuse_shorter(path: Path, num_rounds: int) -> None:
+        """Raise ConfigError if the folder's run has more rounds than ``num_rounds``: they would be removed."""
+        begun_with = int(RunFolder.settings(path).get("num-server-rounds", 0))
+        if num_rounds < begun_with:
+            raise ConfigError(
+                f"num-server-rounds={num_rounds} is below the {begun_with} of the run in out={str(path)!r}: a resume "
+                f"may lengthen a run, never shorten it. Set {begun_with} or more, or choose another folder for a new "
+                "run."
+            )
+
+    def _cut_back(self, after: int) -> None:
+        """Remove the rounds after ``after`` from ``metrics.jsonl`` and ``statistics.jsonl``: they are repeated."""
+        lines = read_metrics(self.path / "metrics.jsonl")
+        if [line["round"] for line in lines[:after]] != list(range(1, after + 1)):
+            raise NotResumableError(
+                f"{self.path / 'metrics.jsonl'} lacks some of the rounds 1 to {after}. Restore it, or start a new run."
+            )
+        if (self.path / "metrics.jsonl").exists():  # also if its only line is incomplete
+            write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines[:after]))
+            write_atomically(self.path / "metrics.csv", _table(lines[:after]))
+        if (watched := self.path / STATISTICS_FILE).exists():
+            kept = [line for line in read_metrics(watched) if line["round"] <= after]
+            write_atomically(watched, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def add_round(self, line: Mapping[str, Any]) -> None:
+        """Append one round to ``metrics.jsonl``, in one write with fsync, and give it to the trackers.
+
+        Raises:
+            EngineError: the line was not written, or only in part; readers ignore an incomplete line.
+        """
+        self._append("metrics.jsonl", _clean(line))
+        for tracker in self._trackers:
+            tracker.add_round(line)
+
+    def add_statistics(self, line: Mapping[str, Any]) -> None:
+        """Append one round to ``statistics.jsonl``; see ``doctor.history``. Raises as ``add_round``."""
+        self._append(STATISTICS_FILE, line)
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        """Append a line to a file of the folder, in one write with fsync."""
+        data = (json.dumps(line) + "\n").encode()
+        with self._writing():
+            handle = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                if os.write(handle, data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
+        """Write what clients kept of the model, readable for the files' owner only; return the clients."""
+        clients = []
+        with self._writing():
+            for client, entries in kept:
+                path = client_file(self.path, client)
+                path.parent.mkdir(exist_ok=True, mode=0o700)
+                write_atomically(path, encode_safetensors(entries, {"format": "pt", "client": client}), mode=0o600)
+                clients.append(client)
+        return clients
+
+    def save_data(self, figures: Mapping[str, Any], notes: Sequence[str], warnings: Sequence[str]) -> None:
+        """Write what was read of own data: ``data.json``."""
+        content = {**_clean(figures), "notes": list(notes), "warnings": list(warnings)}
+        with self._writing():
+            write_atomically(self.path / "data.json", json.dumps(content, indent=2) + "\n")
+
+    def save_split(self, content: Mapping[str, Any]) -> None:
+        """Write the numbers of examples by client and class: ``split.json``."""
+        with self._writing():
+            write_atomically(self.path / "split.json", json.dumps(content) + "\n")
+
+    def agreed(self, ask: Callable[[], Scale]) -> Scale:
+        """Return the mean and std of inputs in ``scale.json``; without the file those that ``ask`` returns, written."""
+        path = self.path / "scale.json"
+        if path.is_file():
+            return Scale(**{name: tuple(values) for name, values in read_json(path).items()})
+        found = ask()
+        with self._writing():
+            write_atomically(path, json.dumps(asdict(found), indent=2) + "\n")
+        return found
+
+    def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
+        """Write the model (with ``about`` as metadata), the table, the curves and, last, the summary."""
+        from fedbn_flwr.lab.output.curves import draw_curves
+
+        with self._writing():
+            write_atomically(self.path / "model.safetensors", encode_safetensors(state, about))
+            lines = read_metrics(self.path / "metrics.jsonl")
+            write_atomically(self.path / "metrics.csv", _table(lines))
+            write_atomically(self.path / "curves.png", draw_curves({"": lines}, scores=[self._score]))
+            write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")
+        self._end_trackers(summary)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self.path, "continue with --resume (resume=true)")
+
+
+def _table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return lines of ``metrics.jsonl`` as CSV: a row a round, domains as ``metric/domain``, clients left out."""
+    rows = [{"round": line["round"], "phase": line.get("phase"), **numbers_of(line)} for line in lines]
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(dict.fromkeys(name for row in rows for name in row)))
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def _clean(value: Any) -> Any:
+    """Return the value with NaN and infinity, which JSON does not have, as None."""
+    if isinstance(value, Mapping):
+        return {key: _clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item) for item in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value

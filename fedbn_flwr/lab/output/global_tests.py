@@ -1,0 +1,126 @@
+"""The tests of the global model that ``eval-on`` asks for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted, try_batches
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import Subset
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.messages.protocol import VALIDATION
+from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.server.params import RECALIBRATED, TEST_BN
+from fedbn_flwr.server.shared_bn import SHARED_BN
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.training.wrappers import load_state
+
+__all__ = ["GLOBAL_TESTS", "GlobalTests", "headlines"]
+
+logger = logging.getLogger("flwr")
+
+_COMPLETED = (SHARED_BN, RECALIBRATED)  # tests of the global model with some BN entries replaced
+GLOBAL_TESTS = {"global": "test", "global-batch-statistics": "test-batch"}
+GLOBAL_TESTS |= {name: f"test-{name}" for name in (*_COMPLETED, f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}")}
+"""Each test of the global model, and the prefix of its metrics."""
+
+
+def headlines(config: Config) -> list[str]:
+    """Return the key of the main score of each test in ``eval-on``; the first one is the run's main metric."""
+    score = config.learning_task().score
+    return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in config.evaluations()]
+
+
+class GlobalTests:
+    """The tests of ``eval-on`` with the global model, on the whole test set and each domain's.
+
+    The first test of ``eval-on`` is done on the validation examples of all clients, too.
+
+    Args:
+        config: the settings of the run.
+        model: gets the entries that are tested.
+        data: None = the server has no data, and there are no tests.
+        domains: the test set of each domain.
+        strategy: None for the centralized reference.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        data: PartitionedData | None,
+        domains: Mapping[str, Subset],
+        strategy: FedAvg[Any] | None,
+    ) -> None:
+        self._config, self._model, self._strategy = config, model, strategy
+        self._task, self._domains = config.learning_task(), domains
+        self._test = (data.test_view() if data else None) or None
+        self._validation = data.validation_view() if data else None
+        self._names = [name for name in config.evaluations() if name in GLOBAL_TESTS]
+        self._first = config.evaluations()[0]
+        untrained = [name for name in config.evaluations() if name.startswith("global")]
+        if strategy and untrained and strategy.local:
+            logger.warning(
+                "eval-on=%s tests the model of the server, and strategy %r keeps %s with its clients: these entries "
+                "have their initial values, which are not trained. eval-on=averaged-bn tests with the average of the "
+                "clients' values.",
+                ",".join(untrained),
+                strategy.name,
+                ", ".join(sorted(strategy.local)),
+            )
+
+    @property
+    def num_examples(self) -> int:
+        """The number of test examples."""
+        return len(self._test or ())
+
+    def try_batches(self) -> None:
+        """Refuse now, before the first round, tests in which a batch is too small for its own statistics.
+
+        Raises:
+            NormLayerError: a layer gets one value per channel.
+        """
+        for name in self._names:
+            for view in (self._test, self._validation if name == self._first else None, *self._domains.values()):
+                if view is not None:
+                    try_batches(self._model, view, self._statistics(name), self._task)
+
+    def run(self, state: State | None) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+        """Return the metrics of all tests, and each metric by domain.
+
+        Args:
+            state: the global state, which is loaded into the model; None = the model is up to date.
+        """
+        found: dict[str, Any] = {}
+        domains: dict[str, dict[str, float]] = {}
+        if self._test is None:
+            return found, domains
+        for name in self._names:
+            completed = name.removesuffix(TEST_BN)
+            entries = self._strategy.model_completion.entries(completed) if self._strategy else {}
+            if completed in _COMPLETED and not entries:
+                continue  # no statistics were re-estimated or shared; the log gives the reason
+            if state is not None:
+                load_state(self._model, tensors({**state, **entries}))
+            prefix = GLOBAL_TESTS[name] + "-"
+            test = functools.partial(evaluate_adapted, self._model, by=self._statistics(name), task=self._task)
+            found |= test(self._test).named(prefix)
+            if self._validation and name == self._first:
+                found |= test(self._validation).named(f"{VALIDATION}-")
+            if self._domains:
+                by_domain = {domain: test(view).named(prefix) for domain, view in self._domains.items()}
+                for metric in (prefix + name for name in self._task.metrics):
+                    domains[metric] = {domain: metrics[metric] for domain, metrics in by_domain.items()}
+        return found, domains
+
+    def _statistics(self, test: str) -> TestBN | None:
+        """Return the BatchNorm statistics of a test; None = the running ones."""
+        if test == "global-batch-statistics":
+            return TestBN("batch")
+        return self._config.test_bn_settings() if test.endswith(TEST_BN) else None

@@ -1,0 +1,132 @@
+"""Clients that never train: how a federation's model works for somebody new.
+
+Each is tested after every tested round: with the global BN (``global``), or the average of the clients' BN parts where
+these stay with the clients (``averaged``); with statistics re-estimated on its own training inputs, no target used
+(``adapted``); with the BN parts of the client whose running statistics are nearest to these (``nearest``); and, where
+the config has ``test-bn``, with statistics of its own test inputs (``test-bn``, see ``batchnorm.adaptation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted, try_batches
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.batchnorm.reestimation import Moments, load_statistics, reestimate_statistics
+from fedbn_flwr.lab.output.definitions import CLIENTS, HELD_OUT
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES
+from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.server.params import TEST_BN
+from fedbn_flwr.server.shared_bn import SHARED_BN
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.tasks import Task
+from fedbn_flwr.training.wrappers import load_state
+
+__all__ = ["HeldOut", "distance"]
+
+_SMALLEST = 1e-12  # of a variance by which a distance is divided
+
+
+class HeldOut:
+    """The tests of the clients that never train.
+
+    Args:
+        data: the run's data, with held-out clients.
+        task: the learning task.
+        by: the statistics of one more test; None = there is none.
+    """
+
+    def __init__(self, data: PartitionedData, task: Task, by: TestBN | None = None) -> None:
+        self._task, self._by = task, by
+        self._clients = {name: data.held_out_views(at) for at, name in enumerate(data.held_out_names)}
+
+    def try_batches(self, model: nn.Module) -> None:
+        """Refuse now tests in which a batch is too small for its own statistics.
+
+        Raises:
+            NormLayerError: a layer gets one value per channel.
+        """
+        for _, tests in self._clients.values():
+            try_batches(model, tests, self._by, self._task)
+
+    def test(self, model: nn.Module, state: State, strategy: FedAvg[Any] | None) -> dict[str, Any]:
+        """Return ``held-out`` (the tests of each client by name) and the plain mean over the clients of each metric.
+
+        Args:
+            model: gets other entries and keeps the last ones.
+            state: the global model's state.
+            strategy: knows the clients' BN parts; None for the centralized reference.
+        """
+        entries = strategy.model_completion.entries(SHARED_BN) if strategy else {}
+        which = "averaged" if entries else "global"
+        shared = _shared_parts(strategy)
+        found: dict[str, dict[str, Any]] = {}
+        for name, (inputs, tests) in self._clients.items():
+            load_state(model, tensors({**state, **entries}))
+            metrics: dict[str, Any] = {NUM_EXAMPLES: len(tests), **self._tested(model, tests, which)}
+            if self._by:
+                metrics |= evaluate_adapted(model, tests, self._by, self._task).named(f"{TEST_BN.strip('-')}-")
+            moments = reestimate_statistics(model, inputs, batch_size=self._task.test_batch)
+            if moments:
+                load_statistics(model, moments)
+                metrics |= self._tested(model, tests, "adapted")
+            if moments and shared:
+                apart = {client: distance(part, moments) for client, part in shared.items()}
+                nearest = min(apart, key=lambda client: apart[client])
+                load_state(model, tensors({**state, **entries, **shared[nearest]}))
+                metrics |= {"nearest-client": nearest, **self._tested(model, tests, "nearest")}
+            found[name] = metrics
+        return {HELD_OUT: found, **_means(found)}
+
+    def _tested(self, model: nn.Module, tests: Any, which: str) -> dict[str, float]:
+        return evaluate(model, tests, task=self._task).named(f"{which}-")
+
+
+def distance(own: State, moments: Mapping[str, Moments]) -> float:
+    """Return how far running statistics are from re-estimated ones: the mean over all channels of a squared distance.
+
+    That of a channel is ((difference of means)^2 + (difference of standard deviations)^2) / re-estimated variance, the
+    squared 2-Wasserstein distance of normal distributions in units of the second one's variance (ours).
+
+    Args:
+        own: a state, or a part of it, with ``PATH.running_mean`` and ``PATH.running_var``; layers without are left out.
+        moments: as ``reestimate_statistics`` returns them.
+    """
+    apart = []
+    for path, found in moments.items():
+        if f"{path}.running_mean" not in own:
+            continue
+        mean, var = (np.asarray(own[f"{path}.{name}"], np.float64) for name in ("running_mean", "running_var"))
+        variance = np.maximum((found.m2 / found.count).cpu().numpy(), _SMALLEST)
+        gaps = (mean - found.mean.cpu().numpy()) ** 2 + (np.sqrt(var) - np.sqrt(variance)) ** 2
+        apart.append(gaps / variance)
+    return float(np.concatenate(apart).mean()) if apart else float("inf")
+
+
+def _shared_parts(strategy: FedAvg[Any] | None) -> dict[int, State]:
+    """Return the BN parts that each client shared last, by partition id; empty if they are global."""
+    if strategy is None or Part.STATISTICS not in strategy.local:
+        return {}
+    return {number: state for silent, number, state, _ in strategy.run.latest_bn.tree if not silent}
+
+
+def _means(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the plain mean over the clients of each metric that is defined, and the number of clients if not all."""
+    names = dict.fromkeys(name for metrics in found.values() for name in metrics)
+    means: dict[str, float] = {}
+    for name in names:
+        if name in (NUM_EXAMPLES, "nearest-client"):
+            continue
+        values = [metrics[name] for metrics in found.values() if metrics.get(name) == metrics.get(name, float("nan"))]
+        if values:
+            means[f"{HELD_OUT}-{name}"] = sum(values) / len(values)
+        if len(values) < len(found):
+            means[f"{HELD_OUT}-{name}{CLIENTS}"] = len(values)
+    return means

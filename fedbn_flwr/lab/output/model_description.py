@@ -1,0 +1,116 @@
+"""What a run's model is built from, what it takes and what it gives.
+
+``model.safetensors`` holds it in its metadata, so that the model can be used where the data of the run are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import Dataset
+from fedbn_flwr.lab.export import Normalise
+from fedbn_flwr.lab.models import build_model, code_changed, code_sha256
+from fedbn_flwr.lab.setup import build_options
+from fedbn_flwr.training.tasks import BINARY
+
+__all__ = ["MODEL_DESCRIPTION", "ModelDescription"]
+
+MODEL_DESCRIPTION = "interface"
+"""The key of the description, JSON, in the metadata of ``model.safetensors``."""
+
+_BYTES = 255.0
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model and its inputs, which become (x / scale - mean) / std, per channel or feature.
+
+    Attributes:
+        build: the arguments of ``build_model``.
+        task: the name of the learning task.
+        num_classes: classes, labels or target columns of the run's data; the model may have more outputs.
+        shape: of an input: (C, H, W) of images, (C,) of rows.
+        mean: of the training data after the division by ``scale``; () if inputs are taken as they are.
+        std: in the same way.
+        scale: 255 for pixels 0..255, 1 for other numbers, among which a NaN becomes the mean.
+        classes: names of the classes 0, 1, ...; () if they have none.
+        features: names of the features of rows, in order; () if they have none.
+        code: ``code_sha256`` of the model; "" of a run of an older version.
+    """
+
+    build: Mapping[str, Any]
+    task: str
+    num_classes: int
+    shape: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = _BYTES
+    classes: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    code: str = ""
+
+    @classmethod
+    def of(cls, config: Config, data: Dataset | None) -> ModelDescription:
+        """Return that of a run; ``data`` None = its data are not here, only the description of the data set is."""
+        shape, info = config.example_shape(), config.data_info()
+        mean, std = (data.mean, data.std) if data else (info.mean, info.std)
+        if not data and mean and shape[0] != info.channels:
+            mean, std = (v * 3 if shape[0] == 3 else (sum(v) / len(v),) for v in (mean, std))
+        as_bytes = data.test.as_bytes if data else not info.input_shape
+        return cls(
+            build_options(config),
+            config.learning_task().name,
+            info.num_classes,
+            shape,
+            mean,
+            std,
+            _BYTES if as_bytes else 1.0,
+            info.class_names,
+            info.feature_names,
+            code_sha256(config.model),
+        )
+
+    @classmethod
+    def saved(cls, config: Config, about: Mapping[str, str]) -> ModelDescription:
+        """Return that of the metadata of ``model.safetensors``; for a file of an older version that of the config."""
+        return cls.read(about) if MODEL_DESCRIPTION in about else replace(cls.of(config, None), code="")
+
+    @classmethod
+    def read(cls, about: Mapping[str, str]) -> ModelDescription:
+        """Return that of the metadata of a file."""
+        values: dict[str, Any] = json.loads(about[MODEL_DESCRIPTION])
+        values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        return cls(**values)
+
+    @property
+    def as_bytes(self) -> bool:
+        """Whether inputs are images, pixels 0..255."""
+        return self.scale == _BYTES
+
+    @property
+    def positive(self) -> str:
+        """The name of the class that an output above 0 stands for, where there are two; "" if it has none."""
+        return self.classes[-1] if self.task == BINARY.name and self.classes else ""
+
+    def code_changed(self) -> str:
+        """Return a sentence if the file of the user's model is not that of the run; else ""."""
+        return code_changed(str(self.build["name"]), self.code)
+
+    def to_json(self) -> str:
+        """Return the text for the metadata."""
+        return json.dumps(asdict(self))
+
+    def model(self) -> nn.Module:
+        """Return the model with its initial weights."""
+        return build_model(**self.build)
+
+    def normalise(self) -> Normalise:
+        """Return the layer that normalises inputs."""
+        missing = not self.as_bytes and bool(self.mean)
+        return Normalise(self.mean, self.std, self.scale, len(self.shape) - 1, missing=missing)

@@ -1,0 +1,268 @@
+"""Recording a run: test the global model and write a line each round; write model, curves and summary at the end."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flwr.app import ArrayRecord, MetricRecord
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.client.saved_state import ABSENT, KEPT_HASHES, why_absent
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.early_stopping import EarlyStopping
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output.client_means import client_means, client_means_by_domain
+from fedbn_flwr.lab.output.definitions import HELD_OUT, definitions
+from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
+from fedbn_flwr.lab.output.global_tests import GlobalTests, headlines
+from fedbn_flwr.lab.output.held_out import HeldOut
+from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
+from fedbn_flwr.lab.output.saved_parts import contents_of_model, kept_by_clients
+from fedbn_flwr.lab.output.versions import versions
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS, VALIDATION
+from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
+from fedbn_flwr.server.failures import losses_not_finite
+from fedbn_flwr.server.report import RoundReport, Traffic
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.training.wrappers import load_state
+
+__all__ = ["OnRound", "Recorder"]
+
+logger = logging.getLogger("flwr")
+
+OnRound = Callable[[Mapping[str, Any]], None]
+"""Called with each line of ``metrics.jsonl``."""
+
+REFUSED = "a reply was refused; the server's log has the reason"
+_COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
+
+_WHAT_MEAN = " (mean over clients)"
+
+
+class Recorder:
+    """Tests the global model if ``eval-on`` asks for it, and writes a line for each round.
+
+    Attributes:
+        stopping: the validation scores, with which it stops the strategy; None without early stopping.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: Config,
+        model: nn.Module,
+        data: PartitionedData | None,
+        strategy: FedAvg[Any] | None,
+        on_round: OnRound | None,
+    ) -> None:
+        self._folder, self._config, self._model = folder, config, model
+        self._strategy, self._on_round = strategy, on_round
+        self._model_description = ModelDescription.of(config, data.dataset if data else None)
+        if strategy and (scale := strategy.input_scale):
+            self._model_description = replace(self._model_description, mean=scale.mean, std=scale.std)
+        self._task = config.learning_task()
+        self._withheld = strategy is not None and not strategy.protection.publishes_metrics
+        self._held_out = HeldOut(data, self._task, config.test_bn_settings()) if data and data.held_out else None
+        domains = data.domain_views() if data and not self._withheld else {}
+        self._domain_of = functools.cache(data.domain_of) if data and domains else lambda client: None
+        self._tests = GlobalTests(config, model, data, domains, strategy)
+        self._tests.try_batches()
+        if self._held_out:
+            self._held_out.try_batches(model)
+        lines = read_metrics(folder.path / "metrics.jsonl")  # of a resumed run
+        self.stopping = EarlyStopping(config, lines) if config.early_stopping else None
+        self._stop()
+        self._trained = {str(client) for line in lines for client in line["participants"]}
+        self._clock = time.monotonic()
+
+    def after_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Write the line of a round; Flower's ``evaluate_fn``, called with round 0 before the first round."""
+        if server_round == 0 or self._strategy is None:
+            self._clock = time.monotonic()
+            return None
+        state = from_record(arrays) if self._due(server_round) else None
+        line = self.write(self._strategy.run.report, state)
+        found = {name: line[f"test-{name}"] for name in self._task.metrics if f"test-{name}" in line}
+        return MetricRecord(found) if found else None
+
+    def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
+        """Test in a round with a test, write and return the line of the round, and call ``on_round`` with it."""
+        line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
+        reported = self._strategy.names_in_bases("reported_metrics") if self._strategy else []
+        measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
+        line |= {key: report.metrics[key] for key in measured if key in report.metrics}
+        due = self._due(report.server_round)
+        tests, domains = self._tests.run(state) if due else ({}, {})
+        line |= tests
+        if due or self._strategy is None:  # a strategy notes the losses of training itself
+            self._note_divergence(report, tests)
+        if due and self._held_out:
+            line |= self._test_held_out(self._held_out, state)
+        self._trained |= {str(client) for client in report.participants}
+        line |= client_means(report, self._trained, self._task)
+        domains |= client_means_by_domain(report, self._domain_of, self._task)
+        line |= self._counted(report)
+        if report.evaluations:
+            line["clients"] = report.evaluations
+        if unseen := sorted(report.evaluations.keys() - self._trained):
+            line["unseen"] = unseen
+        if domains:
+            line["domains"] = domains
+        line["seconds"] = round(time.monotonic() - self._clock, 4)
+        line["rejected"] = [REFUSED] * len(report.rejected) if self._withheld else list(report.rejected.values())
+        if report.kept_previous:
+            line["kept-previous"] = True
+        if report.diverged:
+            line |= {DIVERGED_AT: report.diverged_at, "diverged": report.diverged}
+        self._clock = time.monotonic()
+        self._add(line)
+        return line
+
+    def _test_held_out(self, held_out: HeldOut, state: State | None) -> dict[str, Any]:
+        """Return the tests of the held-out clients; the model has the global state again afterwards."""
+        whole = state
+        if whole is None:
+            whole = {name: array.copy() for name, array in to_state(self._model.state_dict()).items()}
+        found = held_out.test(self._model, whole, self._strategy)
+        load_state(self._model, tensors(whole))
+        return found
+
+    def _counted(self, report: RoundReport) -> dict[str, Any]:
+        """Return the examples that were processed, the clients, the traffic, and what privacy was spent."""
+        found: dict[str, Any] = {}
+        clients = report.clients.values() or [report.metrics]
+        if not self._withheld:
+            found["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
+            found[DROPPED_BATCHES] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
+        found |= {"participants": report.participants, **_moved(report.train), **report.privacy}
+        if report.evaluate.exchanges:
+            found |= _moved(report.evaluate, "evaluation-")
+        return found
+
+    def _add(self, line: dict[str, Any]) -> None:
+        """Write the line of a round, stop the run if it is time, and tell the log and ``on_round``."""
+        self._folder.add_round(line)
+        if self.stopping:
+            self.stopping.add(line)
+            self._stop()
+        names = (*headlines(self._config), TRAIN_LOSS)
+        shown = " ".join(f"{k} {line[k]:.4f}{_WHAT_MEAN * k.startswith('personal')}" for k in names if k in line)
+        logger.info("round %d/%d: %s", line["round"], self._config.num_server_rounds, shown)
+        if self._on_round:
+            self._on_round(line)
+
+    def _stop(self) -> None:
+        """End the run if early stopping says so."""
+        if self._strategy and self.stopping and self.stopping.stops:
+            self._strategy.stopped = True
+            logger.info("early stopping: %s was best in round %s", self.stopping.metric, self.stopping.best())
+
+    def _note_divergence(self, report: RoundReport, tested: Mapping[str, Any]) -> None:
+        if self._strategy:
+            self._strategy.note_divergence(losses_not_finite({"": tested}))
+        elif losses := losses_not_finite({"": {**report.metrics, **tested}}):
+            report.diverged, report.diverged_at = losses, report.server_round
+            logger.error("round %d diverged: %s", report.server_round, "; ".join(losses))
+
+    def finish(self, state: State, strategy: FedAvg[Any] | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
+        """Write model, curves and summary; return the summary.
+
+        With early stopping, ``state`` and the strategy are those of the best round.
+        """
+        lines = read_metrics(self._folder.path / "metrics.jsonl")
+        chosen = (self.stopping.best() if self.stopping else None) or len(lines)
+        summary: dict[str, Any] = {"strategy": strategy.name if strategy else self._config.strategy}
+        summary |= self._figures(lines, federated=strategy is not None)
+        since = summary.get(DIVERGED_AT)
+        summary |= strategy.outcome(chosen) if strategy else {}
+        if resumed_after:
+            summary["resumed-after"] = list(resumed_after)
+        private = strategy is not None and strategy.protection.hides_clients
+        local = strategy.run.local_hashes if strategy and not private else {}
+        summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
+        contents = summary["model"] = contents_of_model(strategy)
+        clients = self._folder.save_clients(
+            kept_by_clients(self._config, strategy, state) if strategy and not private else ()
+        )
+        absent = [part for part, text in contents.items() if text == ABSENT]
+        if strategy and absent:
+            summary["model-note"] = why_absent(absent, clients)
+            logger.info("%s", summary["model-note"])
+            state = {name: array for name, array in state.items() if strategy.run.parts.part_of[name] not in absent}
+        about = {"format": "pt", **contents, "sha256": summary["sha256"]}
+        about[MODEL_DESCRIPTION] = self._model_description.to_json()  # what using the model elsewhere needs
+        if strategy and strategy.local and local:
+            about[KEPT_HASHES] = json.dumps(dict(sorted(local.items())))
+        if since and chosen >= since:
+            about[DIVERGED_AT] = str(since)
+        self._folder.finish(state, about, summary)
+        return summary
+
+    def _figures(self, lines: Sequence[Mapping[str, Any]], federated: bool) -> dict[str, Any]:
+        """Return the results for the summary: those of the best round with early stopping, else of the last test."""
+        headline = headlines(self._config)[0]
+        measured = [line for line in lines if line.get(headline) is not None]
+        choose = max if self._task.higher_is_better else min
+        best = choose(measured, key=lambda line: line[headline], default={})
+        kept_round = self.stopping.best() if self.stopping else None
+        tested = [line for line in lines if self._due(line["round"]) or line.get(headline) is not None]
+        last = lines[kept_round - 1] if kept_round else tested[-1] if measured else {}
+        kept = ("train-", "test-", "personal-", f"{VALIDATION}-", HELD_OUT, "domains")
+        final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
+        if measured:
+            final.setdefault(headline, None)
+            self._warn_of_result(final, headline, kept_round or len(lines))
+        by, positive = self._config.test_bn_settings(), self._model_description.positive
+        found: dict[str, Any] = {
+            "headline": headline,
+            "final": final,
+            "definitions": definitions(final, last, self._tests.num_examples, federated, by, positive),
+            "best": {"round": best.get("round"), headline: best.get(headline)},
+            "rounds": len(lines),
+            "ledger": _totals(lines),
+            "seconds": round(sum(line["seconds"] for line in lines), 3),
+            "rejected": sum(len(line["rejected"]) for line in lines),
+        }
+        if since := next((line[DIVERGED_AT] for line in lines if DIVERGED_AT in line), None):
+            found[DIVERGED_AT] = since
+        if self.stopping:
+            found["stopped-early"] = self.stopping.stops and len(lines) < self._config.num_server_rounds
+            found["best-validation"] = {"round": kept_round, self.stopping.metric: last.get(self.stopping.metric)}
+        return found
+
+    def _warn_of_result(self, final: Mapping[str, Any], headline: str, of_model: int) -> None:
+        """Warn where the result has no value, or is not that of the saved model."""
+        tested = final["round"]
+        if final[headline] is None:
+            why = "no reply with it arrived, or it is not defined"
+            logger.warning("the result is that of round %d, which has no %s: %s", tested, headline, why)
+        if tested != of_model:
+            logger.warning("the result is that of round %d, the last test; the model is of round %d", tested, of_model)
+
+    def close(self) -> None:
+        """Move the test model to the CPU, to free the device's memory."""
+        self._model.cpu()
+
+    def _due(self, server_round: int) -> bool:
+        return server_round % self._config.eval_every == 0 or server_round == self._config.num_server_rounds
+
+
+def _moved(traffic: Traffic, prefix: str = "") -> dict[str, int]:
+    values = (traffic.exchanges, traffic.down, traffic.up, traffic.counters_down, traffic.counters_up)
+    return {prefix + key: value for key, value in zip(_COUNTED[1:], values, strict=True)}
+
+
+def _totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    counted = [(k, v) for line in lines for k, v in line.items() if k.removeprefix("evaluation-") in _COUNTED]
+    totals: dict[str, int] = {}
+    for key, value in counted:
+        totals[key] = totals.get(key, 0) + value
+    return totals

@@ -1,0 +1,51 @@
+"""What a run says of its data and its model before it trains, in the log and in its folder."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import is_own
+from fedbn_flwr.lab.models import InitReport
+from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.lab.partitioned.report import classes_without_client, data_report, sha256_of_data
+from fedbn_flwr.lab.partitioned.splitting import split_to_json
+from fedbn_flwr.norms.feature import NormalisedLinear
+
+__all__ = ["log_feature_norm", "log_initial", "report_data"]
+
+logger = logging.getLogger("flwr")
+
+
+def report_data(folder: RunFolder, config: Config, data: PartitionedData | None) -> None:
+    """Write the split of the data; log and write what was read of own data."""
+    if data is None:
+        return
+    if split := split_to_json(data):
+        folder.save_split(split)
+    for line in classes_without_client(data, config):
+        logger.warning("%s", line)
+    if not is_own(config.dataset):
+        return
+    report = data_report(data, config)
+    logger.info("%s", report.text())
+    for warning in report.warnings:
+        logger.warning("%s", warning)
+    figures = {**report.figures, "sha256": sha256_of_data(config)}
+    folder.save_data(figures, report.notes, report.warnings)
+
+
+def log_feature_norm(model: nn.Module) -> None:
+    """Log which layer gets features of a fixed length: the user knows whether it is the classifier."""
+    for path, module in model.named_modules():
+        if isinstance(module, NormalisedLinear):
+            logger.info("feature-norm: '%s' is the classifier; the features before it get a fixed length", path)
+
+
+def log_initial(report: InitReport | None) -> None:
+    """Log what the initial weights hold: as a warning if some of them, or of the model's entries, found no partner."""
+    if report is not None:
+        logger.log(logging.INFO if report.complete else logging.WARNING, "%s", report)

@@ -1,0 +1,48 @@
+"""The BatchNorm statistics of a run as the server sees them: ``statistics.jsonl``, see ``doctor.history``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.doctor.history import statistics_line, tracked_layers
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.strategies import FedAvg
+
+__all__ = ["StatisticsLog"]
+
+
+class StatisticsLog:
+    """Writes a line in every ``watch-statistics``-th round and in the last; it is a strategy's ``on_replies``.
+
+    Nothing of the run depends on it. A round below ``min-replies`` has no line.
+    """
+
+    def __init__(self, folder: RunFolder, config: Config, model: nn.Module, strategy: FedAvg[Any]) -> None:
+        self._folder, self._config, self._strategy = folder, config, strategy
+        self._layers = tracked_layers(model)
+
+    def __call__(self, server_round: int, replies: Sequence[Reply], before: State, after: State) -> None:
+        """Write the line of a round, given its replies and the global state before and after it."""
+        config, run = self._config, self._strategy.run
+        if server_round % config.watch_statistics and server_round != config.num_server_rounds:
+            return
+        names = {*run.parts.select([Part.STATISTICS, Part.COUNTERS])}
+
+        def chosen(state: State) -> Any:
+            return tensors({name: array for name, array in state.items() if name in names})
+
+        found = statistics_line(
+            self._layers,
+            chosen(before),
+            chosen(after),
+            [(reply.node.label, chosen(reply.state)) for reply in replies],
+        )
+        self._folder.add_statistics({"round": server_round, "phase": run.report.phase, **found})

@@ -1,0 +1,265 @@
+"""The data of a run and its split over the clients, the same on every node."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedbn_flwr.errors import ConfigError, DataError, unknown_name
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import (
+    PARTITIONS,
+    Augment,
+    Dataset,
+    Examples,
+    Scale,
+    Standardise,
+    Subset,
+    load_dataset,
+    split_dataset,
+    split_off,
+    standardised,
+)
+from fedbn_flwr.lab.data.augment import RESIZED_CROP
+from fedbn_flwr.lab.data.splits import Indices
+from fedbn_flwr.lab.setup import pick_device
+from fedbn_flwr.seeds import derive_seed
+
+__all__ = ["PartitionedData", "count_clients", "load_data", "partitioned_data", "put_aside", "whole_data"]
+
+DEFAULT_CLIENTS = 5  # of num-clients=0 in process, which has no federation to count
+_SPLIT_KEYS = (
+    *("augment", "seed", "validation_share", "partition", "partition_alpha"),
+    *("classes_per_client", "num_shards", "shards_per_client", "domain_share", "standardise", "held_out_clients"),
+)
+
+
+@dataclass(frozen=True)
+class PartitionedData:
+    """The data of a run and its split: indices of each client's training, test and validation examples."""
+
+    dataset: Dataset
+    train: tuple[Indices, ...]
+    test: tuple[Indices, ...]
+    augment: Augment | None
+    validation: tuple[Indices, ...] = ()
+    scales: tuple[Scale, ...] = ()  # of each client, under standardise=local
+    raw: Examples | None = None  # training examples as read, under standardise=local
+    held_out_names: tuple[str, ...] = ()
+    held_out: tuple[tuple[Indices, Indices], ...] = ()  # training and test examples of each held-out client
+
+    def held_out_views(self, at: int) -> tuple[Subset, Subset]:
+        """Return the inputs, of which no target is used, and the test data of a held-out client."""
+        data, (train, test) = self.dataset, self.held_out[at]
+        inputs = Subset(data.train, train, mean=data.mean, std=data.std)
+        return inputs, Subset(data.test, test, mean=data.mean, std=data.std)
+
+    def train_view(self, partition_id: int | None = None) -> Subset:
+        """Return a client's training data; without a partition id that of all clients together."""
+        own = np.concatenate(self.train) if partition_id is None else self.train[partition_id]
+        return Subset(self.dataset.train, own, mean=self.dataset.mean, std=self.dataset.std, augment=self.augment)
+
+    def test_view(self, partition_id: int | None = None) -> Subset:
+        """Return a client's own test data; without a partition id all test data but those of held-out clients."""
+        own = self._tests() if partition_id is None else self.test[partition_id]
+        return Subset(self.dataset.test, own, mean=self.dataset.mean, std=self.dataset.std)
+
+    def _tests(self) -> Indices | None:
+        """Return the test examples of no held-out client; None = all."""
+        if not self.held_out:
+            return None
+        apart = np.concatenate([test for _, test in self.held_out])
+        return np.setdiff1d(np.arange(len(self.dataset.test)), apart)
+
+    def validation_view(self, partition_id: int | None = None) -> Subset:
+        """Return a client's validation data, which it does not train on; without a partition id that of all clients.
+
+        They are a part of the training examples, and not augmented. Empty if ``validation-share`` is 0.
+        """
+        parts = self.validation if partition_id is None else self.validation[partition_id : partition_id + 1]
+        own = np.concatenate([np.empty(0, np.int64), *parts])
+        return Subset(self.dataset.train, own, mean=self.dataset.mean, std=self.dataset.std)
+
+    def domain_views(self) -> dict[str, Subset]:
+        """Return the test set of each domain (group) by name; empty if the data have no groups."""
+        data, groups = self.dataset, self.dataset.test.groups
+        if groups is None:
+            return {}
+        tests = self._tests()
+        known = torch.ones_like(groups, dtype=torch.bool)
+        if tests is not None:
+            known = torch.zeros_like(known).index_fill_(0, torch.as_tensor(tests).to(groups.device), True)
+        found = {n: torch.nonzero((groups == index) & known).flatten() for index, n in enumerate(data.group_names)}
+        return {name: Subset(data.test, own, mean=data.mean, std=data.std) for name, own in found.items() if len(own)}
+
+    def domain_of(self, partition_id: int) -> str | None:
+        """Return the domain of a client's test data; None if they come from several domains or none.
+
+        None, too, for an unknown client.
+        """
+        if partition_id >= len(self.test):
+            return None
+        groups = self.test_view(partition_id).groups
+        own = [] if groups is None else torch.unique(groups).tolist()
+        return self.dataset.group_names[own[0]] if len(own) == 1 else None
+
+
+def count_clients(config: Config) -> int:
+    """Return ``num_clients``; if it is 0, the groups that are not held out for a split by group, 5 for other splits.
+
+    Raises:
+        DataError: the data is missing.
+    """
+    if config.num_clients or not PARTITIONS[config.split_name()].by_group:
+        return config.num_clients or DEFAULT_CLIENTS
+    data = load_data(config)
+    if data.train.groups is None:
+        return DEFAULT_CLIENTS  # the split raises
+    apart = len(_held_out(config.held_out_clients, config.split_name(), data))
+    return max(1, len(torch.unique(data.train.groups)) - apart)
+
+
+def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = ()) -> PartitionedData:
+    """Return the data of a run, split over ``num_clients``; images in a shape (C, H, W), () = that of the model.
+
+    Raises:
+        DataError: the data is missing, or it cannot be split in this way.
+    """
+    # Runs with the same values of these keys share the data and its split.
+    return _partitioned(num_clients, load_data(config, shape), *(getattr(config, key) for key in _SPLIT_KEYS))
+
+
+def whole_data(config: Config, data: Dataset, client: int, *, own_scale: bool) -> PartitionedData:
+    """Return all data for one client, whose number seeds the draw of its validation examples.
+
+    Args:
+        config: the settings of the run.
+        data: the data of one node.
+        client: partition id.
+        own_scale: whether inputs have the client's own mean and std, as under standardise=local; else images have the
+            constants of the data set, and other inputs are taken as they are.
+    """
+    keys = (config.augment, config.seed, config.validation_share)
+    return _whole(data, client, "local" if own_scale else "none", *keys)
+
+
+@functools.lru_cache(maxsize=4)
+def _whole(
+    data: Dataset, client: int, standardise: Standardise, augment: str, seed: int, share: float
+) -> PartitionedData:
+    train, test = (np.arange(len(samples), dtype=np.int64) for samples in (data.train, data.test))
+    return _prepared(data, [train], [test], [client], standardise, augment, seed, share)
+
+
+def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
+    """Return the data of a run; images in a shape (C, H, W), () = that of the model.
+
+    Raises:
+        DataError: the data is missing, or only the nodes have it.
+    """
+    if config.data_on_nodes():
+        raise DataError(
+            f"dataset={config.dataset!r} has no path: only the nodes have the data, each at the data-path of its node "
+            "config, and tests of the server need some. Use eval-on=personal-own over a network; or name the path."
+        )
+    shape, augment = shape or config.example_shape(), Augment.parse(config.augment)
+    channels, size = shape[:2] if len(shape) == 3 else (None, None)
+    return load_dataset(
+        config.data_info(),
+        config.data_dir,
+        channels,
+        size,
+        pick_device(config.device),
+        int(config.cache_gib * 2**30),
+        originals=augment is not None and RESIZED_CROP in augment.each,
+        workers=config.data_workers,
+    )
+
+
+# Cached, because Flower calls client_fn for every message; all clients of a process share one copy of the images.
+@functools.lru_cache(maxsize=4)
+def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedData:
+    options = dict(zip(_SPLIT_KEYS, values, strict=True))
+    names = ("augment", "partition", "partition_alpha", "validation_share", "standardise", "held_out_clients")
+    augment, partition, alpha, share, standardise, held_out_clients = (options.pop(key) for key in names)
+    apart = _held_out(held_out_clients, partition, data)
+    train, test = split_dataset(data, partition, num_clients + len(apart), alpha=alpha, **options)
+    places = [at % len(train) for at in apart.values()]  # -1 is the last client
+    held_out = tuple((train[at], test[at]) for at in places)
+    train, test = ([part for at, part in enumerate(parts) if at not in places] for parts in (train, test))
+    clients, seed = range(num_clients), options["seed"]
+    return _prepared(data, train, test, clients, standardise, augment, seed, share, tuple(apart), held_out)
+
+
+def _prepared(
+    data: Dataset,
+    train: list[Indices],
+    test: list[Indices],
+    clients: Sequence[int],
+    standardise: Standardise,
+    augment: str,
+    seed: int,
+    share: float,
+    names: tuple[str, ...] = (),
+    held_out: tuple[tuple[Indices, Indices], ...] = (),
+) -> PartitionedData:
+    """Return the data of these clients: validation examples put aside, inputs standardised."""
+    validation: tuple[Indices, ...] = ()
+    if share:
+        seeds = [derive_seed(seed, "validation", client) for client in clients]
+        pairs = [put_aside(data.train, part, share, seed) for part, seed in zip(train, seeds, strict=True)]
+        if not any(len(part) for _, part in pairs):
+            raise DataError(
+                f"validation-share={share} gives no client a validation example: the largest of {len(clients)} has "
+                f"{max(map(len, train))} training examples. Use a larger share or fewer clients."
+            )
+        train, validation = [rest for rest, _ in pairs], tuple(part for _, part in pairs)
+    owned = [np.concatenate(both) for both in zip(train, validation, strict=True)] if share else train
+    raw = data.train
+    data, scales = standardised(data, train, test, standardise, owned, held_out)
+    own = Augment.parse(augment)
+    return PartitionedData(
+        data, tuple(train), tuple(test), own, validation, scales, raw if scales else None, names, held_out
+    )
+
+
+def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
+    """Return the held-out clients of the config: their names, and their places among all clients, -1 for the last.
+
+    Raises:
+        ConfigError: a name is unknown, or the split does not give each client a group, or no client is left.
+    """
+    if not text.strip():
+        return {}
+    groups = (
+        [] if data.train.groups is None else [data.group_names[g] for g in torch.unique(data.train.groups).tolist()]
+    )
+    if text.strip().isdecimal() and (partition != "natural" or text.strip() not in groups):
+        count = int(text)
+        if partition == "natural" and count >= len(groups):
+            raise ConfigError(f"held-out-clients={count} leaves none of the {len(groups)} clients to train.")
+        last = groups[len(groups) - count :] if partition == "natural" else [f"held-out-{at}" for at in range(count)]
+        return {name: at - count for at, name in enumerate(last)}
+    if partition != "natural":
+        raise ConfigError(
+            f"held-out-clients={text!r} names clients, which partition={partition} has not. Use partition=natural, or "
+            "a number of clients."
+        )
+    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    for name in wanted:
+        if name not in groups:
+            raise unknown_name("held-out client", name, groups)
+    if len(set(wanted)) == len(groups):
+        raise ConfigError(f"held-out-clients={text!r} leaves none of the {len(groups)} clients to train.")
+    return {name: groups.index(name) for name in dict.fromkeys(wanted)}
+
+
+def put_aside(samples: Examples, indices: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
+    """Return a client's training and validation examples, given all of its examples."""
+    own = None if samples.units is None else samples.units.cpu().numpy()
+    return split_off(indices, samples.labels.cpu().numpy(), share, seed, own)

@@ -1,0 +1,241 @@
+"""The BatchNorm pictures of a run: how far the clients' statistics are from the global ones, and how these change."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fedbn_flwr.doctor.history import MAX_CLIENTS
+from fedbn_flwr.doctor.trends import trends
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output.folder import STATISTICS_FILE
+from fedbn_flwr.lab.report.curve_figures import marks
+from fedbn_flwr.lab.report.figures import ROUNDS, UNITS, Drawing, Mark, Series, curves, heatmap
+from fedbn_flwr.lab.report.page import Block, Figure, Heading, Listing, Section, Table, Text
+from fedbn_flwr.lab.report.run_files import RunFiles
+from fedbn_flwr.lab.report.shown import thinned
+
+__all__ = ["batchnorm_section", "curves_by_round", "l1_means", "shown"]
+
+_DIAGNOSES = ("doctor.json", "doctor/doctor.json")
+
+Line = Mapping[str, Any]
+Layer = Mapping[str, Any]
+
+
+def batchnorm_section(run: RunFiles) -> Section:
+    """Return the pictures of ``statistics.jsonl``; without the file a line that says how to get it."""
+    lines = read_metrics(run.folder / STATISTICS_FILE)
+    pictures = list(_pictures(run, lines)) if lines else [Text(_why_missing(run), "note")]
+    return Section("batchnorm", "BatchNorm", [*_findings(run), *pictures])
+
+
+def _why_missing(run: RunFiles) -> str:
+    text = "BatchNorm statistics were not recorded. Repeat the run with --set watch-statistics=1 to see them here."
+    if run.repeatable:
+        try:
+            Config.make({**run.chosen, "watch-statistics": 1})
+        except ConfigError as error:
+            text = f"BatchNorm statistics cannot be recorded in this run: {error}."
+    return text
+
+
+def _findings(run: RunFiles) -> Iterator[Block]:
+    """Yield what the doctor has said, if its ``doctor.json`` lies in the run's folder or in ``doctor/`` there."""
+    written = {n: path.stat().st_mtime_ns for n in _DIAGNOSES if (path := run.folder / n).is_file()}
+    newest = max(written, key=lambda name: written[name], default="")
+    if not newest:
+        return
+    diagnosis = run.json(newest)
+    findings = diagnosis.get("findings", [])
+    yield Text(f"The doctor has {len(findings) or 'no'} finding{'s' * (len(findings) != 1)}.")
+    for finding in findings:
+        yield Heading(finding["what"])
+        yield Listing(finding["evidence"])
+        yield Table(["what to try, in order", "what it does"], [[r["setting"], r["why"]] for r in finding["remedies"]])
+    for title, key in (("What the doctor could not measure", "not-measured"), ("Notes of the doctor", "notes")):
+        if diagnosis.get(key):
+            yield Heading(title)
+            yield Listing(diagnosis[key])
+    if run.lines and written[newest] < (run.folder / "metrics.jsonl").stat().st_mtime_ns:
+        yield Text(f"{newest} is older than the last round of the run: it may be about an earlier model.", "warning")
+
+
+def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
+    yield Text(
+        "Batch statistics of each client, taken from the running statistics that it sent back, beside the global ones "
+        "that it got. Far apart, BatchNorm normalises with other numbers in training than in tests."
+    )
+    local = _l1_of_clients(lines)
+    yield _norms(run, lines, local)
+    if variance := _window_variance(run, lines):
+        yield variance
+    if any(value is None for row in local for value in row):
+        text = (
+            "Rounds without values: a layer of the clients tracked no statistics, as after T* of FixBN, or a number is "
+            "not finite. Layers that never have a value are in no sum."
+        )
+        yield Text(text, "note")
+    if any(_many(line) for line in lines):
+        yield Text(
+            f"With more than {MAX_CLIENTS} clients a line has quantiles. The median stands for the mean, and a sum "
+            "over the layers is one of the layers' lowest values, medians or highest values.",
+            "note",
+        )
+    layers = list(dict.fromkeys(path for line in lines for path in line["layers"]))
+    names = [path or "the model" for path in layers]
+    rounds = thinned(lines)
+    across = [str(line["round"]) for line in rounds]
+    for key, what in (("mean", "standard deviations"), ("variance", "log of the factor")):
+        values = [[_middle(line, _of_clients(line["layers"].get(path), key)) for line in rounds] for path in layers]
+        title = f"Distance of the clients' {key}s from the global ones, by layer ({what})"
+        yield _by_layer(values, across, names, title, key)
+    values = [[_change(line["layers"].get(path), "mean") for line in rounds] for path in layers]
+    yield _by_layer(
+        values, across, names, "Change of the global means in a round, by layer (standard deviations)", "change"
+    )
+    tracked = [line for line in lines if any(_known(layer) for layer in line["layers"].values())]
+    if tracked and tracked[-1]["clients"]:
+        last = tracked[-1]
+        found = [_of_clients(last["layers"].get(path), "mean") for path in layers]
+        title = f"Distance of the means by layer and client, round {last['round']} (standard deviations)"
+        drawing = heatmap(found, last["clients"], names, titles=("client", "layer", "distance"), text=".2f")
+        rows = [[name, *map(shown, row)] for name, row in zip(names, found, strict=True)]
+        label = f"{title}: {_largest(found, names)}"
+        yield Figure(drawing, label, title, Table(["layer", *last["clients"]], rows))
+
+
+def _norms(run: RunFiles, lines: Sequence[Line], local: Sequence[Sequence[float | None]]) -> Figure:
+    """Return FixBN's Fig. 3 (a): L1 distances, summed over the layers."""
+    known = [[value for value in row if value is not None] for row in local]
+    middle, change = l1_means(lines)
+    rounds = [line["round"] for line in lines]
+    over = dict.fromkeys(UNITS, rounds)
+    band = any(len(row) > 1 for row in known)
+    series = [
+        Series(
+            "clients, from the global ones",
+            over,
+            middle,
+            0,
+            [min(row, default=None) for row in known] if band else (),
+            [max(row, default=None) for row in known] if band else (),
+        ),
+        Series("global, change in the round", over, [value or None for value in change], 1),  # 0 has no logarithm
+    ]
+    drawing = curves_by_round(series, "L1 norm", marks(run), log=True)
+    rows = [
+        [
+            str(line["round"]),
+            shown(mean),
+            shown(min(row, default=None)),
+            shown(max(row, default=None)),
+            shown(c),
+        ]
+        for line, row, mean, c in thinned(list(zip(lines, known, middle, change, strict=True)))
+    ]
+    title = "L1 distances of the statistics, summed over the layers (FixBN, Fig. 3 a)"
+    label = f"{title}: in the last line {rows[-1][1]} for the clients and {rows[-1][4]} for the global change."
+    head = ["round", "clients, mean", "lowest", "highest", "global, change"]
+    return Figure(drawing, label, title, Table(head, rows))
+
+
+def _window_variance(run: RunFiles, lines: Sequence[Line]) -> Figure | None:
+    """Return FixBN's Fig. 3 (b): the variance of the clients' statistics over rounds; None without two lines of one."""
+    found = trends(lines)
+    known = [[v for v in row if v is not None] for row in zip(*found["window-variance"].values(), strict=True)]
+    if not any(known):
+        return None
+    rounds, means = found["rounds"], [statistics.fmean(row) if row else None for row in known]
+    low, high = ([bound(row, default=None) for row in known] for bound in (min, max))
+    series = [Series("clients, mean", dict.fromkeys(UNITS, rounds), means, 0, low, high)]
+    drawing = curves_by_round(series, "variance", marks(run))
+    title = f"Variance of the clients' statistics over {found['window']} recorded rounds (FixBN, Fig. 3 b)"
+    label = f"{title}: the mean over the clients in the last line is {shown(means[-1])}."
+    rows = thinned([[str(r), *map(shown, row)] for r, *row in zip(rounds, means, low, high, strict=True)])
+    return Figure(drawing, label, title, Table(["round", "clients, mean", "lowest", "highest"], rows))
+
+
+def l1_means(lines: Sequence[Line]) -> tuple[list[float | None], list[float | None]]:
+    """Return FixBN's Fig. 3 (a) for each line, L1 norms summed over the layers.
+
+    These are the mean over the clients of the distance from the global statistics, with many clients the median, and
+    the change of the global ones. None is a line in which a layer has no value.
+    """
+    middle = [_middle(line, row) for line, row in zip(lines, _l1_of_clients(lines), strict=True)]
+    return middle, [_sum(_change(layer, "l1") for layer in line["layers"].values()) for line in lines]
+
+
+def curves_by_round(series: Sequence[Series], title: str, marks: Sequence[Mark] = (), *, log: bool = False) -> Drawing:
+    """Return curves that are drawn over rounds, whatever the ``Switch`` says: exchanges are not recorded."""
+    drawing = curves(series, title, marks, log=log)
+    drawing["units"] = dict.fromkeys(UNITS, drawing["units"][ROUNDS])
+    return drawing
+
+
+def _by_layer(
+    values: Sequence[Sequence[float | None]], across: Sequence[str], names: Sequence[str], title: str, what: str
+) -> Figure:
+    drawing = heatmap(values, across, names, titles=("round", "layer", what), text=".2f")
+    rows = [[name, *map(shown, row)] for name, row in zip(names, values, strict=True)]
+    return Figure(drawing, f"{title}: {_largest(values, names)}", title, Table(["layer", *across], rows))
+
+
+def _largest(values: Sequence[Sequence[float | None]], names: Sequence[str]) -> str:
+    found = [(value, name) for name, row in zip(names, values, strict=True) for value in row if value is not None]
+    return "no values." if not found else f"the largest is {shown(max(found)[0])}, in {max(found)[1]}."
+
+
+def _of_clients(layer: Layer | None, key: str) -> list[float | None]:
+    """Return a distance for each client; with many clients the lowest, the median and the highest."""
+    if layer is None:
+        return []
+    found: list[float | None] = layer["clients"][key] if "clients" in layer else layer["quantiles"][key][::2]
+    return found
+
+
+def _known(layer: Layer) -> bool:
+    """Return whether a client tracked the layer."""
+    return any(value is not None for value in _of_clients(layer, "l1"))
+
+
+def _l1_of_clients(lines: Sequence[Line]) -> list[list[float | None]]:
+    """Return for each line the L1 distance of each client, summed over the layers that ever tracked."""
+    tracking = {path for line in lines for path, layer in line["layers"].items() if _known(layer)}
+    columns = (
+        [_of_clients(layer, "l1") for path, layer in line["layers"].items() if path in tracking or not tracking]
+        for line in lines
+    )
+    return [[_sum(row) for row in zip(*found, strict=True)] for found in columns]
+
+
+def _change(layer: Layer | None, key: str) -> float | None:
+    found: float | None = layer["change"][key] if layer else None
+    return found
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """Return the sum over the layers; None if one is missing: sums of other layers are other quantities."""
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return sum(known) if known and len(known) == len(found) else None
+
+
+def _many(line: Line) -> bool:
+    """Return whether a line has quantiles over the clients, not their values."""
+    return line["clients"] is None
+
+
+def _middle(line: Line, values: Sequence[float | None]) -> float | None:
+    """Return the mean over the clients; with many clients their median."""
+    known = [value for value in values if value is not None]
+    middle = statistics.median if _many(line) else statistics.fmean
+    return middle(known) if known else None
+
+
+def shown(value: float | None) -> str:
+    """Return a norm as text."""
+    return "-" if value is None else f"{value:.3g}"

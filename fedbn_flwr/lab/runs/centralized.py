@@ -1,0 +1,202 @@
+"""The centralized reference: a plain torch loop over the union of the clients' data."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.errors import DivergedError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.early_stopping import EarlyStopping
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output.checkpoint import Checkpoint, StartingPoint, starting_point
+from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder, lock_folder
+from fedbn_flwr.lab.output.recorder import OnRound, Recorder
+from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.lab.setup import initialise, local_training, training_model
+from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
+from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence
+from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.training import make_optimizer, train
+from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.loop import TrainResult
+from fedbn_flwr.training.wrappers import load_state, unwrap
+
+__all__ = ["centralized", "reference_config"]
+
+logger = logging.getLogger("flwr")
+
+_OPTIMIZER = "optimizer"  # in a checkpoint, in place of a strategy's state
+
+
+def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
+    """Run the reference over the union of the clients' data, E steps or epochs per "round", and write its folder.
+
+    One optimizer is used for all rounds; everything else is as for a client. Arguments and errors are those of
+    ``serve``.
+    """
+    for line in (*check(config), *config.late_decays()):
+        logger.warning("%s", line)
+    config = reference_config(config)
+    with lock_folder(out), ExitStack() as closing:
+        return _centralized(config, out, on_round, closing)
+
+
+def reference_config(config: Config) -> Config:
+    """Return the config with the tests that the reference can do: those of a global model."""
+    tests = [name for name in config.evaluations() if name.startswith("global")] or ["global"]
+    return config.model_copy(update={"eval_on": ",".join(tests)})
+
+
+def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
+    data = partitioned_data(config, count_clients(config))
+    model = training_model(config)
+    plain = unwrap(model)
+    log_feature_norm(plain)
+    start = starting_point(out, config, plain)
+    saved = start.saved
+    if saved is None:
+        log_initial(initialise(plain, config))
+    else:
+        load_state(plain, tensors(saved.state))
+    optimizer = make_optimizer(model, local_training(config))
+    if saved:
+        logger.info("resumed after round %d from %s", saved.server_round, start.checkpoints.folder)
+        _restore(optimizer, saved.strategy[_OPTIMIZER])
+        start.checkpoints.set_aside_after(saved.server_round)
+    folder = closing.enter_context(RunFolder(out, config, start.after))
+    report_data(folder, config, data)
+    recorder = Recorder(folder, config, plain, data, None, on_round)
+    reference = _Reference(config, model, optimizer, recorder, start)
+    line: Mapping[str, Any] = read_metrics(out / "metrics.jsonl")[-1] if start.after else {}
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.torch_threads)
+    try:
+        line = reference.train(data.train_view(), line)
+    finally:
+        torch.set_num_threads(before)
+        recorder.close()
+    summary = recorder.finish(reference.result(), None, reference.resumed_after)
+    if _diverged(config, line):
+        report = RoundReport(line["round"], line["phase"], diverged=line["diverged"], diverged_at=line[DIVERGED_AT])
+        raise DivergedError(divergence(report, TOO_LARGE_STEPS), report.diverged_at)
+    return summary
+
+
+class _Reference:
+    """The rounds of the reference: the model, its one optimizer, the checkpoints of both, and the best state."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recorder: Recorder,
+        start: StartingPoint,
+    ) -> None:
+        self._config, self._model, self._optimizer = config, model, optimizer
+        self._recorder, self._stopping, self._start = recorder, recorder.stopping, start
+        saved, stopping = start.saved, recorder.stopping
+        best = start.checkpoints.best(stopping) if saved and stopping else None
+        self._best: State = best.state if best else {}
+        self._run = saved.run if saved else uuid4().hex[:16]
+        self.resumed_after = saved.resumed_after_with_this if saved else []
+
+    def train(self, union: Batches, line: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Do the rounds that are left; return the line of the last one, ``line`` if none was left."""
+        config, settings = self._config, local_training(self._config)
+        if not self._start.saved:
+            self._save(0, False)
+        for server_round in range((self._start.after or 0) + 1, config.num_server_rounds + 1):
+            if _ends(config, line, self._stopping):
+                break
+            result = train(
+                self._model,
+                union,
+                settings,
+                learning_rate=settings.learning_rate.at(server_round),
+                stream=functools.partial(_stream, config.seed, server_round),
+                optimizer=self._optimizer,
+                task=config.learning_task(),
+            )
+            line = self._recorder.write(_report(server_round, result))
+            if self._stopping and self._stopping.best() == server_round:
+                self._best = self._state()
+            self._save(server_round, server_round == config.num_server_rounds or _ends(config, line, self._stopping))
+        return line
+
+    def result(self) -> State:
+        """Return the state of the best round with early stopping, else of the last."""
+        return self._best or self._state()
+
+    def _save(self, server_round: int, last: bool) -> None:
+        if self._start.checkpoints.due(server_round, last, self._stopping):
+            about = {_OPTIMIZER: _state_of(self._optimizer)}
+            checkpoint = Checkpoint(server_round, self._state(), about, self._run, self.resumed_after)
+            self._start.checkpoints.save(checkpoint, self._stopping)
+
+    def _state(self) -> State:
+        state = to_state(unwrap(self._model).state_dict())
+        return {name: array.copy() for name, array in state.items()}
+
+
+def _report(server_round: int, result: TrainResult) -> RoundReport:
+    report = RoundReport(server_round, "centralized")
+    report.metrics = {
+        TRAIN_LOSS: result.loss,
+        EXAMPLES_PROCESSED: result.num_processed,
+        DROPPED_BATCHES: result.num_dropped,
+    }
+    if result.accuracy is not None:
+        report.metrics[TRAIN_ACCURACY] = result.accuracy
+    return report
+
+
+def _diverged(config: Config, line: Mapping[str, Any]) -> bool:
+    """Return whether the run ends with an error after the round of this line of metrics.jsonl; {} = no round yet."""
+    return config.on_divergence == "stop" and DIVERGED_AT in line
+
+
+def _ends(config: Config, line: Mapping[str, Any], stopping: EarlyStopping | None) -> bool:
+    return _diverged(config, line) or (stopping is not None and stopping.stops)
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what the optimizer keeps between steps, by number of the parameter and name; None and numbers as such."""
+    kept = optimizer.state_dict()["state"]
+    return {
+        str(number): {
+            name: value.detach().cpu().numpy().copy() if isinstance(value, torch.Tensor) else value
+            for name, value in entries.items()
+        }
+        for number, entries in kept.items()
+    }
+
+
+def _restore(optimizer: torch.optim.Optimizer, kept: Mapping[str, Mapping[str, Any]]) -> None:
+    state = {
+        int(number): {
+            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+            for name, value in entries.items()
+        }
+        for number, entries in kept.items()
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _stream(seed: int, server_round: int, purpose: str) -> torch.Generator:
+    return torch_generator(seed, purpose, server_round, "union")

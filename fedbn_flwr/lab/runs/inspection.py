@@ -1,0 +1,272 @@
+"""Predict what a strategy does with a model: shared, kept and frozen parts; floats, bytes and exchanges per round."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.parts import Part, Parts, learning_parts, split_state
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.start_checks import misfits
+from fedbn_flwr.lab.setup import partly_without_effect
+from fedbn_flwr.messages.records import num_bytes, to_record, to_state
+from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.server.shared_bn import SHARED_BN
+from fedbn_flwr.strategies.fixbn import FreezePlan, Freezing, freeze_round
+from fedbn_flwr.training.freezing import holds_eval
+from fedbn_flwr.training.modes import kept_modes
+
+__all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Consecutive rounds with equal traffic.
+
+    Attributes:
+        name: the name of the phase.
+        rounds: number of rounds; None = found out during the run.
+        traffic: traffic of each round.
+        frozen: the parts that do not change (they are sent all the same).
+    """
+
+    name: str
+    rounds: int | None
+    traffic: Traffic
+    frozen: frozenset[Part] = frozenset()
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The predicted cost of a strategy on a model.
+
+    Attributes:
+        parts: the split of the model's state.
+        floats: number of elements of floating entries by part.
+        counters: number of elements of integer entries by part.
+        local: the parts that stay with the clients.
+        synchronised: the channels of each BatchNorm call in a synchronised step, in order; empty without such a step.
+        phases: the phases of the run in order.
+        reestimation: additional traffic of re-estimated BN statistics in each round with a test; None without.
+        plain: traffic of a round of FedAvg with the same model.
+        warnings: why the method would have no effect, or only a part of it.
+        frozen: the parameters that do not train (``train-only``); they are sent all the same.
+        fixed: the BN layers whose running statistics do not move either (``frozen-bn=eval``).
+    """
+
+    parts: Parts
+    floats: Mapping[Part, int]
+    counters: Mapping[Part, int]
+    local: frozenset[Part]
+    synchronised: tuple[int, ...]
+    phases: tuple[Phase, ...]
+    reestimation: Phase | None
+    plain: Traffic
+    warnings: tuple[str, ...]
+    frozen: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> Traffic:
+        """Traffic of the first round."""
+        return self.phases[0].traffic
+
+    @property
+    def later(self) -> Traffic:
+        """Traffic of the last round."""
+        return self.phases[-1].traffic
+
+    def total(self) -> Traffic:
+        """Return the traffic of the whole run.
+
+        Raises:
+            ConfigError: the length of a phase is found out during the run.
+        """
+        total = Traffic()
+        for phase in (*self.phases, *filter(None, [self.reestimation])):
+            if phase.rounds is None:
+                raise ConfigError(f"the number of rounds of phase {phase.name!r} is found out during the run")
+            total = total.plus(phase.traffic, phase.rounds)
+        return total
+
+
+def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Config | None = None) -> Inspection:
+    """Return the predicted traffic of ``strategy`` between the server and ``num_clients`` clients of a round.
+
+    Args:
+        model: the model; one forward pass in eval mode finds the BatchNorm calls of a synchronised step.
+        strategy: a key of ``STRATEGIES``.
+        num_clients: clients of a round.
+        config: gives the number of rounds, the model's input and the method's settings; None = all defaults.
+
+    Raises:
+        KeyError: the strategy is not in ``STRATEGIES``.
+    """
+    config = (config or Config.make({})).model_copy(update={"strategy": strategy})
+    method, params = config.method(), config.params()
+    costs = _Costs(model, config, num_clients)
+    start, later = costs.rounds()
+    calls = batchnorm_calls(model, config) if method.synchronises else ()
+    step = costs.synchronised_step(calls, model) if method.synchronises else None
+    plan = method.freeze_plan(params) if issubclass(method, Freezing) else None
+    refused = [f"{need}; the model has {has or 'none'}: a run is refused" for need, has, _ in misfits(config, model)]
+    return Inspection(
+        parts=costs.parts,
+        floats=costs.elements(floating=True),
+        counters=costs.elements(floating=False),
+        local=method.local,
+        synchronised=tuple(channels for channels, _ in calls),
+        phases=_phases(start, later, step, config.num_server_rounds, plan),
+        reestimation=costs.reestimation(),
+        plain=costs.one_round(costs.everything, costs.everything),
+        warnings=(*refused, *partly_without_effect(costs.parts, method), *config.warnings(), *_uncounted(config)),
+        frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
+        fixed=tuple(path for path, module in model.named_modules() if holds_eval(module)),
+    )
+
+
+Sizes = tuple[int, int]  # of floats and of counters
+
+
+class _Costs:
+    """What a method sends of a model in a round with so many clients.
+
+    Attributes:
+        parts: the split of the model's state.
+        everything: the bytes of the whole state.
+        shared: the bytes of what does not stay with the clients.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, num_clients: int) -> None:
+        self._config, self._num_clients = config, num_clients
+        self._method, self._params = config.method(), config.params()
+        self.parts, self._state = split_state(model), to_state(model.state_dict())
+        self.everything = num_bytes(to_record(self._state))
+        self.shared = num_bytes(to_record({name: a for name, a in self._state.items() if self._sends(name)}))
+        self._trained = sum(
+            p.numel() * p.element_size()
+            # as the state dict, where a tied weight has two names
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if p.requires_grad and self._sends(name)
+        )
+        learning = learning_parts(model)
+        self._layers = len(list(learning.moments()))
+        self._statistics = sum(self._state[name].nbytes for name in learning.statistics)
+
+    def _sends(self, name: str) -> bool:
+        return self.parts.part_of[name] not in self._method.local
+
+    def elements(self, *, floating: bool) -> dict[Part, int]:
+        """Return the number of elements of floating or of integer entries by part."""
+        found = dict.fromkeys(Part, 0)
+        for name, array in self._state.items():
+            found[self.parts.part_of[name]] += array.size * (np.issubdtype(array.dtype, np.inexact) == floating)
+        return found
+
+    def one_round(self, down: Sizes, up: Sizes) -> Traffic:
+        """Return the traffic of a round with one exchange: a broadcast, and a reply of each client."""
+        return Traffic(1, down[0], self._num_clients * up[0], down[1], self._num_clients * up[1])
+
+    def rounds(self) -> tuple[Traffic, Traffic]:
+        """Return the traffic of round 1 and of each later one, without a synchronised step."""
+        start, later = self.one_round(self.everything, self.shared), self.one_round(self.shared, self.shared)
+        # Further records (variates, momentum) start at zero and are not sent down in the first round.
+        extra = self._method.extra_copies(self._params) * self._trained
+        rows_down, rows_up = self._method.extra_statistics(self._params)
+        later.down += extra + int(rows_down * self._statistics)
+        for traffic in (start, later):
+            traffic.up += self._num_clients * (extra + int(rows_up * self._statistics))
+            traffic.counters_up += self._num_clients * 8 * self._layers * (rows_up > 0)
+            if SHARED_BN in self._config.evaluations():
+                traffic.up += self._num_clients * (self.everything[0] - self.shared[0])
+                traffic.counters_up += self._num_clients * (self.everything[1] - self.shared[1])
+        return start, later
+
+    def synchronised_step(self, calls: Sequence[tuple[int, bool]], model: nn.Module) -> Traffic:
+        """Return the traffic of a synchronised step with these BatchNorm calls."""
+        costs = [(channels, *self._method.exchange_cost(self._params, gradient)) for channels, gradient in calls]
+        width = next(model.parameters()).element_size() if costs else 0
+        size = width * sum(channels * rows for channels, _, rows in costs)
+        return Traffic(sum(number for _, number, _ in costs), size, self._num_clients * size)
+
+    def reestimation(self) -> Phase | None:
+        """Return what re-estimated statistics add in each round with a test; None without them."""
+        if not (self._config.reestimates() and self._layers):
+            return None
+        tested = -(-self._config.num_server_rounds // self._config.eval_every)
+        return Phase("re-estimation", tested, self.one_round(self.shared, (self._statistics, 8 * self._layers)))
+
+
+def _uncounted(config: Config) -> Iterator[str]:
+    """Yield what a run with these settings sends beyond the traffic of ``inspect_model``."""
+    if config.masked_sums:
+        yield "masked-sums: its further exchanges, and the 64 bits of each masked float, are not counted here"
+    if config.fraction_train < 1 and config.method().local:
+        yield "fraction-train: a client first asked after round 1 gets the whole model, which is not counted here"
+
+
+def _phases(
+    start: Traffic,
+    later: Traffic,
+    exchanges: Traffic | None,
+    rounds: int,
+    plan: FreezePlan | None,
+) -> tuple[Phase, ...]:
+    """Split the rounds into phases.
+
+    Args:
+        start: traffic of round 1, without the synchronised step.
+        later: traffic of the other rounds.
+        exchanges: traffic of the synchronised step, which each round has until BN is frozen; None = no such step.
+        rounds: rounds of the run.
+        plan: when and what is frozen; None = BN is never frozen.
+    """
+    last = rounds if plan is None else freeze_round(plan.at, rounds)
+    parts = frozenset() if plan is None else plan.parts
+    cuts = {0, rounds, 1 if start != later else 0, rounds if last is None else min(last, rounds)}
+    found = []
+    for begin, end in itertools.pairwise(sorted(cuts)):
+        traffic = start if begin == 0 else later
+        if frozen := last is not None and begin >= last:
+            name = "frozen"
+        elif exchanges is not None:
+            name, traffic = "synchronised", traffic.plus(exchanges)
+        elif start != later:
+            name = "first" if begin == 0 else "later"
+        else:
+            name = "before T*" if plan else "every"
+        found.append(Phase(name, end - begin, traffic, parts if frozen else frozenset()))
+    if last is None:
+        found = [*found[:-1], dataclasses.replace(found[-1], rounds=None), Phase("frozen", None, later, parts)]
+    return tuple(found)
+
+
+def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool], ...]:
+    """Return the BatchNorm calls of a forward pass, in order: channels, and whether the input needs a gradient.
+
+    A layer called twice counts twice; layers that are kept in eval mode are left out.
+    """
+    parameter = next(model.parameters())
+    found: list[tuple[int, bool]] = []
+
+    def note(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        x = args[0] if args else kwargs["input"]
+        found.append((x.shape[1], x.requires_grad))
+
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and not holds_eval(module)]
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        with kept_modes(model), torch.enable_grad():
+            model.eval()(torch.zeros(2, *config.example_shape(), dtype=parameter.dtype, device=parameter.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tuple(found)

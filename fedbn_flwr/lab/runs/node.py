@@ -1,0 +1,222 @@
+"""The client of a node, made from its Flower context."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, Context
+
+from fedbn_flwr.client.lent_models import BuildModel
+from fedbn_flwr.client.state_folder import OpenFolder, state_dir
+from fedbn_flwr.client.torch_client import TorchClient
+from fedbn_flwr.errors import ConfigError, DataError, unknown_name
+from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
+from fedbn_flwr.lab.data import Subset, is_own, load_local_dataset
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, load_data, partitioned_data, whole_data
+from fedbn_flwr.lab.partitioned.report import data_report
+from fedbn_flwr.lab.setup import local_training, pick_device, training_model
+from fedbn_flwr.messages.protocol import (
+    DATA_CLASSES,
+    DATA_PATH,
+    NODE_KEYS,
+    NUM_PARTITIONS,
+    PARTITION_ID,
+    REPORT_DATA,
+    REPORTED,
+    STATE_DIR,
+    comma_list,
+    num_partitions_of,
+    partition_of,
+)
+
+__all__ = ["client_fn", "num_examples"]
+
+logger = logging.getLogger("flwr")
+
+
+def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchClient:
+    """Return a node's client, made from the run config and the node config in its Flower context.
+
+    A node with a ``data-path`` in its config trains and tests on the data there, not on a partition. ``open_folder``
+    replaces the state folder that the configs name.
+
+    Raises:
+        ConfigError: the node config has neither ``partition-id`` and ``num-partitions`` nor ``data-path``; or a value
+            that cannot be, or a key that is nearly one of ours.
+        DataError: the node's own data cannot be used, or ``eval-on`` names a test set that they do not have.
+    """
+    for key in context.node_config:
+        # A node serves other apps, too: keys that are unlike ours are theirs.
+        if key not in NODE_KEYS and difflib.get_close_matches(key.replace("_", "-"), NODE_KEYS, cutoff=0.9):
+            raise unknown_name("key of the node's config", key, NODE_KEYS)
+    config, build = _config(tuple(context.run_config.items()))
+    torch.set_num_threads(config.torch_threads)
+    train, tests, validation = _node_data(config, context)
+    return TorchClient(
+        build,
+        train,
+        tests,
+        local_training(config),
+        context=context,
+        seed=config.seed,
+        task=config.learning_task(),
+        state_dir=open_folder or _state_dir(config, context),
+        validation_data=validation,
+        data_report=_report(config, context),
+        record_level=config.record_level(),
+    )
+
+
+def num_examples(context: Context) -> int:
+    """Return the number of a node's training examples; the node has a partition of the run's data."""
+    if DATA_PATH in context.node_config:
+        raise ConfigError("only the node itself can count its own data")
+    client, num_clients = _part(context)
+    return len(_split(tuple(context.run_config.items()), num_clients).train[client])
+
+
+@functools.lru_cache(maxsize=4)  # called for every node
+def _split(items: tuple[tuple[str, Any], ...], num_clients: int) -> PartitionedData:
+    return partitioned_data(_config(items)[0], num_clients)
+
+
+def _state_dir(config: Config, context: Context) -> Path | None:
+    """Return a node's state folder; for ``state-dir=out`` it is in the run's output folder."""
+    if (str(context.node_config.get(STATE_DIR, "")) or config.state_dir) == STATE_IN_OUT:
+        return state_in_out(config)
+    return state_dir(context, config.state_dir)
+
+
+def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None]:
+    """Return a node's training data, its test sets, and its validation data if the run has some."""
+    node = context.node_config
+    if DATA_PATH in node:
+        if config.data_on_nodes() and "personal-global" in config.evaluations():
+            raise DataError(
+                "eval-on=personal-global needs a test set that all nodes hold; a node with a data-path has the test "
+                "set own alone. Use eval-on=personal-own."
+            )
+        split, client = _own_data(config, context)[0], 0
+        tests = {"own": split.test_view(0)}
+    else:
+        client, num_clients = _part(context)
+        split = partitioned_data(config, num_clients)
+        tests = {"own": split.test_view(client), "global": split.test_view()}
+    return split.train_view(client), tests, split.validation_view(client) if config.validation_share else None
+
+
+def _part(context: Context) -> tuple[int, int]:
+    """Return the number of a node's part of the data, and that of all parts.
+
+    Raises:
+        ConfigError: the node's config does not say one of them, or there is no such part. The text does not name the
+            node, so that it is the same for all nodes with this fault, which ends the run; the server names the node.
+    """
+    node = context.node_config
+    if missing := [str(key) for key in (PARTITION_ID, NUM_PARTITIONS) if key not in node]:
+        raise ConfigError(
+            f"{missing[0]!r} is missing from the node's config. Start the SuperNode with --node-config 'partition-id=0 "
+            "num-partitions=3' (its own number and the number of nodes), or with --node-config 'partition-id=0 "
+            'data-path="/its/own/data"\'.'
+        )
+    client, num_clients = partition_of(context), num_partitions_of(context)
+    if client is None or not num_clients or client >= num_clients:
+        raise ConfigError(
+            f"partition-id={node[PARTITION_ID]!r} num-partitions={node[NUM_PARTITIONS]!r} in the node's config: "
+            "num-partitions must be a whole number from 1, and partition-id a smaller one from 0"
+        )
+    return client, num_clients
+
+
+def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config]:
+    """Return the data at a node's ``data-path``, all for one client, and the config that describes them.
+
+    Raises:
+        DataError: they cannot be used, or do not fit the run's model.
+    """
+    node = context.node_config
+    path, client = str(node[DATA_PATH]), partition_of(context) or 0
+    if not is_own(config.dataset):
+        data = load_local_dataset(
+            path,
+            config.dataset,
+            *config.example_shape()[:2],
+            classes=comma_list(node, DATA_CLASSES),
+            device=str(pick_device(config.device)),
+            num_classes=config.num_classes,
+        )
+        return whole_data(config, data, client, own_scale=False), config
+    kind = config.dataset.partition(":")[0]
+    here = config.model_copy(update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1})
+    try:
+        _check_fit(config, here)
+        data = load_data(here, config.example_shape())
+        return whole_data(here, data, client, own_scale=config.standardise == "local"), here
+    except (ConfigError, DataError) as error:  # of this node's data, not of the run
+        raise DataError(f"data-path={path!r}: {error}") from error
+
+
+def _report(config: Config, context: Context) -> Callable[[], str] | None:
+    """Log, once in a run, what was read of a node's own data; return a text of it if the server may have it."""
+    if DATA_PATH not in context.node_config:
+        return None
+    path, state = context.node_config[DATA_PATH], context.state
+    if REPORTED not in state:
+        state[REPORTED] = ConfigRecord()  # over a network every message is a new process
+        report = data_report(*_own_data(config, context))
+        logger.info("data-path=%s\n%s", path, report.text())
+        for warning in report.warnings:
+            logger.warning("data-path=%s: %s", path, warning)
+    if str(context.node_config.get(REPORT_DATA, "")).lower() != "true":
+        return None
+    if config.masked_sums:
+        logger.warning("report-data=true has no effect with masked-sums=true: the counts would not be masked")
+        return None
+
+    def text() -> str:
+        report = data_report(*_own_data(config, context))
+        return "\n".join([report.text(), *report.warnings])
+
+    return text
+
+
+def _check_fit(config: Config, here: Config) -> None:
+    """Raise DataError unless the data of the config ``here``, a node's, fit the run's config."""
+    if config.standardise_as() == "federated" and not config.data_on_nodes():
+        raise DataError(
+            f"dataset={config.dataset!r} names data of the server, whose mean and std are not those of the nodes. "
+            f"Start the run with dataset='{config.dataset.partition(':')[0]}:', or with standardise=local or none."
+        )
+    found, wanted = here.data_info(), config.data_info()
+    if found.input_shape != wanted.input_shape or (
+        wanted.feature_names and found.feature_names != wanted.feature_names
+    ):
+        names, shape = found.feature_names, config.example_shape()
+        has = f"{len(names)} features ({', '.join(names[:20])})" if names else f"inputs {here.example_shape()}"
+        raise DataError(
+            f"it has {has}; the run's model takes {shape[0] if len(shape) == 1 else shape}. Set feature-columns, with "
+            "the categories of text (sex:F|M), so that all nodes have the same."
+        )
+    if here.num_outputs() != config.num_outputs():
+        raise DataError(
+            f"it needs a model with {here.num_outputs()} outputs; the run's has {config.num_outputs()}. Set "
+            "num-classes."
+        )
+    if found.class_names != wanted.class_names and found.task.name in ("classification", "binary"):
+        raise DataError(
+            f"its classes have names ({', '.join(found.class_names[:20])}), whose numbers must be those of all nodes. "
+            "State them in the run's config: class-names."
+        )
+
+
+@functools.lru_cache(maxsize=4)  # called for every message
+def _config(items: tuple[tuple[str, Any], ...]) -> tuple[Config, BuildModel]:
+    """Return the config, and the function that builds its model: a process builds one with the same function."""
+    config = Config.make(dict(items), complete=True)
+    return config, functools.partial(training_model, config)

@@ -1,0 +1,82 @@
+"""The number of nodes of a run, after waiting for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.messages.protocol import NodeProperties
+from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
+
+__all__ = ["REPLY_WAIT", "count_nodes"]
+
+logger = logging.getLogger("flwr")
+
+NODE_GRACE = 15.0  # seconds to wait for all nodes of a federation
+RETURN_GRACE = 60.0  # NODE_GRACE of a resumed run: Flower refuses the key of a killed node for about 44 s
+REPLY_WAIT = 3600.0  # seconds to wait for replies over a network, by default
+
+
+def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
+    """Wait for the number of nodes in the config, and return the number of clients of the run.
+
+    Over a network nodes come one after another: ``num_clients`` = 0 is then the number of parts into which they say
+    that they split the data. There a resumed run may also continue with fewer nodes, and one of ``num_clients`` = 0
+    with more; in other engines this would change the split.
+
+    Raises:
+        EngineError: there are no nodes.
+        ConfigError: the federation has another size.
+    """
+    wanted, network = config.num_clients or begun_with, over_network(grid)
+    may_differ = begun_with > 0 and network
+    grace = RETURN_GRACE if may_differ else NODE_GRACE
+    found = _wait_for_nodes(grid, wanted or 1, grace)
+    if not found:
+        raise EngineError(f"no nodes connected within {grace:g} s; start the SuperNodes first")
+    if not wanted:
+        return _all_nodes(grid, config) if network else found
+    if may_differ and found < wanted == begun_with:
+        logger.warning("the run began with %d nodes and continues with %d: the others may come back", wanted, found)
+    elif may_differ and found > wanted and not config.num_clients:
+        logger.warning("the run began with %d nodes and continues with %d", wanted, found)
+    elif found != wanted:
+        raise ConfigError(
+            f"num-clients={wanted}, but the federation has {found} node(s). "
+            + (
+                f"Start {wanted} SuperNodes"
+                if network
+                else f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr run`"
+            )
+            + (f"; the run began with {begun_with}." if begun_with else "; or set num-clients=0 to take all nodes.")
+        )
+    return wanted
+
+
+def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
+    """Return how many nodes are connected once there are enough, at the latest after ``grace`` seconds."""
+    deadline = time.monotonic() + grace
+    while (found := len(list(grid.get_node_ids()))) < at_least and time.monotonic() <= deadline:
+        time.sleep(0.2)
+    return found
+
+
+def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
+    """Return the number of nodes with the data: at least that of the parts of which the first to answer has one."""
+    messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in grid.get_node_ids()]
+    replies = grid.send_and_receive_until(
+        messages,
+        lambda replies: any(reply.has_content() for reply in replies),
+        timeout=config.round_timeout or REPLY_WAIT,
+    )
+    said = [NodeProperties.read(reply).num_partitions or 0 for reply in replies if reply.has_content()]
+    parts = max(said, default=0)
+    found = _wait_for_nodes(grid, parts, NODE_GRACE)
+    if found < parts:
+        logger.warning("num-partitions=%d, and the run begins with %d node(s): the others may join", parts, found)
+    return max(found, parts)

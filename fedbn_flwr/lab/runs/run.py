@@ -1,0 +1,122 @@
+"""Starting a run from the command line or Python, in either engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from fedbn_flwr.client import client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
+from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.partitioned.report import refuse_no_tests
+from fedbn_flwr.lab.runs.centralized import centralized
+from fedbn_flwr.lab.runs.node import client_fn, num_examples
+from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.simulation import simulate
+from fedbn_flwr.lab.runs.start_checks import check, refuse_too_few_clients
+from fedbn_flwr.lab.setup import make_model, pick_device
+from fedbn_flwr.machine import num_cores
+from fedbn_flwr.training.settings import share_of
+
+__all__ = ["Engine", "default_workers", "preflight", "run", "work_of"]
+
+Engine = Literal["in-process", "simulation"]
+
+_WORTH_PROCESSES = 1e8  # ``work_of`` from which processes pay: a tenth of a second with the smallest models
+
+
+def preflight(config: Config, out: Path) -> tuple[Config, Path]:
+    """Check a run before anything is written; return the resolved config and the absolute folder.
+
+    ``run`` calls it, too. After the first call in a process the data and their split are in memory.
+
+    Raises:
+        FedBNError: settings are bad, data is missing, the split is impossible, or the folder is in use.
+    """
+    out = out.absolute()
+    if not config.resume:
+        RunFolder.refuse_used(out)
+    else:
+        RunFolder.refuse_shorter(out, config.num_server_rounds)
+    changes = {"out": str(out)}
+    if not config.state_dir and config.strategy != CENTRALIZED and (config.checkpoint_every or config.method().local):
+        changes["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
+    config = config.model_copy(update=changes)
+    if config.series and not config.resume and not Path(config.state_dir).is_absolute():
+        raise ConfigError(
+            f"series={config.series} has no effect: what clients keep lies in the folder of this run. Set state-dir to "
+            "an absolute folder, which all runs of the series share."
+        )
+    check(config)
+    config = config.model_copy(update={"num_clients": count_clients(config)})
+    refuse_too_few_clients(config, config.num_clients)
+    refuse_no_tests(partitioned_data(config, config.num_clients), config)
+    return config, out
+
+
+def default_workers(config: Config) -> int:
+    """Return how many worker processes make the run faster: as many as cores, at most one for a client of a round.
+
+    0 for small runs, which are over before processes have started, and on CUDA: clients share a GPU in one process.
+    """
+    cores = num_cores() // config.torch_threads
+    clients = max(1, share_of(config.fraction_train, config.num_clients))
+    if min(cores, clients) < 2 or pick_device(config.device).type == "cuda":
+        return 0
+    return min(cores, clients) if work_of(config) > _WORTH_PROCESSES else 0
+
+
+def work_of(config: Config) -> float:
+    """Return the work of a run: the examples of all local steps, times the model's parameters."""
+    num_clients = count_clients(config)
+    examples = sum(map(len, partitioned_data(config, num_clients).train)) / num_clients
+    batch = min(config.batch_size or examples, examples)
+    steps = config.local_steps or config.local_epochs * examples / batch
+    parameters = sum(p.numel() for p in make_model(config).parameters())
+    return config.num_server_rounds * max(1, share_of(config.fraction_train, num_clients)) * steps * batch * parameters
+
+
+def run(
+    config: Config,
+    out: Path,
+    engine: Engine = "in-process",
+    on_round: OnRound | None = None,
+    workers: int | None = None,
+    ray_address: str | None = None,
+) -> dict[str, Any]:
+    """Do one run and return its summary.
+
+    Args:
+        config: the settings; ``num_clients`` = 0 means 5 clients, or one for each group under a split by group.
+        out: the output folder, empty or missing; with ``resume`` also that of a run to resume.
+        engine: "in-process" runs the clients without Flower's runtime, "simulation" in Flower's Ray simulation.
+        on_round: called with each line of ``metrics.jsonl``.
+        workers: worker processes of the engine in-process, 0 = none beside this one; None = ``default_workers``. The
+            results have the same bits for any number.
+        ray_address: ``host:port`` of a Ray cluster for the engine "simulation": the clients run on its machines, which
+            get code and data from this one.
+
+    Raises:
+        FedBNError: settings are bad, data is missing, the folder is in use, or the federation failed. After a
+            DivergedError the folder is complete, up to the round that diverged.
+    """
+    if ray_address is not None and engine != "simulation":
+        raise ConfigError(f"ray-address={ray_address} is for the engine simulation; {engine} runs on this machine.")
+    config, out = preflight(config, out)
+    if config.strategy == CENTRALIZED:
+        return centralized(config, out, on_round)
+    if engine == "simulation":
+        return simulate(config, out, on_round, ray_address=ray_address)
+    with InProcessGrid(
+        client_app(client_fn, num_examples=num_examples),
+        config.num_clients,
+        run_config=config.to_mapping(),
+        workers=default_workers(config) if workers is None else workers,
+        torch_threads=config.torch_threads,
+        seed=config.seed,
+    ) as grid:
+        return serve(grid, config, out, on_round)

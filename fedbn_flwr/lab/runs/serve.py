@@ -1,0 +1,242 @@
+"""The server's side of a run, the same in every engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+from torch import nn
+
+from fedbn_flwr.batchnorm.parts import fixed_entries, tied_entries
+from fedbn_flwr.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    NothingTrainedError,
+)
+from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.early_stopping import EarlyStopping
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output.checkpoint import Checkpoints, StartingPoint, starting_point
+from fedbn_flwr.lab.output.checkpoint_manager import CheckpointManager
+from fedbn_flwr.lab.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder
+from fedbn_flwr.lab.output.global_tests import GLOBAL_TESTS
+from fedbn_flwr.lab.output.recorder import OnRound, Recorder
+from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
+from fedbn_flwr.lab.output.statistics_log import StatisticsLog
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.lab.partitioned.report import refuse_no_tests
+from fedbn_flwr.lab.runs.agreed_scale import agreed_scale
+from fedbn_flwr.lab.runs.node_count import REPLY_WAIT, count_nodes
+from fedbn_flwr.lab.runs.start_checks import check, moved_buffers, refuse_too_few_clients
+from fedbn_flwr.lab.setup import initialise, make_strategy, model_and_warnings, on_device
+from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION
+from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.privacy.differential import ClientLevelDP
+from fedbn_flwr.privacy.masked_sums import MaskedSums
+from fedbn_flwr.privacy.record_server import RecordLevelDP
+from fedbn_flwr.server.failures import divergence, nothing_trained
+from fedbn_flwr.server.protection import Protection
+from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.transport import BarrierGrid
+from fedbn_flwr.transport.polling_grid import over_network, polling
+
+__all__ = ["serve"]
+
+logger = logging.getLogger("flwr")
+
+
+def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
+    """Run the server's side of a federated run and write its folder.
+
+    Args:
+        grid: the federation.
+        config: the settings; ``num_clients`` = 0 takes all nodes.
+        out: the output folder.
+        on_round: called with each line of ``metrics.jsonl``.
+
+    Returns:
+        The summary.
+
+    Raises:
+        ConfigError: the settings cannot run here, the federation has another size, the folder is in use, or all clients
+            raise this error.
+        EngineError: there are no nodes.
+        NothingTrainedError: no round had enough usable replies.
+        DivergedError: a loss is not finite, and ``on_divergence`` is "stop"; the folder is complete, up to this round.
+    """
+    if config.strategy == CENTRALIZED:
+        raise ConfigError(
+            "strategy='centralized' is a reference without clients: run it with `fedbn-flwr run --set "
+            "strategy=centralized`, not with `flwr run`."
+        )
+    for line in (*check(config), *config.late_decays()):  # those of the method are logged when it begins
+        logger.warning("%s", line)
+    grid = polling(grid)
+    begun_with = int(RunFolder.settings(out).get("num-clients", 0)) if config.resume else 0
+    num_nodes = count_nodes(grid, config, begun_with)
+    if config.num_clients or not over_network(grid):  # else further nodes may join
+        refuse_too_few_clients(config, max(num_nodes, begun_with))
+    config = config.model_copy(update={"num_clients": num_nodes})
+    with lock_folder(out), ExitStack() as closing:
+        return _serve(grid, config, out, on_round, closing)
+
+
+def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
+    data = _server_data(config)
+    model, start, initial = _initial_model(config, out)
+    strategy = _strategy(config, out, model)
+    manager = CheckpointManager(start.checkpoints, config, strategy, start.saved)
+    timeout = _timeout(grid, config)
+    folder = closing.enter_context(RunFolder(out, config, start.after))
+    report_data(folder, config, data)
+    if config.data_on_nodes() and config.standardise_as() == "federated":
+        strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config, timeout))
+    recorder = Recorder(folder, config, model, data, strategy, on_round)
+    if config.watch_statistics:
+        strategy.on_replies = StatisticsLog(folder, config, model, strategy)
+
+    def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        metrics = recorder.after_round(server_round, arrays)
+        manager.after_round(server_round, recorder.stopping)
+        return metrics
+
+    diverged: DivergedError | None = None
+    try:
+        result = strategy.start(
+            grid=grid,
+            initial_arrays=initial,
+            num_rounds=config.num_server_rounds,
+            timeout=timeout,
+            evaluate_config=ConfigRecord({TEST_SETS: ",".join(_tests_of_clients(config))}),
+            evaluate_fn=after_round,
+        )
+    except DivergedError as error:
+        result, diverged = error.result, error
+    finally:
+        recorder.close()
+    diverged = diverged or _diverged_before(config, out, strategy, result)
+    lines = read_metrics(out / "metrics.jsonl")
+    if not diverged and all(line.get("kept-previous") and DIVERGED_AT not in line for line in lines):
+        raise NothingTrainedError(nothing_trained(config.min_replies, strategy.reports), result)
+    arrays = _to_best(recorder.stopping, start.checkpoints, strategy) or result.arrays
+    summary = recorder.finish(from_record(arrays), strategy, manager.resumed_after)
+    if diverged:
+        raise diverged
+    return summary
+
+
+def _initial_model(config: Config, out: Path) -> tuple[nn.Module, StartingPoint, ArrayRecord]:
+    """Return the model on its device, where the run begins or continues, and the global model there."""
+    model, warnings = model_and_warnings(config)
+    for line in warnings:
+        logger.warning("%s", line)
+    log_feature_norm(model)
+    start = starting_point(out, config, model)
+    if start.saved is None:
+        log_initial(initialise(model, config))
+    initial = to_record(start.saved.state if start.saved else model.state_dict())
+    on_device(model, config)
+    return model, start, initial
+
+
+def _timeout(grid: Grid, config: Config) -> float:
+    """Return the seconds to wait for replies."""
+    # In process no reply can be lost: a client that takes long, or a pause of the whole process, is no reason to go on.
+    return config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
+
+
+def _strategy(config: Config, out: Path, model: nn.Module) -> FedAvg[Any]:
+    """Return the strategy of the run, with its protection."""
+    strategy = make_strategy(config, model, config.num_clients)
+    if protection := _protection(config, out, model):
+        strategy.protect(protection)
+    # Nodes that split into another number would train on the examples of held-out clients.
+    strategy.num_partitions = config.num_clients if config.held_out_clients else 0
+    strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
+    if not _tests_of_clients(config):
+        strategy.fraction_evaluate = 0.0
+    return strategy
+
+
+def _tests_of_clients(config: Config) -> list[str]:
+    """Return the test sets that the clients are asked for."""
+    tests = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
+    if tests and config.validation_share and config.evaluations()[0].startswith("personal"):
+        tests.append(VALIDATION)
+    return tests
+
+
+def _protection(config: Config, out: Path, model: nn.Module) -> Protection | None:
+    """Return the protection of the clients' replies; None if there is none."""
+    records = config.record_level()
+    file = UNTIL_FROZEN if records else PRIVACY
+    clients = None
+    if config.dp != "off":
+        clients = ClientLevelDP(
+            config.dp_settings(),
+            file=out / file,
+            fixed=fixed_entries(model) - moved_buffers(model, config),
+            tied=tied_entries(model),
+        )
+    if config.masked_sums:
+        return MaskedSums(config.mask_settings(), clients)
+    if not records:
+        return clients
+    return RecordLevelDP(
+        records,
+        steps=config.local_steps,
+        batch_size=config.batch_size,
+        delta=config.dp_delta,
+        file=out / PRIVACY,
+        until_frozen=clients,
+        target_epsilon=config.record_dp_target_epsilon,
+        max_epsilon=config.dp_max_epsilon,
+    )
+
+
+def _to_best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: FedAvg[Any]) -> ArrayRecord | None:
+    """Return the model of the best round, and bring the strategy back to it; None without early stopping."""
+    saved = checkpoints.best(stopping) if stopping else None
+    if saved is None:
+        return None
+    if volatile := saved.strategy["volatile"]:
+        logger.warning(
+            "client(s) %s kept their part in memory only: they go on with that of the last round, not of round %d, the "
+            "best. Set state-dir, in the run's config or in each node's.",
+            ", ".join(volatile),
+            saved.server_round,
+        )
+    return strategy.go_back(to_record(saved.state), saved.strategy, saved.server_round)
+
+
+def _diverged_before(config: Config, out: Path, strategy: FedAvg[Any], result: Result) -> DivergedError | None:
+    """Return the error of a run whose last round diverged before it was resumed; None if there is none."""
+    lines = read_metrics(out / "metrics.jsonl")
+    if config.on_divergence != "stop" or not lines or DIVERGED_AT not in (line := lines[-1]):
+        return None
+    report = RoundReport(line["round"], line["phase"], diverged=line["diverged"], diverged_at=line[DIVERGED_AT])
+    return DivergedError(
+        divergence(report, " ".join(strategy.divergence_advice(line["round"]))), line[DIVERGED_AT], result
+    )
+
+
+def _server_data(config: Config) -> PartitionedData | None:
+    """Return the data of the server; None if only the nodes have the data and no test of the server needs it."""
+    needed = bool(config.held_out_clients) or any(name in GLOBAL_TESTS for name in config.evaluations())
+    try:
+        data = partitioned_data(config, config.num_clients)
+    except DataError:
+        if needed:
+            raise
+        return None
+    if needed:
+        refuse_no_tests(data, config)
+    return data

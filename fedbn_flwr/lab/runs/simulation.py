@@ -1,0 +1,170 @@
+"""The simulation engine: the default app through ``flwr run``; it needs only the installed package."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
+from fedbn_flwr.errors import DivergedError, EngineError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import NewLines, read_json
+from fedbn_flwr.lab.output.folder import DIVERGED_AT, FLOWER_LOG
+from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.runs.cluster_clients import check_cluster
+from fedbn_flwr.lab.runs.flower_log import LogEcho
+from fedbn_flwr.lab.setup import gpu_share, pick_device, refuse_named_gpu
+from fedbn_flwr.machine import num_cores
+
+__all__ = ["simulate"]
+
+_APP = '''"""A ServerApp and a ClientApp from the installed package."""
+
+from fedbn_flwr.lab.runs.app import client_app, server_app
+
+__all__ = ["client_app", "server_app"]
+'''
+
+_CLUSTER_APP = '''"""The same ClientApp on a Ray cluster. Only the process of Flower's simulation imports this file."""
+
+from pathlib import Path
+
+from fedbn_flwr.lab.runs.cluster_clients import cluster_client_app
+
+__all__ = ["client_app"]
+
+client_app = cluster_client_app({address!r}, Path(__file__).with_name("pyproject.toml"))
+'''
+
+_PYPROJECT = """[project]
+name = "fedbn-simulation"
+version = "1.0.0"
+description = "fedbn-flwr's default app"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedbn"
+
+[tool.flwr.app.components]
+serverapp = "fedbn_simulation:server_app"
+clientapp = "{module}:client_app"
+
+[tool.flwr.app.config]
+"""
+
+
+def simulate(
+    config: Config,
+    out: Path,
+    on_round: OnRound | None = None,
+    federation_config: Mapping[str, Scalar] | None = None,
+    ray_address: str | None = None,
+) -> dict[str, Any]:
+    """Run a config in Flower's Ray simulation and return its summary; log the warnings and errors of its log.
+
+    Args:
+        config: the settings, with ``num_clients`` and an absolute ``out``.
+        out: the output folder; it also gets the run's log, ``flower.log``.
+        on_round: called with each line of ``metrics.jsonl`` as it appears.
+        federation_config: replaces the defaults: a CPU per torch thread, and on CUDA as large a part of a GPU that as
+            many clients compute at once as the cores allow.
+        ray_address: ``host:port`` of a Ray cluster, on whose machines the clients run; None = a private Ray here.
+
+    Raises:
+        ConfigError: the cluster cannot do the run.
+        EngineError: the run did not complete.
+        DivergedError: it diverged; the folder is complete, up to this round.
+    """
+    refuse_named_gpu(config)
+    if ray_address is not None:
+        check_cluster(config, ray_address)
+    federation = {**_resources(config, private=ray_address is None), **(federation_config or {})}
+    before = read_json(out / "summary.json")
+    lines: list[str] = []
+    echo = LogEcho()
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        echo(line)
+
+    ended = threading.Event()
+    follower = ThreadPoolExecutor(1, thread_name_prefix="follower")
+    with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as folder:
+        app = Path(folder)
+        _write_app(app, config, ray_address)
+        following = follower.submit(_follow, out / "metrics.jsonl", on_round, ended)
+        try:
+            flower_run(app, run_config={}, federation_config=federation, on_line=on_line)
+        except EngineError as error:
+            raise _failure(error, out, before) from error
+        finally:
+            ended.set()
+            follower.shutdown()
+            if out.is_dir():
+                with (out / FLOWER_LOG).open("a") as log:
+                    log.write("\n".join(lines) + "\n")
+    following.result()  # raises what on_round raised
+    if summary := read_json(out / "summary.json"):
+        return summary
+    raise EngineError(f"the run wrote no {out / 'summary.json'}; its log:\n" + "\n".join(lines[-40:]))
+
+
+def _failure(error: EngineError, out: Path, before: Mapping[str, Any]) -> EngineError | DivergedError:
+    """Return the error of a run that did not complete; ``before`` is the summary that the folder had."""
+    summary = read_json(out / "summary.json")
+    whole = f"{error}\nThe whole log: {out / FLOWER_LOG}" if out.is_dir() else str(error)
+    if summary == before or DIVERGED_AT not in summary:
+        return EngineError(whole)
+    return DivergedError(whole, summary[DIVERGED_AT])
+
+
+def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
+    """Write the app; its ClientApp is in a module of its own if that module connects to a cluster."""
+    (folder / "fedbn_simulation.py").write_text(_APP)
+    module = "fedbn_simulation"
+    if ray_address is not None:
+        module = "fedbn_cluster"
+        (folder / f"{module}.py").write_text(_CLUSTER_APP.format(address=ray_address))
+    pairs = (toml_pairs({key: value}) for key, value in config.to_mapping().items())
+    (folder / "pyproject.toml").write_text(_PYPROJECT.format(module=module) + "\n".join(pairs) + "\n")
+
+
+def _resources(config: Config, private: bool) -> dict[str, Scalar]:
+    """Return the federation config: the nodes and what each asks of Ray, a private one or that of a cluster."""
+    own = {**_actors(config), **_gpus(config)} if private else {}
+    return {"num-supernodes": config.num_clients, "client-resources-num-cpus": config.torch_threads, **own}
+
+
+def _actors(config: Config) -> dict[str, Scalar]:
+    """Return the setting for one actor per client; the channel needs all clients of a round at the same time."""
+    if not config.method().needs_all_at_once(config.params()):
+        return {}
+    return {"init-args-num-cpus": config.num_clients * config.torch_threads}
+
+
+def _gpus(config: Config) -> dict[str, Scalar]:
+    """Return the part of a GPU of each client: an actor without one sees none, and would compute on the CPU."""
+    if pick_device(config.device).type != "cuda":
+        return {}
+    at_once = config.num_clients
+    if not _actors(config):
+        at_once = min(at_once, num_cores() // config.torch_threads)
+    return {"client-resources-num-gpus": gpu_share(at_once, torch.cuda.device_count())}
+
+
+def _follow(path: Path, on_round: OnRound | None, ended: threading.Event) -> None:
+    """Call ``on_round`` with the new lines of ``metrics.jsonl`` until the run ends."""
+    lines = NewLines(path)
+    while on_round:
+        last = ended.wait(0.3)
+        for line in lines.read():
+            on_round(line)
+        if last:
+            return

@@ -1,0 +1,253 @@
+"""The checks before a run: whether it can start here, and whether the model fits the method and the task."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.parts import learning_parts, split_state
+from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
+from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
+from fedbn_flwr.lab.data import Augment
+from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.models.initial import FILES
+from fedbn_flwr.lab.setup import build_options, initialise, make_model, pick_device
+from fedbn_flwr.lab.trackers import tracker_problems
+from fedbn_flwr.machine import has_bfloat16
+from fedbn_flwr.privacy.mixed_examples import WAY_OUT, mixes_examples
+from fedbn_flwr.server.method import Misfit
+from fedbn_flwr.server.params import RECALIBRATED
+from fedbn_flwr.strategies.fixbn import FreezeBN
+from fedbn_flwr.training.randomness import seeded_on_cpu
+from fedbn_flwr.training.settings import share_of
+from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION
+
+__all__ = ["check", "misfits", "moved_buffers", "refuse_too_few_clients"]
+
+
+def check(config: Config) -> list[str]:
+    """Check that a run can start here: the device, the folders, the layers that the method needs.
+
+    Forward passes of the model on two examples, in eval mode and in train mode, find errors that would occur in every
+    client.
+
+    Returns:
+        What looks wrong in the model's outputs, and what is slow on this machine, one line each.
+
+    Raises:
+        ConfigError: all problems, one per line; an augmentation that does not fit the images, or a memory format that
+            has no effect on the model.
+        NormLayerError: the model does not fit the strategy, or a norm does not fit the layers.
+    """
+    if problems := list(_problems_here(config)):
+        raise ConfigError("\n".join(problems))
+    model = make_model(config)
+    _refuse_norms(config, model)
+    if config.memory_format != "auto" and not any(p.dim() == 4 for p in model.parameters()):
+        raise ConfigError(
+            f"memory-format={config.memory_format} has no effect: model {config.model!r} has no 2-d convolutions. "
+            "Leave it out."
+        )
+    if not config.resume:  # a resumed run needs no initial weights
+        initialise(model, config)
+    return [*_slow_here(config), *_try_model(config, model)]
+
+
+def _slow_here(config: Config) -> list[str]:
+    device = pick_device(config.device)
+    if not config.amp or has_bfloat16(device):
+        return []
+    return [
+        f"amp=true: this machine's {device.type} has no instructions for bfloat16, and emulates it several times "
+        "slower than float32. Leave amp out, unless the clients run on other machines."
+    ]
+
+
+def _problems_here(config: Config) -> Iterator[str]:
+    """Yield why the run cannot start on this machine: its device, its trackers, its files and folders."""
+    try:
+        pick_device(config.device)
+    except ConfigError as error:
+        yield str(error)
+    yield from tracker_problems(config)
+    if config.data_dir and not Path(config.data_dir).is_absolute():
+        yield (
+            f"data-dir={config.data_dir!r} is relative, and nodes run in other folders. Write the absolute path "
+            f"(seen from the folder of this process: {str(Path(config.data_dir).absolute())!r})."
+        )
+    elif config.data_dir and not config.data_info().shared and not Path(config.data_dir).is_dir():
+        yield f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one with the data."
+    if config.init.endswith(FILES) and not Path(config.init).is_absolute():
+        yield (
+            f"init={config.init!r} is relative, and the server may run in another folder. Write the absolute path "
+            f"(seen from the folder of this process: {str(Path(config.init).absolute())!r})."
+        )
+    if config.state_dir == STATE_IN_OUT and not config.out:
+        yield f"state-dir={STATE_IN_OUT} is a folder in `out`, which is not set: set it to an absolute path"
+    elif config.state_dir not in ("", STATE_IN_OUT) and not Path(config.state_dir).is_absolute():
+        yield f"state-dir={config.state_dir!r} is relative, and nodes run in other folders. Write it in full."
+
+
+def _refuse_norms(config: Config, model: nn.Module) -> None:
+    """Raise NormLayerError if the norm layers of the model do not fit the settings."""
+    if not config.resume and _replaces_nothing(config):  # an older run may go on
+        raise NormLayerError(
+            f"norm={config.norm!r} changes nothing: model {config.model!r} has no BatchNorm. Use norm='batch'."
+        )
+    if found := misfits(config, model):
+        ways = list(_other_settings(config))
+        ways += [] if "norm='batch'" in ways else ["another model"]
+        lines = [f"{need}; model {config.model!r} has {has or _norms(model)}." for need, has, _ in found]
+        raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
+    if config.record_dp and (mixing := _mixing(config)):
+        raise NormLayerError("\n".join(mixing) + f"\n{WAY_OUT}.")
+    if config.test_bn and not any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
+        raise NormLayerError(
+            f"test-bn={config.test_bn} needs BatchNorm with running statistics; model {config.model!r} has "
+            f"{_norms(model)}. Leave test-bn out, or use a model with BatchNorm."
+        )
+
+
+def refuse_too_few_clients(config: Config, num_clients: int) -> None:
+    """Check that a round can have as many replies as it needs.
+
+    Raises:
+        ConfigError: it cannot, so that every round would keep the model of the one before.
+    """
+    asked = max(1, share_of(config.fraction_train, num_clients))
+    if config.strategy != CENTRALIZED and config.min_replies > asked:
+        raise ConfigError(
+            f"min-replies={config.min_replies} is more than the {asked} clients of a round (fraction-train="
+            f"{config.fraction_train:g} of {num_clients}): no round would change the model. Use at most {asked}."
+        )
+
+
+def _replaces_nothing(config: Config) -> bool:
+    """Return whether a norm finds no BatchNorm to replace; wsconv and fixup act without it, or refuse the model."""
+    if config.norm not in ("group", "layer", "instance", "group+ws", "batch-renorm"):
+        return False
+    return not split_state(build_model(**{**build_options(config), "norm": "batch"})).layers
+
+
+def _mixing(config: Config) -> list[str]:
+    """Return the layers that mix the examples of a batch in the clients' training."""
+    model = make_model(config).train()
+    if config.method().freezes_bn:
+        FreezeBN(affine=False).begin(model)
+    return mixes_examples(model)
+
+
+def misfits(config: Config, model: nn.Module) -> list[Misfit]:
+    """Return why the model does not fit the method of a config; BN layers that ``train-only`` leaves out do not count.
+
+    A method for BatchNorm would have no effect on layers that do not change.
+    """
+    if config.strategy == CENTRALIZED:
+        return []
+    shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
+    method, params, parts = config.method(), config.params(), split_state(model)
+    found = method.misfits(params, parts, shapes)
+    if config.train_only and not found:
+        which = "gamma and beta of" if config.frozen_bn == "train" else "all of"
+        has = f"{parts.named_layers()}, and train-only={config.train_only} freezes {which} them"
+        found = [fit._replace(has=has) for fit in method.misfits(params, learning_parts(model), shapes)]
+    return found
+
+
+def _other_settings(config: Config) -> Iterator[str]:
+    """Yield each change of one setting with which the model fits."""
+    tests = ",".join(name for name in config.evaluations() if name != RECALIBRATED)
+    changes: dict[str, Any] = {
+        "strategy": "fedavg",
+        "local_part": "",
+        "client_hooks": "",
+        "recalibrate": False,
+        "eval_on": tests,
+    }
+    if config.train_only:
+        changes |= {"frozen_bn": "train", "train_only": ""}
+    for name, value in {**changes, "norm": "batch"}.items():
+        if value == getattr(config, name):
+            continue
+        other = config.model_copy(update={name: value})
+        with suppress(ConfigError):  # the methods that are left cannot be combined
+            if not misfits(other, make_model(other)):
+                yield f"{name.replace('_', '-')}={value!r}"
+
+
+def _try_model(config: Config, model: nn.Module) -> list[str]:
+    """Try the model, which is no longer of use: its statistics move. Return what looks wrong in its outputs."""
+    examples = torch.zeros(2, *config.example_shape(), dtype=torch.uint8)
+    if augment := Augment.parse(config.augment):
+        examples = augment(examples, torch.Generator())
+    _outputs(config, model.eval(), examples.float())
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"model {config.model!r} has no parameter to train: all have requires_grad=False, or there are none. Leave "
+            "some of them trainable."
+        )
+    noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
+    outputs = _outputs(config, model.train(), noise)
+    if config.learning_task().name not in (CLASSIFICATION.name, SEGMENTATION.name):
+        return []
+    if (outputs < 0).any() or not torch.allclose(outputs.float().sum(1), torch.ones(())):
+        return []
+    return [
+        f"model {config.model!r} seems to end with a softmax: its outputs are not negative and have the sum 1. The "
+        "loss takes outputs without softmax: leave it out."
+    ]
+
+
+def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
+    """Return the buffers that a step of training changes: running statistics, or an average of a user's own."""
+    own = copy.deepcopy(model).to("cpu").train()
+    before = {name: buffer.clone() for name, buffer in own.named_buffers(remove_duplicate=False)}
+    _outputs(config, own, torch.rand(2, *config.example_shape(), generator=torch.Generator().manual_seed(0)))
+    now = own.named_buffers(remove_duplicate=False)
+    return frozenset(name for name, buffer in now if not torch.equal(buffer, before[name]))
+
+
+def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.Tensor:
+    """Return the model's outputs for a batch.
+
+    Raises:
+        ConfigError: the model fails, or its outputs do not fit the task.
+    """
+    what = f"{'in train mode ' if model.training else ''}for a batch of inputs {tuple(examples.shape)}"
+    try:
+        with torch.no_grad(), seeded_on_cpu(0):
+            outputs = model(examples)
+    except FedBNError:
+        raise
+    except Exception as error:  # the model's own, which may raise anything
+        raise ConfigError(f"model {config.model!r} fails {what}: {type(error).__name__}: {error}") from error
+    pixels = examples.shape[2:] if config.learning_task().by_pixel else ()
+    wanted = (2, config.num_outputs(), *pixels)
+    fits = isinstance(outputs, torch.Tensor) and tuple(outputs.shape) in (wanted, (2,) if wanted == (2, 1) else wanted)
+    if not fits:
+        got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        raise ConfigError(
+            f"model {config.model!r} returns {got} {what}; {config.learning_task().name} needs a tensor of shape "
+            f"{wanted} (outputs without softmax)."
+        )
+    return cast(torch.Tensor, outputs)
+
+
+def _norms(model: nn.Module) -> str:
+    """Return the kinds and the first paths of the model's norm layers, for messages."""
+    norms = [(path, kind) for path, module in model.named_modules() if (kind := _norm_kind(module))]
+    kinds = " and ".join(sorted({kind for _, kind in norms}))
+    return f"only {kinds} ({', '.join(path for path, _ in norms[:2])}, ...)" if norms else "no normalisation"
+
+
+def _norm_kind(module: nn.Module) -> str:
+    """Return the name of the module's normalisation class in torch; "" for other layers."""
+    names = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn")]
+    return names[0] if names and "Norm" in names[0] else ""

@@ -1,0 +1,201 @@
+"""Device, model, local training and strategy of a config, the same on every node."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import CENTRALIZED, Config, split
+from fedbn_flwr.lab.models import InitReport, build_model, load_initial
+from fedbn_flwr.messages.protocol import VALIDATION_LOSS
+from fedbn_flwr.server.shared_bn import SHARED_BN
+from fedbn_flwr.strategies import FedAvg, FedBS
+from fedbn_flwr.training.freezing import train_only
+from fedbn_flwr.training.memory_format import set_memory_format
+from fedbn_flwr.training.settings import LocalTraining
+
+__all__ = [
+    "build_options",
+    "gpu_share",
+    "in_memory_format",
+    "initialise",
+    "local_training",
+    "make_model",
+    "make_strategy",
+    "model_and_warnings",
+    "on_device",
+    "partly_without_effect",
+    "pick_device",
+    "refuse_named_gpu",
+    "training_model",
+]
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the torch device of a config's ``device``.
+
+    Raises:
+        ConfigError: the name is unknown, or there is no such CUDA device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f"device={name!r} must be auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(index or 0) >= count:
+        raise ConfigError(f"device={name}: {count} CUDA device(s) found here. Use device=cpu, or device=auto.")
+    return torch.device(name)
+
+
+def refuse_named_gpu(config: Config) -> None:
+    """Refuse ``device=cuda:N`` where Ray gives out the GPUs.
+
+    Raises:
+        ConfigError: the device is named.
+    """
+    if config.device.startswith("cuda:"):
+        raise ConfigError(f"device={config.device} names a GPU, and Ray chooses it. Set device=cuda or auto.")
+
+
+def gpu_share(at_once: int, gpus: int) -> float:
+    """Return the part of a GPU that each of ``at_once`` runs or clients asks for: they share all GPUs evenly."""
+    return 1 / max(1, -(-at_once // gpus))
+
+
+def on_device(model: nn.Module, config: Config) -> nn.Module:
+    """Return the model on the device of a config, in its memory format."""
+    return in_memory_format(model.to(pick_device(config.device)), config)
+
+
+def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
+    """Return the model in the memory format of a config."""
+    return set_memory_format(model, config.memory_format, lambda: torch.zeros(2, *config.example_shape()))
+
+
+def training_model(config: Config) -> nn.Module:
+    """Return the model of a config, ready to train."""
+    model = on_device(make_model(config), config)
+    return cast(nn.Module, torch.compile(model)) if config.compile else model
+
+
+def build_options(config: Config) -> dict[str, Any]:
+    """Return the arguments of ``build_model`` of a config, as JSON can hold them."""
+    return {
+        "name": config.model,
+        "num_classes": config.num_outputs(),
+        "input_shape": list(config.example_shape()),
+        "hidden": list(config.hidden()),
+        "norm": config.norm,
+        "norm_groups": config.norm_groups,
+        "norm_options": {
+            "rmax": config.renorm_rmax,
+            "dmax": config.renorm_dmax,
+            "activation": config.activation,
+            "gain": config.wsconv_gain,
+        },
+        **({"feature_norm": config.feature_norm_scale} if config.feature_norm else {}),
+        "seed": config.seed,
+    }
+
+
+def make_model(config: Config) -> nn.Module:
+    """Return the model of a config on the CPU, with seeded weights and its ``train-only``."""
+    return model_and_warnings(config)[0]
+
+
+def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
+    """Return the model as ``make_model``, and what a user may not expect of its BatchNorm, one line each."""
+    model = build_model(**build_options(config))
+    warnings = [] if config.strategy == CENTRALIZED else partly_without_effect(split_state(model), config.method())
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    replaced = {
+        path: layer.momentum for path, layer in layers.items() if layer.momentum not in (0.1, config.bn_momentum)
+    }
+    tracks = config.strategy == CENTRALIZED or "bn_momentum" not in config.method().unused(
+        config.params(), config.run_settings()
+    )
+    if replaced and tracks:
+        path, momentum = next(iter(replaced.items()))
+        warnings.append(
+            f"bn-momentum={config.bn_momentum:g} replaces the momentum of {len(replaced)} BatchNorm layers of model "
+            f"{config.model!r} (of '{path}': {momentum}). Set bn-momentum to the value that the model should have."
+        )
+    for layer in layers.values():
+        layer.momentum = config.bn_momentum
+    train_only(model, split(config.train_only), config.frozen_bn)
+    return model, warnings
+
+
+def partly_without_effect(parts: Parts, method: type[FedAvg[Any]]) -> list[str]:
+    """Return which BatchNorm layers lack entries that the method is about, one line each."""
+    lines = []
+    affine = frozenset(parts.affine)
+    no_affine = [layer.path for layer in parts.layers if affine.isdisjoint(layer.entries.values())]
+    if no_affine and Part.AFFINE in method.local:
+        lines.append(f"{len(no_affine)} BN layer(s) have no gamma and beta to keep: {', '.join(no_affine[:3])}")
+    no_statistics = [layer.path for layer in parts.layers if "running_mean" not in layer.entries]
+    if no_statistics:
+        lines.append(
+            f"{len(no_statistics)} BN layer(s) track no running statistics and use the batch's own in testing: "
+            + ", ".join(no_statistics[:3])
+        )
+    return lines
+
+
+def initialise(model: nn.Module, config: Config) -> InitReport | None:
+    """Load the initial weights of a config into the model, in place; return the report, None without ``init``.
+
+    The server alone does so, and sends them: the nodes need no such file, and a resumed run has its checkpoint.
+
+    Raises:
+        ConfigError: the weights cannot be read, or none fits.
+    """
+    return load_initial(model, config.init, config.model, config.example_shape()[0]) if config.init else None
+
+
+def local_training(config: Config) -> LocalTraining:
+    """Return the settings of local training."""
+    return LocalTraining(
+        learning_rate=config.learning_rate_over_rounds(),
+        local_steps=config.local_steps,
+        sampling=config.sampling,
+        local_epochs=config.local_epochs,
+        batch_size=config.batch_size,
+        optimizer=config.optimizer,
+        sgd_momentum=config.sgd_momentum,
+        weight_decay=config.weight_decay,
+        gradient_clip_norm=config.gradient_clip_norm,
+        amp=config.amp,
+        memory_format=config.memory_format,
+    )
+
+
+def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[Any]:
+    """Return the strategy of a config for ``num_nodes`` nodes; the state is split by the model's layer types."""
+    return config.method()(
+        fraction_train=config.fraction_train,
+        fraction_evaluate=config.fraction_evaluate,
+        min_train_nodes=1,
+        min_evaluate_nodes=1,
+        # All nodes were there at the start (``serve`` counts them); a round does not wait for nodes lost since.
+        min_available_nodes=min(num_nodes, config.min_replies),
+        parts=split_state(model),
+        **({"loss_key": VALIDATION_LOSS} if config.validation_share and config.strategy == FedBS.name else {}),
+        **{**config.params().model_dump(), **_tests(config)},
+    )
+
+
+def _tests(config: Config) -> dict[str, str]:
+    """Return the tests that the strategy must know: those of held-out clients need the average of local BN parts."""
+    local = bool(config.method().local & {Part.AFFINE, Part.STATISTICS}) and Part.REST not in config.method().local
+    if not config.held_out_clients or not local or SHARED_BN in config.evaluations():
+        return {}
+    return {"eval_on": ",".join((*config.evaluations(), SHARED_BN))}

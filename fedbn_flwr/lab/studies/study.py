@@ -1,0 +1,184 @@
+"""A study: a grid of runs, methods x splits x seeds, read from a file.
+
+A study file::
+
+    name: digits
+    base: {dataset: digits, model: lenet, num-clients: 5}
+    methods: {FedAvg+BN: {strategy: fedavg}, FedBN: {strategy: fedbn}}
+    splits: {iid: {partition: iid}, non-iid: {partition: classes, classes-per-client: 2}}
+    seeds: [0, 1, 2]
+    skip: [FedBN/iid]
+    paper: {FedAvg+BN/iid: 91.35 ± 0.24}
+
+The tables show the main metric of each run, the first one of ``eval-on``; ``metrics`` names others, by their keys in
+``summary.json``: ``metrics: [personal-own-auroc, held-out-adapted-auroc]``. A metric that a run does not have is left
+out there.
+
+The paper's number, with its ± or without, may also be given by domain, ``{amazon: 61.3, average: 66.3 ± 0.7}``: it is
+then shown in the table by domain, a second table for data sets with several domains. The average is shown in the first
+table, too, if the main metric is the average over the domains.
+
+``methods`` and ``splits`` override ``base``, a method's settings override those of the split, and ``overrides``, by
+METHOD/SPLIT, override all. A key of ``base`` that has no effect in a run is left out there, and the log says so. Each
+run has the folder ``OUT/METHOD/SPLIT/seed-N``.
+
+``target: 60`` adds the rounds, exchanges and bytes until the main metric was first at 60, in the unit of the table; it
+may be given by split, ``{iid: 90, non-iid: 60}``.
+
+``tune`` chooses settings before the runs, for each METHOD/SPLIT on its own, by the score on validation examples::
+
+    tune:
+      grid: {learning-rate: [0.3, 0.1, 0.03, 0.01]}
+      base: {validation-share: 0.2, num-server-rounds: 30}
+      seeds: [0]
+
+Every combination of the grid is run with the settings of ``tune.base``; the one with the highest mean score of the last
+round (of the best, with ``early-stopping``) over ``tune.seeds`` is used. The test set is not used to choose. Trials are
+in ``OUT/tune/METHOD/SPLIT/``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import Scalar, number, read_overrides
+from fedbn_flwr.lab.config.yaml_file import read_yaml
+from fedbn_flwr.lab.studies.cell import Cell, trial_name
+from fedbn_flwr.lab.studies.numbers import WHOLE, PaperNumber
+
+__all__ = ["Study", "StudySettings", "Tuning"]
+
+StudySettings = dict[str, Scalar]
+
+
+class Tuning(BaseModel):
+    """The trials that choose settings; the module's docstring has an example."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    grid: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = Field(min_length=1)
+    base: StudySettings = Field(default_factory=dict)
+    seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
+
+    @field_validator("grid")
+    @classmethod
+    def _as_numbers(cls, grid: dict[str, list[Scalar]]) -> dict[str, list[Scalar]]:
+        """Take ``1e-3`` as a number, which YAML reads as a text."""
+        return {key: [_number(value) for value in values] for key, values in grid.items()}
+
+    def points(self) -> list[StudySettings]:
+        """Return every combination of the grid, the last key changing first."""
+        return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+
+
+class Study(BaseModel):
+    """A study file; the module's docstring has an example."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    base: StudySettings = Field(default_factory=dict)
+    methods: dict[str, StudySettings] = Field(min_length=1)
+    splits: dict[str, StudySettings] = Field(default={"all": {}}, min_length=1)
+    seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
+    skip: list[str] = Field(default_factory=list)
+    metrics: list[str] = Field(default_factory=list)
+    paper: dict[str, Any] = Field(default_factory=dict)
+    overrides: dict[str, StudySettings] = Field(default_factory=dict)
+    target: FiniteFloat | dict[str, FiniteFloat] | None = None
+    tune: Tuning | None = None
+
+    @field_validator("paper")
+    @classmethod
+    def _read_paper(cls, paper: dict[str, Any]) -> dict[str, Any]:
+        problems = []
+        for name, stated in paper.items():
+            for domain, value in stated.items() if isinstance(stated, dict) else ((WHOLE, stated),):
+                try:
+                    PaperNumber.read(value)
+                except ValueError as error:
+                    problems.append(f"{name}{domain and f', {domain}'}: {error}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return paper
+
+    @classmethod
+    def read(cls, path: Path, overrides: Sequence[str] = ()) -> Study:
+        """Read a study file; the configs of its runs are not made, so that their data may be elsewhere.
+
+        Args:
+            path: the YAML file.
+            overrides: ``key=value`` settings that override its ``base``, such as a data folder.
+
+        Raises:
+            ConfigError: the file is no study.
+        """
+        read = read_yaml(path, "study")
+        try:
+            if overrides and isinstance(read, dict) and isinstance(base := read.get("base") or {}, dict):
+                read["base"] = {**base, **read_overrides(overrides)}
+            return cls.model_validate(read)
+        except ValidationError as error:
+            lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {_text_of(e)}" for e in error.errors()]
+            raise ConfigError("\n".join(lines)) from error
+
+    def target_of(self, split: str) -> float | None:
+        """Return the target of a split, in the unit of the table; None without one."""
+        return self.target.get(split) if isinstance(self.target, dict) else self.target
+
+    def paper_numbers(self, name: str) -> dict[str, PaperNumber]:
+        """Return the paper's numbers of METHOD/SPLIT: by domain, or one number with the domain ``WHOLE``."""
+        stated = self.paper.get(name, {})
+        by_domain = stated if isinstance(stated, dict) else {WHOLE: stated}
+        return {domain: PaperNumber.read(value) for domain, value in by_domain.items()}
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the content of a study file that ``read`` reads as this study."""
+        return self.model_dump(exclude_defaults=True)
+
+    def names(self) -> list[str]:
+        """Return METHOD/SPLIT of every pair, in the order of the file."""
+        return [f"{method}/{split}" for method in self.methods for split in self.splits]
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield all runs except skipped ones, seed by seed: a stopped study has complete tables for the first seeds."""
+        for seed in self.seeds:
+            yield from self._cells(seed, {})
+
+    def trials(self) -> Iterator[Cell]:
+        """Yield the runs of ``tune``."""
+        if self.tune:
+            for seed in self.tune.seeds:
+                for point in self.tune.points():
+                    yield from self._cells(seed, point)
+
+    def _cells(self, seed: int, point: StudySettings) -> Iterator[Cell]:
+        more = {**self.tune.base, **point} if self.tune and point else {}
+        trial = trial_name(point)
+        for split, of_split in self.splits.items():
+            for method, of_method in self.methods.items():
+                if (name := f"{method}/{split}") not in self.skip:
+                    settings = {**of_split, **of_method, **self.overrides.get(name, {}), **more, "seed": seed}
+                    yield Cell(method, split, seed, settings, self.base, trial)
+
+    def with_chosen(self, chosen: Mapping[str, StudySettings]) -> Study:
+        """Return the study with the settings that ``tune`` chose, by METHOD/SPLIT, and without ``tune``."""
+        overrides = {name: {**self.overrides.get(name, {}), **settings} for name, settings in chosen.items()}
+        return self.model_copy(update={"overrides": {**self.overrides, **overrides}, "tune": None})
+
+
+def _text_of(error: Mapping[str, Any]) -> str:
+    """Return what pydantic says of a value, or the text of this module's own error."""
+    own = error.get("ctx", {}).get("error")
+    return str(own) if isinstance(own, ValueError) else str(error["msg"]).lower()
+
+
+def _number(value: Scalar) -> Scalar:
+    found = number(value) if isinstance(value, str) else None
+    return value if found is None else found

@@ -1,0 +1,143 @@
+"""A study file, read and checked before any work: its names, settings and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import read_overrides
+from fedbn_flwr.lab.output.global_tests import headlines
+from fedbn_flwr.lab.studies.study import Study
+from fedbn_flwr.strategies import FedBS
+from fedbn_flwr.training.tasks import in_percent
+
+__all__ = ["load_study"]
+
+_LONGEST = 200  # characters of a folder's name; file systems take 255 bytes
+_ENDINGS = (".csv", ".html", ".jsonl", ".md", ".png", ".yaml")
+
+
+def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
+    """Read a study file and check the config of every run in it.
+
+    Args:
+        path: as for ``Study.read``.
+        overrides: as for ``Study.read``.
+
+    Raises:
+        ConfigError: all problems, each with the name of the run.
+    """
+    study = Study.read(path, overrides)
+    if problems := [f"study {path}: {problem}" for problem in _problems_of(study, read_overrides(overrides))]:
+        raise ConfigError("\n".join(problems))
+    return study
+
+
+def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""
+    yield from _wrong_names(study)
+    yield from dict.fromkeys(_unusable_names(study))
+    yield from _unusable_papers(study)
+    for what, keys in _places(study):
+        if "seed" in keys and not (what == "base" and "seed" in given):  # of the command: see below
+            yield f"{what}: seed has no effect here; list the seeds under {'tune.' * what.startswith('tune')}seeds"
+    yield from _problems_of_runs(study)
+    for key in given:
+        if all(key in cell.settings for cell in study.cells()):
+            of_seed = f"seeds; --seed {given[key]} does the runs of that one"
+            where = of_seed if key == "seed" else "methods or splits"
+            yield f"--set {key} has no effect: every run has its own, in {where}"
+
+
+def _wrong_names(study: Study) -> Iterator[str]:
+    """Yield what is listed twice, and names that are none of the study."""
+    for what, values in _lists(study):
+        if repeated := {str(value) for value in values if values.count(value) > 1}:
+            yield f"{what}: {', '.join(sorted(repeated))} is listed twice"
+    for name in (*study.skip, *study.paper, *study.overrides):
+        if name not in study.names():
+            yield f"'{name}' names no METHOD/SPLIT"
+    for split in study.target if isinstance(study.target, dict) else ():
+        if split not in study.splits:
+            yield f"target: '{split}' is not one of splits ({', '.join(study.splits)})"
+    if not any(True for _ in study.cells()):
+        yield f"skip leaves out every run: {', '.join(study.skip)}"
+
+
+def _problems_of_runs(study: Study) -> Iterator[str]:
+    """Yield folders that two runs would share, settings that are wrong, and runs that are tied together."""
+    folders: dict[Path, tuple[str, str, str, int]] = {}
+    tied: dict[str, str] = {}
+    shares: dict[str, float] = {}  # of the runs, which come before the trials
+    for cell in (*study.cells(), *study.trials()):
+        own = cell.method, cell.split, cell.trial, cell.seed
+        first = folders.setdefault(cell.folder(Path()), own)
+        if first != own:
+            twins = [f"method {method!r} on split {split!r}" for method, split, *_ in (first, own)]
+            yield f"{twins[0]} and {twins[1]} would share the folder {cell.folder(Path())}; rename one of them"
+        try:
+            config = cell.config
+        except ConfigError as error:
+            yield f"{cell.name}: {error}"
+            continue
+        if config.series:
+            tied[cell.name] = config.series
+        pair = f"{cell.method}/{cell.split}"
+        if not cell.trial:
+            shares[pair] = config.validation_share
+        elif not config.validation_share:
+            yield f"{cell.name}: tune chooses by validation examples; set validation-share in tune.base"
+        elif config.strategy == FedBS.name and not shares.get(pair):
+            yield (
+                f"{cell.name}: with validation-share fedbs weighs by the validation loss, without by the "
+                "training loss; set validation-share for the runs, too, so that trials and runs do the same"
+            )
+    if tied:
+        one, more = next(iter(tied)), len(tied) - 1
+        yield (
+            f"{one}{f' and {more} other runs' if more else ''}: series={tied[one]} ties runs together: a run "
+            "starts with the parts that clients kept in the run before, and parallel runs would depend on their "
+            "timing. Leave series out of a study; for a series do the runs one after another with `fedbn-flwr run`"
+        )
+
+
+def _unusable_names(study: Study) -> Iterator[str]:
+    """Yield the names that cannot be folders beside the study's own files."""
+    for cell in (*study.cells(), *study.trials()):
+        method, *_ = parts = cell.folder(Path()).parts
+        for part in parts:
+            if len(part) > _LONGEST:
+                yield f"{part[:40]}... would name a folder, with {len(part)} characters; at most {_LONGEST}"
+        if Path(method).suffix in _ENDINGS:
+            yield f"method {cell.method!r} ends as a file of the study ({', '.join(_ENDINGS)}); rename it"
+
+
+def _unusable_papers(study: Study) -> Iterator[str]:
+    """Yield the paper's numbers that are outside 0 to 100, where the main metric is a share in percent."""
+    for cell in study.cells():
+        numbers = study.paper_numbers(name := f"{cell.method}/{cell.split}") if cell.seed == study.seeds[0] else {}
+        try:
+            share = bool(numbers) and in_percent(headlines(cell.config)[0])
+        except ConfigError:  # which is told with the run
+            continue
+        for domain, (mean, _) in numbers.items():
+            if share and mean is not None and not 0 <= mean <= 100:
+                yield f"paper: {name}{domain and f', {domain}'}: {mean:g} is not from 0 to 100, as a share is"
+
+
+def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:
+    """Yield each place in the file that has settings, and their keys."""
+    yield "base", study.base
+    for what, named in (("methods", study.methods), ("splits", study.splits), ("overrides", study.overrides)):
+        yield from ((f"{what}.{name}", settings) for name, settings in named.items())
+    if study.tune:
+        yield from (("tune.base", study.tune.base), ("tune.grid", study.tune.grid))
+
+
+def _lists(study: Study) -> Iterator[tuple[str, Sequence[Any]]]:
+    yield from (("seeds", study.seeds), ("metrics", study.metrics))
+    if study.tune:
+        yield "tune.seeds", study.tune.seeds
+        yield from ((f"tune.grid: {key}", values) for key, values in study.tune.grid.items())

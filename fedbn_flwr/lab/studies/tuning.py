@@ -1,0 +1,125 @@
+"""Choosing the settings of a study by its trials."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedbn_flwr.lab.early_stopping import validation_metric
+from fedbn_flwr.lab.output.folder import DIVERGED_AT
+from fedbn_flwr.lab.studies.cell import Cell, trial_name
+from fedbn_flwr.lab.studies.done import is_done, summary_of
+from fedbn_flwr.lab.studies.numbers import table_line
+from fedbn_flwr.lab.studies.study import Study, StudySettings
+from fedbn_flwr.training.tasks import in_percent
+
+__all__ = ["Tuned", "tuned", "tuning_markdown"]
+
+logger = logging.getLogger("flwr")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The score of each point of the grid for one METHOD/SPLIT, and the best one.
+
+    Attributes:
+        name: METHOD/SPLIT.
+        metric: the name of the score.
+        scores: by point, such as "learning-rate=0.1", the mean over the seeds; None if a run failed or diverged.
+        best: the point with the best score, the first of equal ones; None if no point has a score.
+        rejected: by point, the replies of clients that were lost or refused: the score is then not one of all clients.
+    """
+
+    name: str
+    metric: str
+    scores: dict[str, float | None]
+    best: str | None
+    rejected: dict[str, int]
+
+
+def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings]]:
+    """Return the scores of the trials, and by METHOD/SPLIT the settings of the best point.
+
+    A METHOD/SPLIT with a trial that is not done is left out. One whose trials all diverged keeps the study's own
+    settings, with a warning; a warning, too, tells of a best point at the end of a grid: a larger grid may have a
+    better one.
+    """
+    cells = list(study.trials())
+    points = {trial_name(point): point for point in study.tune.points()} if study.tune else {}
+    chosen: dict[str, StudySettings] = {}
+    found = []
+    for name in dict.fromkeys(f"{cell.method}/{cell.split}" for cell in cells):
+        own = [cell for cell in cells if f"{cell.method}/{cell.split}" == name]
+        if not all(is_done(cell, out) for cell in own):
+            continue
+        trials = dict.fromkeys(cell.trial for cell in own)
+        by_trial = {trial: [cell for cell in own if cell.trial == trial] for trial in trials}
+        scores = {trial: _score(cells, out) for trial, cells in by_trial.items()}
+        rejected = {
+            trial: sum(summary_of(cell.folder(out)).get("rejected", 0) for cell in cells)
+            for trial, cells in by_trial.items()
+        }
+        task = own[0].config.learning_task()
+        sign = 1 if task.higher_is_better else -1
+        usable = [trial for trial, score in scores.items() if score is not None]
+        best = max(usable, key=lambda trial: sign * (scores[trial] or 0.0), default=None)
+        found.append(Tuned(name, validation_metric(own[0].config), scores, best, rejected))
+        if lost := [trial for trial in trials if rejected[trial]]:
+            logger.warning(
+                "%s: replies of clients were lost or refused in the trial%s %s: its score is not one of all clients. "
+                "To repeat the trial, remove its folder.",
+                name,
+                "s" * (len(lost) > 1),
+                ", ".join(lost),
+            )
+        if best is None:
+            logger.warning("%s: no trial of tune has a score; the study's own settings are used", name)
+            continue
+        chosen[name] = points[best]
+        for key, value in chosen[name].items():
+            grid = [v for v in (study.tune.grid[key] if study.tune else ()) if isinstance(v, (int, float))]
+            if len(grid) > 2 and value in (min(grid), max(grid)):
+                logger.warning("%s: %s=%s is best and ends the grid; a larger grid may do better", name, key, value)
+    return found, chosen
+
+
+def tuning_markdown(name: str, found: Sequence[Tuned]) -> str:
+    """Return the scores as a table, the best of each row in bold."""
+    trials = list(dict.fromkeys(trial for row in found for trial in row.scores))
+    lines = [
+        f"# {name}, settings chosen by validation",
+        "",
+        table_line(["METHOD/SPLIT", "metric", *trials]),
+        "|---" * (len(trials) + 2) + "|",
+    ]
+    for row in found:
+        cells = [
+            _shown(row.scores.get(trial), row.metric, trial == row.best)
+            + ", lost replies" * bool(row.rejected.get(trial))
+            for trial in trials
+        ]
+        lines.append(table_line([row.name, row.metric, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def _score(cells: Sequence[Cell], out: Path) -> float | None:
+    """Return the mean over the seeds of the validation score of the last round; None if a seed has none."""
+    values = []
+    for cell in cells:
+        summary = summary_of(cell.folder(out))
+        value = None if DIVERGED_AT in summary else summary["final"].get(validation_metric(cell.config))
+        if value is None or not math.isfinite(value):
+            return None
+        values.append(value)
+    return statistics.fmean(values)
+
+
+def _shown(score: float | None, metric: str, best: bool) -> str:
+    if score is None:
+        return "-"
+    text = f"{100 * score:.2f} %" if in_percent(metric) else f"{score:.4f}"
+    return f"**{text}**" if best else text

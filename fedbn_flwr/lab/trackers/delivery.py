@@ -1,0 +1,118 @@
+"""Bringing the rounds of a run to a tracker without waiting for it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from fedbn_flwr.lab.trackers.interface import Tracker, numbers_of, summary_of_run
+
+__all__ = ["Delivery"]
+
+logger = logging.getLogger("flwr")
+
+SECONDS_TO_END = 20.0  # that the end of a run waits for its trackers
+
+
+class _End(NamedTuple):
+    summary: Mapping[str, float | str] | None
+
+
+class Delivery:
+    """Gives one tracker each round once, in order, from a thread of its own.
+
+    A tracker that is slow, or that fails because its network is down, neither ends nor slows the run: there is one
+    warning, the rounds are kept, and they are tried again with each later round and at the end.
+
+    Args:
+        tracker: where the rounds go.
+        lines: the rounds that a resumed run has already; what the tracker lacks of them is sent.
+    """
+
+    def __init__(self, tracker: Tracker, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._tracker, self._have = tracker, -1
+        self._waiting: deque[Mapping[str, Any]] = deque(lines)
+        self._calls: queue.SimpleQueue[_End | None] = queue.SimpleQueue()  # None: there is a round to send
+        self._warned = False
+        self._deadline: float | None = None
+        self._thread: threading.Thread | None = threading.Thread(target=self._work, daemon=True, name=tracker.key)
+        self._thread.start()
+
+    def add_round(self, line: Mapping[str, Any]) -> None:
+        """Take a line of ``metrics.jsonl``; returns at once."""
+        self._waiting.append(line)
+        self._calls.put(None)
+
+    def end(self, summary: Mapping[str, Any] | None) -> None:
+        """Send what is left and end the run there; returns at once. Without effect on a run that has ended.
+
+        Args:
+            summary: the content of ``summary.json``; None for a run that failed or was interrupted.
+        """
+        if self._deadline is None:
+            self._deadline = time.monotonic() + SECONDS_TO_END
+            self._calls.put(_End(summary and summary_of_run(summary)))
+
+    def wait(self) -> None:
+        """Wait until all is sent, but not past the time after ``end``; a second call does nothing."""
+        if self._thread is None or self._deadline is None:
+            return
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        ended, self._thread = not self._thread.is_alive(), None
+        if self._waiting or not ended:
+            logger.warning(
+                "%s lacks the last %d of the run's rounds, or its end. metrics.jsonl has all of them; a resume of the "
+                "run sends them.",
+                self._tracker.key,
+                len(self._waiting),
+            )
+
+    def _work(self) -> None:
+        while True:
+            end = self._calls.get()
+            try:
+                self._deliver()
+                self._warned = False
+            except Exception as error:  # whatever a service, its package or the network raises
+                self._warn(error)
+            if end:
+                self._close(end)
+                return
+
+    def _close(self, end: _End) -> None:
+        if self._waiting:  # `wait` says so
+            return
+        try:
+            self._tracker.close(end.summary)
+        except Exception as error:  # as above
+            logger.warning(
+                "%s has all rounds of the run and did not take its end: %s: %s. There it may look as if it still ran.",
+                self._tracker.key,
+                type(error).__name__,
+                error,
+            )
+
+    def _deliver(self) -> None:
+        if self._have < 0:
+            self._have = self._tracker.open()
+        while self._waiting:
+            line = self._waiting[0]
+            if line["round"] > self._have:
+                self._tracker.add_round(line["round"], numbers_of(line))
+                self._have = line["round"]
+            self._waiting.popleft()
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            logger.warning(
+                "%s does not take the run's rounds: %s: %s. The run goes on; they are sent again later.",
+                self._tracker.key,
+                type(error).__name__,
+                error,
+            )
+        self._warned = True

@@ -1,0 +1,64 @@
+"""Mean and standard deviation of inputs: the sums of one data set, and the scale that all clients then use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.training.batches import Batches
+
+__all__ = ["FeatureMoments", "ScalableBatches", "Scale", "scale_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureMoments:
+    """Per channel or feature, float64 (C,): number of values that are not missing, their mean, and ``m2``.
+
+    ``m2`` is the sum of squared deviations from the mean. Pixels are scaled to [0, 1].
+    """
+
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+
+    def merged(self, other: FeatureMoments) -> FeatureMoments:
+        """Return the moments of the union (Chan, Golub, LeVeque 1979)."""
+        count = self.count + other.count
+        share = other.count / count.clamp(min=1)
+        difference = other.mean - self.mean
+        mean = self.mean + difference * share
+        return FeatureMoments(count, mean, self.m2 + other.m2 + difference.square() * self.count * share)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Inputs become (x - mean) / std, per channel or feature."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def scale_of(moments: FeatureMoments) -> Scale:
+    """Return mean and standard deviation (by the count, biased); 1 for a feature that is constant or has no values."""
+    std = (moments.m2 / moments.count.clamp(min=1)).sqrt()
+    std = torch.where(std > 1e-12 * moments.mean.abs().clamp(min=1e-300), std, torch.ones_like(std))
+    return Scale(tuple(moments.mean.tolist()), tuple(std.tolist()))
+
+
+@runtime_checkable
+class ScalableBatches(Batches, Protocol):
+    """Batches whose inputs take a mean and std; ``fedbn_flwr.data.Subset`` is one."""
+
+    def input_moments(self) -> FeatureMoments:
+        """Return the sums of the inputs as they are stored.
+
+        Raises:
+            DataError: the inputs are not in memory.
+        """
+
+    def scaled(self, mean: Sequence[float], std: Sequence[float]) -> Batches:
+        """Return the same examples with another mean and std."""

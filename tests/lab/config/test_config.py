@@ -1,0 +1,433 @@
+"""The config: the same keys in every place, all problems at once, and the conditions between keys."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from flwr.common.config import parse_config_args
+
+from fedbn_flwr.engines.flower_run import toml_pairs
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import CENTRALIZED, Config, from_older
+from fedbn_flwr.lab.config.texts import read_overrides
+from fedbn_flwr.lab.config.yaml_file import read_yaml
+from fedbn_flwr.lab.setup import local_training
+from fedbn_flwr.server.params import EVALUATIONS
+from fedbn_flwr.strategies import STRATEGIES, combined
+
+ROOT = Path(__file__).parents[3]
+
+# A value other than its default for every key: each must arrive as it was sent.
+OTHERS: dict[str, Any] = {
+    "data-dir": "/data/with space and 'quotes'",
+    "eval-on": "global,personal-own",
+    "lr-decay-at": "0.5,15",
+    "lr-decay-factor": "0.1,0.2",
+    "augment": "crop2,flip",
+    "freeze-at": "auto",
+    "freeze-window": 5,
+    "freeze-tau": 1e-9,
+    "local-steps": 5,
+    "local-epochs": 0,
+    "device": "cpu",
+    "amp": True,
+    "freeze-affine": True,
+    "variance": "pooled",
+    "strategy": "fixbn",
+    "norm": "batch-renorm",
+    "renorm-rmax": 2.5,
+    "model": "torchvision:resnet18",
+    "dataset": "cifar10",
+    "partition": "dirichlet",
+    "out": "/tmp/ünï",
+    "num-classes": 12,
+    "fraction-train": 0.5,
+}
+
+FIXBN = {"strategy": "fixbn"}
+
+
+def refused(values: dict[str, Any], **options: Any) -> list[str]:
+    """The lines of the error."""
+    with pytest.raises(ConfigError) as caught:
+        Config.make(values, **options)
+    return str(caught.value).split("\n")
+
+
+def through_flower(config: Config) -> dict[str, Any]:
+    """The mapping as Flower's command line hands it to the app, types included."""
+    return dict(parse_config_args([toml_pairs(config.to_mapping())]))
+
+
+# --- one schema, everywhere ------------------------------------------------------------------------------------------
+
+
+def test_every_key_is_in_the_toml_with_its_default() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert declared == {field.alias or name: field.default for name, field in Config.model_fields.items()}
+    kinds = {key: type(value) for key, value in declared.items()}
+    assert kinds == {key: type(value) for key, value in Config.make({}).to_mapping().items()}, "1 is not 1.0 to Flower"
+
+
+def test_every_parameter_of_a_strategy_is_a_key() -> None:
+    """A parameter without a key could not be set from anywhere but Python."""
+    keys = set(Config.model_fields)
+    for strategy in STRATEGIES.values():
+        assert set(strategy.Params.model_fields) <= keys, strategy.name
+
+
+def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
+    values = {**OTHERS, "num-server-rounds": 30}
+    config = Config.make(values)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    assert Config.load(path) == config
+    assert Config.load(None, [f"{key}={yaml.safe_dump(value).split(chr(10))[0]}" for key, value in values.items()]) == (
+        config
+    )
+    assert Config.make(through_flower(config), complete=True) == config
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, OTHERS, {"local-epochs": 3}, {**FIXBN, "freeze-at": 7}, {**FIXBN, "freeze-at": 0.3}, {"seed": 9}]
+)
+def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
+    config = Config.make(settings)
+    assert Config.make(config.to_mapping()) == config
+    assert Config.make(config.to_mapping(), complete=True) == config
+    received = through_flower(config)
+    assert received == config.to_mapping()
+    assert {key: type(value) for key, value in received.items()} == {k: type(v) for k, v in config.to_mapping().items()}
+    assert Config.make(received, complete=True) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"proximal-mu": 0.1}, "proximal-mu=0.1 has no effect: it is for fedprox, fedbs"),
+        ({"strategy": "fedavg", "eta": 0.1}, "eta=0.1 has no effect: it is for fedadam, fedyogi, fedadagrad"),
+        ({**FIXBN, "freeze-window": 5}, "freeze-window=5 has no effect: it is for freeze-at=auto"),
+        ({"strategy": "fedbn", "variance": "pooled"}, "fedbn averages no running variances"),
+        ({"strategy": "fedtan", "fedtan-bind": "0.0.0.0:9"}, "it is for fedtan-transport=channel"),
+        ({"strategy": "staticbn", "bn-momentum": 0.5}, "staticbn tracks no running variances in training"),
+        (
+            {"lr-decay-at": "freeze"},
+            "lr-decay-at='freeze' has no effect: freeze is for fixbn and fedtan2, and fedavg never freezes BN",
+        ),
+        ({"lr-decay-at": "3,freeze"}, "lr-decay-at='3,freeze' has no effect: freeze is for fixbn and fedtan2"),
+        ({"strategy": CENTRALIZED, "lr-decay-at": "3,freeze"}, "and centralized never freezes BN"),
+        ({"strategy": CENTRALIZED, "eval-on": "averaged-bn"}, "strategy=centralized has no clients: use global"),
+        ({"norm": "group", "variance": "pooled"}, "variance='pooled' has no effect: it is for norm=batch"),
+        ({"strategy": "fixbn", "client-hooks": "fixbn"}, "fixbn: named twice in strategy, local-part"),
+        ({"norm-groups": 4}, "norm-groups=4 has no effect: it is for norm=group and group+ws"),
+        (
+            {"learning-rate-schedule": "cosine", "lr-decay-at": "3"},
+            "lr-decay-at='3' has no effect: it is for learning-rate",
+        ),
+        ({"learning-rate-schedule": "constant", "lr-decay-at": "3"}, "it is for learning-rate-schedule=step"),
+        ({"optimizer": "adamw", "sgd-momentum": 0.9}, "sgd-momentum=0.9 has no effect: it is for optimizer=sgd"),
+        (
+            {"strategy": "scaffold", "optimizer": "adam"},
+            "mean gradients under SGD only: optimizer=adam must be sgd",
+        ),
+        ({"momentum-scope": "local", "optimizer": "adam"}, "momentum-scope=local keeps SGD's momentum, and optimizer="),
+        ({"agc": 0.1, "gradient-clip-norm": 1.0}, "agc=0.1 and gradient-clip-norm=1.0 both limit gradients"),
+        ({"norm": "group", "bn-momentum": 0.5}, "bn-momentum=0.5 has no effect: it is for norm=batch"),
+        ({"partition": "iid", "classes-per-client": 3}, "classes-per-client=3 has no effect: it is for partition="),
+        ({"local-epochs": 2, "sampling": "without-replacement"}, "has no effect: it is for local-steps"),
+        ({"data-dir": "/data"}, "data-dir='/data' has no effect: dataset=digits needs no files"),
+        ({"model": "lenet", "image-size": 20}, "image-size=20 has no effect: model=lenet takes images of 28 pixels"),
+        ({"strategy": CENTRALIZED, "fraction-train": 0.5}, "strategy=centralized has no clients"),
+        ({"strategy": "fixbn", "freeze-statistics": False}, "freeze nothing; use strategy=fedavg"),
+        (
+            {"strategy": "fixbn", "client-hooks": "fedtan"},
+            "fixbn and fedtan cannot be combined: a run has one method that freezes or synchronises the statistics",
+        ),
+        ({"server-step": "fedprox"}, "unknown server-step 'fedprox'. Allowed: fedadagrad, fedadam, fedavgm, fedyogi."),
+        ({"local-part": "fedadam"}, "unknown local-part 'fedadam'. Allowed: fedbn, mtfl, silobn."),
+    ],
+)
+def test_a_key_that_was_set_and_has_no_effect_is_refused(settings: dict[str, Any], line: str) -> None:
+    assert [text for text in refused(settings) if line in text], refused(settings)
+
+
+def test_a_shared_key_without_effect_is_left_out_and_named() -> None:
+    shared = {"proximal-mu": 0.1, "freeze-at": 5, "seed": 3}
+    config, dropped = Config.make_of_shared(shared, {"strategy": "fedprox"})
+    assert (config.proximal_mu, config.seed) == (0.1, 3)
+    assert dropped == {"freeze-at": "it is for fixbn"}
+    _, dropped = Config.make_of_shared({"lr-decay-at": "freeze", "lr-decay-factor": "0.5"}, {"strategy": "fedavg"})
+    assert list(dropped) == ["lr-decay-at", "lr-decay-factor"], "the factor has no effect without the decay"
+    with pytest.raises(ConfigError, match="freeze-at=5 has no effect"):
+        Config.make_of_shared(shared, {"strategy": "fedprox", "freeze-at": 5})
+
+
+def test_methods_are_combined_by_their_keys() -> None:
+    config = Config.make({"strategy": "mtfl", "server-step": "fedadam", "client-hooks": "fixbn, fedprox", "eta": 0.3})
+    assert config.method() is combined(*(STRATEGIES[name] for name in ("fixbn", "mtfl", "fedadam", "fedprox")))
+    assert config.params().eta == 0.3
+    assert config.evaluations() == ("personal-own",)
+    assert Config.make(config.to_mapping()) == config
+
+
+@pytest.mark.parametrize(("quantile", "clipping"), [(0.0, {}), (0.3, {"dp-clipping": "adaptive"})])
+def test_a_resolved_config_with_the_older_names_of_privacy_is_read(
+    quantile: float, clipping: dict[str, Any], tmp_path: Path
+) -> None:
+    own = {"dp": "server", "eval-on": "global", **({"dp-clipping-quantile": quantile} if clipping else {})}
+    config = Config.make({**own, **clipping})
+    older: dict[str, Any] = {**config.to_mapping(), "dp-clipping-quantile": quantile}
+    del older["dp-clipping"]
+    older |= {"masked": older.pop("masked-sums"), "statistics-trim": older.pop("trim")}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    assert Config.load(tmp_path / "config.yaml") == config
+    off = {**Config.make({}).to_mapping(), "dp": "none", "masked": False, "dp-clipping-quantile": 0.0}
+    del off["dp-clipping"], off["masked-sums"]
+    assert Config.make(from_older(off)) == Config.make({})
+
+
+def test_set_overrides_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("learning-rate: 0.5\nseed: 3\n")
+    config = Config.load(path, ["seed=4", "data-dir="])
+    assert (config.learning_rate, config.seed, config.data_dir) == (0.5, 4, "")
+
+
+def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -> None:
+    """In YAML 1.1 it would be a number in octal: ``held-out-clients=01`` another client."""
+    (tmp_path / "config.yaml").write_text("held-out-clients: 01\nclass-names: 010\nlocal-steps: 10\n")
+    assert read_yaml(tmp_path / "config.yaml", "config") == {
+        "held-out-clients": "01",
+        "class-names": "010",
+        "local-steps": 10,
+    }
+    assert read_overrides(["held-out-clients=01", "a=-3", "b=0"]) == {"held-out-clients": "01", "a": -3, "b": 0}
+
+
+def test_a_number_where_text_is_wanted_is_text(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("2020,1,y\n" + "3,4,1\n5,6,0\n" * 4)
+    columns = ["label-column=y", "feature-columns=2020", "client-column=1", "positive-values=1"]
+    config = Config.load(None, [f"dataset=csv:{tmp_path / 't.csv'}", *columns])
+    assert (config.feature_columns, config.client_column, config.positive_values) == ("2020", "1", "1")
+
+
+def test_the_page_of_keys_has_every_key() -> None:
+    page = (ROOT / "docs/config.md").read_text()
+    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted(Config.make({}).to_mapping())
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    values = {
+        "learning-rat": 1,
+        "batch-size": 0.5,
+        "strategy": "fedbnn",
+        "seed": -1,
+        "lr-decay-at": "soon",
+        "nonsense": 2,
+    }
+    assert refused(values) == [
+        "seed=-1: input should be greater than or equal to 0",
+        "batch-size=0.5: input should be a valid integer, got a number with a fractional part",
+        "unknown key 'learning-rat'. Did you mean 'learning-rate'?",
+        "unknown key 'nonsense'. See docs/config.md for all keys.",
+        "unknown strategy 'fedbnn'. Did you mean 'fedbn'? Allowed: "
+        + ", ".join(sorted([*STRATEGIES, "centralized"]))
+        + ".",
+        "lr-decay-at: 'soon' is not a round (int), a fraction in [0, 1] or 'freeze'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"local_steps": 3}, "unknown key 'local_steps'. Did you mean 'local-steps'?"),
+        (
+            {"strategy": "fedtan", "fedtan-transport": "messages", "fedtan-exchange": "channel"},
+            "fedtan-exchange=channel and fedtan-transport=messages are both set; fedtan-exchange is the old name: "
+            "remove it",
+        ),
+        ({7: 3}, "unknown key '7'. See docs/config.md for all keys."),
+        ({"freeze-at": -1}, "freeze-at: -1 is not a round; the first is 1, and 0 freezes from the start"),
+        ({"freeze-at": 1.5}, "freeze-at: 1.5 is not a fraction in [0, 1]; for a round write an int"),
+        (
+            {"freeze-at": "half"},
+            "freeze-at: 'half' is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'",
+        ),
+        ({"batch-size": True}, "batch-size: true is neither a number nor text"),
+        ({"freeze-at": False}, "freeze-at: false is neither a number nor text"),
+        ({"learning-rate": float("inf")}, "learning-rate=inf: input should be a finite number"),
+        ({"learning-rate": 0}, "learning-rate=0: input should be greater than 0"),
+        ({"variance": "mode"}, "variance='mode': input should be 'mean' or 'pooled'"),
+        ({"eval-on": "global,own"}, f"unknown eval-on 'own'. Allowed: {', '.join(sorted(EVALUATIONS))}."),
+        ({"num-classes": 5}, "num-classes=5 is fewer than the 10 of dataset=digits"),
+        ({"learning-rate-schedule": "step"}, "learning-rate-schedule=step needs lr-decay-at"),
+        ({"learning-rate-warm-up": 20}, "learning-rate-warm-up=20 must be below num-server-rounds=20"),
+        ({"local-epochs": 0}, "local-steps and local-epochs are both 0: nothing to train; set one of them above 0"),
+        (
+            {"strategy": "fixbn", "freeze-at": "auto", "freeze-window": 30},
+            "freeze-window=30 must be below num-server-rounds=20 for freeze-at=auto",
+        ),
+        (
+            {"strategy": "fedtan2", "fedtan-rounds": "auto", "freeze-window": 20},
+            "freeze-window=20 must be below num-server-rounds=20 for fedtan-rounds=auto",
+        ),
+    ],
+)
+def test_a_problem_is_reported(values: dict[str, Any], line: str) -> None:
+    assert refused(values) == [line]
+
+
+def test_a_list_or_null_is_refused() -> None:
+    assert refused({"eval-on": ["global"], "data-dir": None}) == [
+        "eval-on=['global']: input should be a valid string",
+        "data-dir=None: input should be a valid string",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("- a\n- b\n", "must be a mapping of keys to values, not list"), ("a: [", "config ")]
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Config.load(path)
+
+
+def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    """YAML readers take the last one, silently."""
+    path = tmp_path / "config.yaml"
+    path.write_text("learning-rate: 0.1\nseed: 1\nlearning-rate: 0.2\n'seed': 2\nseed: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        Config.load(path)
+    assert str(caught.value).split("\n") == [
+        f"config {path}: line 3: 'learning-rate' is also in line 1; remove one of them",
+        f"config {path}: line 4: 'seed' is also in line 2; remove one of them",
+        f"config {path}: line 5: 'seed' is also in line 2; remove one of them",
+    ]
+    path.write_text("{seed: 1, seed: 2}")
+    with pytest.raises(ConfigError, match="line 1: 'seed' is also in line 1"):
+        Config.load(path)
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n", b"a: \xff", "seed: 1".encode("utf-16")])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^config .*config.yaml is not a text file in UTF-8: .* can't decode byte"):
+        Config.load(path)
+
+
+def test_a_value_that_is_no_date_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("series: 2026-13-45")
+    with pytest.raises(ConfigError, match=r"^config .*: month must be in 1..12"):
+        Config.load(path)
+    with pytest.raises(ConfigError, match=r"^--set 'series=2026-13-45': month must be in 1..12"):
+        Config.load(None, ["series=2026-13-45"])
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Config.load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(("override", "message"), [("seed", "must be key=value"), ("seed=[", "--set 'seed='")])
+def test_an_override_that_cannot_be_read_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[").replace("seed='", r"seed=\['")):
+        Config.load(None, [override])
+
+
+def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_effect() -> None:
+    """Its service ``cli`` names FedTAN's channel in each run config; elsewhere such a key is refused."""
+    preset = {
+        "fedtan-transport": "channel",
+        "fedtan-bind": "a:9200",
+        "fedtan-address": "b:9200",
+        "fedtan-tls-dir": "/c",
+    }
+    assert Config.make({**Config.make({}).to_mapping(), **preset}, complete=True) == Config.make({})
+    assert Config.make({**preset, "strategy": "fedtan"}, complete=True).fedtan_bind == "a:9200"
+    with pytest.raises(ConfigError, match="fedtan-bind='a:9200' has no effect"):
+        Config.make(preset)
+    with pytest.raises(ConfigError, match=r"^proximal-mu=2\.0 has no effect: it is for fedprox, fedbs$"):
+        Config.make({**preset, "proximal-mu": 2.0}, complete=True)
+
+
+# --- conditions between keys ------------------------------------------------------------------------------------------
+
+
+def test_local_steps_replace_the_default_epochs() -> None:
+    config = Config.make({"local-steps": 5})
+    assert (config.local_steps, config.local_epochs) == (5, 0)
+    assert (Config.make({}).local_steps, Config.make({}).local_epochs) == (0, 1)
+    assert Config.make({"local-epochs": 3}).local_epochs == 3
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_both_local_steps_and_local_epochs_are_an_error(epochs: int) -> None:
+    line = f"local-steps=5 and local-epochs={epochs} are both set; set one of them"
+    assert refused({"local-steps": 5, "local-epochs": epochs}) == [line]
+
+
+def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
+    everything = Config.make({}).to_mapping()
+    assert Config.make({**everything, "local-steps": 5}, complete=True).local_steps == 5
+    line = "local-steps=5 and local-epochs=2 are both set; set one of them"
+    assert refused({**everything, "local-steps": 5, "local-epochs": 2}, complete=True) == [line]
+
+
+@pytest.mark.parametrize(
+    ("at", "factor", "expected"),
+    [
+        ("", "0.1", ((), ())),
+        ("0.5,0.75", "0.1", ((10, 15), (0.1, 0.1))),
+        ("3,freeze", "0.1,0.2", ((3, "freeze"), (0.1, 0.2))),
+        (0.5, 0.2, ((10,), (0.2,))),
+        (6, "0.5", ((6,), (0.5,))),
+    ],
+)
+def test_learning_rate_decays_are_read(at: Any, factor: Any, expected: Any) -> None:
+    given = {"lr-decay-at": at, "lr-decay-factor": factor}
+    assert Config.make({**FIXBN, **given}).decays() == expected
+
+
+def test_fedtan2s_learning_rates_of_the_paper() -> None:
+    """arXiv:2301.02982, 6.3: 0.5, 0.01 after M, 0.001 after 6000 and, with momentum, 0.0001 after 8000."""
+    decays = {"lr-decay-at": "freeze,6000,8000", "lr-decay-factor": "0.02,0.1,0.1", "learning-rate": 0.5}
+    config = Config.make({"strategy": "fedtan2", "num-server-rounds": 10_000, "sgd-momentum": 0.9, **decays})
+    rate = local_training(config).learning_rate
+    rates = [rate.at(1000), rate.at(1001, True), rate.at(6000, True), rate.at(6001, True), rate.at(8001, True)]
+    assert rates == pytest.approx([0.5, 0.01, 0.01, 0.001, 0.0001])
+
+
+def test_a_fraction_is_read_as_the_decimal_written() -> None:
+    assert Config.make({"lr-decay-at": "0.29", "num-server-rounds": 100}).decays() == ((29,), (0.1,))
+
+
+@pytest.mark.parametrize("factor", ["0.1,0.2", "", "-1", "0", "x"])
+def test_decay_factors_that_do_not_fit_are_refused(factor: str) -> None:
+    line = f"lr-decay-factor={factor!r} must be one number above 0, or one for each of the 3 entries of lr-decay-at"
+    assert refused({"lr-decay-at": "1,2,3", "lr-decay-factor": factor}) == [line]
+
+
+@pytest.mark.parametrize("value", [7, 0, 0.3, 1.0, "auto"])
+def test_freeze_at_keeps_its_type(value: Any) -> None:
+    config = Config.make({**FIXBN, "freeze-at": value, **({"freeze-window": 2} if value == "auto" else {})})
+    assert (config.freeze_at, type(config.freeze_at)) == (value, type(value))
+
+
+def test_the_default_evaluations_follow_the_strategy() -> None:
+    for name, strategy in STRATEGIES.items():
+        wanted = ("personal-own",) if strategy.local else ("global",)
+        norm = "wsconv" if name == "fedwon" else "batch"
+        assert Config.make({"strategy": name, "norm": norm}).evaluations() == wanted, name
+    assert Config.make({"eval-on": " personal-global , global"}).evaluations() == ("personal-global", "global")

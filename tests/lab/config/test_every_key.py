@@ -1,0 +1,51 @@
+"""Every config key acts under every strategy, or is refused; ``benchmarks/every_key.py`` does all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from every_key import ELSEWHERE, KEYS, effect
+
+from fedbn_flwr.lab.config import GROUPS, Config
+from fedbn_flwr.strategies import STRATEGIES
+
+ROOT = Path(__file__).parents[3]
+NAMES = list(STRATEGIES)
+# Every second cheap key under one strategy, so that every strategy has its turn.
+SAMPLE = [
+    (NAMES[(5 * i) % len(NAMES)], key)
+    for i, key in enumerate(KEYS)
+    if "model" not in (key, *KEYS[key][1]) and key not in ("num-clients", "dataset")
+][::2]
+
+
+def test_every_key_is_tried_or_has_a_test_elsewhere() -> None:
+    keys = {key for group in GROUPS for key in Config.keys(group)}
+    assert KEYS.keys() | ELSEWHERE.keys() == keys
+    assert not KEYS.keys() & ELSEWHERE.keys()
+    for key, path in ELSEWHERE.items():
+        text = (ROOT / path).read_text()
+        assert key in text or key.replace("-", "_") in text, f"{path} does not speak of {key}"
+
+
+@pytest.mark.parametrize(("strategy", "key"), SAMPLE, ids=lambda value: value)
+def test_a_key_acts_or_is_refused(strategy: str, key: str) -> None:
+    beside, alone = effect(strategy, key)
+    assert beside in ("acts", "refused")
+    assert alone in ("acts", "refused")
+
+
+@pytest.mark.parametrize("key", ["agc", "proximal-mu", "freeze-window", "server-momentum", "fedtan-exchanges"])
+def test_a_key_acts_under_its_own_method(key: str) -> None:
+    """So that a table of refusals alone cannot pass."""
+    own = {"agc": "scaffold", "proximal-mu": "fedprox", "freeze-window": "fixbn", "server-momentum": "fedavgm"}
+    assert effect(own.get(key, "fedtan"), key)[0] == "acts"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_acts_or_is_refused_under_every_strategy(key: str) -> None:
+    found = {strategy: effect(strategy, key) for strategy in STRATEGIES}
+    assert all(beside and alone for beside, alone in found.values()), found
+    assert any("acts" in pair for pair in found.values()), found

@@ -1,0 +1,66 @@
+"""A method's settings are declared once, in its ``Params``: Python, config and command line agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import RENAMED, Config
+from fedbn_flwr.lab.config.method_settings import method_fields, methods_with, own_default
+from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_default_in_python_is_the_default_of_the_config(name: str, needs) -> None:
+    config = Config.make({**needs(name), "strategy": name})
+    made = STRATEGIES[name]()
+    assert config.params() == made.params
+    for key, value in made.params.model_dump().items():
+        assert getattr(config, key) == value, key
+
+
+def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
+    assert own_default(STRATEGIES.values()) == {"eta": 0.0, "agc": -1.0}
+    assert [Config.make({"strategy": name}).eta for name in ("fedavg", "fedadam", "fedyogi")] == [0.0, 0.1, 0.01]
+    assert Config.make({"strategy": "fedyogi", "eta": 0.1}).eta == 0.1
+    fedwon = {"strategy": "fedwon", "norm": "wsconv"}
+    assert [Config.make({**fedwon, **own}).agc for own in ({}, {"agc": 0.0}, {"agc": 0.5})] == [0.1, 0.0, 0.5]
+    assert [Config.make(own).agc for own in ({}, {"agc": 0.5})] == [0.0, 0.5]
+    with pytest.raises(ConfigError, match=r"eta=-1\.0 must be a finite number above 0"):
+        Config.make({"strategy": "fedadam", "eta": -1.0})
+
+
+def test_methods_must_agree_about_a_settings_limits() -> None:
+    class OtherParams(Params):
+        eta: float = setting(0.5, "another eta", ge=0)
+
+    class Other(FedAvg[OtherParams]):
+        name = "other"
+        Params = OtherParams
+
+    with pytest.raises(ConfigError, match="methods declare the setting 'eta' with different types or limits"):
+        method_fields([FedAdam, Other])
+
+
+def test_a_new_methods_parameter_is_a_key_without_more() -> None:
+    class OtherParams(Params):
+        cut: float = setting(0.2, "share of the replies that is cut off at each end", ge=0, lt=0.5)
+
+    class Other(FedAvg[OtherParams]):
+        name = "other"
+        Params = OtherParams
+
+    annotation, field = method_fields([*STRATEGIES.values(), Other])["cut"]
+    assert (annotation, field.default, field.json_schema_extra) == (float, 0.2, {"group": "methods"})
+    assert methods_with([FedAvg, Other], "cut") == [Other]
+    assert methods_with([FedAvg, Other], "seed") == [], "those of every method are listed with none"
+
+
+def test_the_old_name_of_a_key_is_read_with_a_warning(caplog, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("{strategy: fedtan, fedtan-exchange: channel}")
+    config = Config.load(tmp_path / "config.yaml")
+    assert config.to_mapping()["fedtan-transport"] == "channel"
+    assert "config key 'fedtan-exchange' is now 'fedtan-transport'" in caplog.text
+    assert Config.load(None, ["strategy=fedtan", "fedtan-exchange=channel"]) == config
+    assert not RENAMED.keys() & Config.make({}).to_mapping().keys(), "a name has one meaning"

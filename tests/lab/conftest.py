@@ -1,0 +1,52 @@
+"""Fixtures of the harness: runs on digits that take a fraction of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.run import run
+
+QUICK: Mapping[str, Any] = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8}
+
+NEEDS: Mapping[str, Mapping[str, Any]] = {"fedwon": {"norm": "wsconv", "model": "lenet"}}
+
+
+@pytest.fixture(scope="session")
+def needs() -> Callable[[str], Mapping[str, Any]]:
+    """``needs(strategy)``: the settings without which a strategy does not run."""
+    return lambda strategy: NEEDS.get(strategy, {})
+
+
+QuickConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def quick_config() -> QuickConfig:
+    """``quick_config(strategy="fedbn", **{"kebab-key": value})``: digits, 3 clients, 2 rounds of 2 steps."""
+
+    def make(**settings: Any) -> Config:
+        return Config.make({**QUICK, **settings})
+
+    return make
+
+
+QuickRun = Callable[..., tuple[dict[str, Any], Path]]
+
+
+@pytest.fixture
+def quick_run(tmp_path: Path, quick_config: QuickConfig) -> QuickRun:
+    """``quick_run(strategy="fedbn", ...)``: one run in process; its summary and its folder."""
+    count = 0
+
+    def make(**settings: Any) -> tuple[dict[str, Any], Path]:
+        nonlocal count
+        count += 1
+        out = tmp_path / f"run-{count}"
+        return run(quick_config(**settings), out), out
+
+    return make

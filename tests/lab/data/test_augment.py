@@ -1,0 +1,100 @@
+"""Augmentation against a slow per-sample oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.data.augment import Augment
+
+
+def oracle(inputs: Tensor, crop: int, flip: bool, generator: torch.Generator) -> Tensor:
+    """One image, one pixel at a time, in Python."""
+    count, channels, height, width = inputs.shape
+    offsets = torch.randint(0, 2 * crop + 1, (2, count), generator=generator).tolist() if crop else [[0] * count] * 2
+    flips = (torch.rand(count, generator=generator) < 0.5).tolist() if flip else [False] * count
+    out = torch.empty_like(inputs)
+    for n in range(count):
+        for c in range(channels):
+            for y in range(height):
+                for x in range(width):
+                    column = width - 1 - x if flips[n] else x
+                    row, column = y + offsets[0][n] - crop, column + offsets[1][n] - crop
+                    inside = 0 <= row < height and 0 <= column < width
+                    out[n, c, y, x] = inputs[n, c, row, column] if inside else 0
+    return out
+
+
+def images(count: int, channels: int, height: int, width: int, seed: int = 0) -> Tensor:
+    shape = (count, channels, height, width)
+    return torch.randint(1, 256, shape, generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+
+
+@pytest.mark.parametrize(("text", "crop", "flip"), [("crop2", 2, False), ("flip", 0, True), ("crop3,flip", 3, True)])
+def test_equals_the_oracle(text: str, crop: int, flip: bool, device: torch.device) -> None:
+    inputs = images(9, 3, 5, 7)
+    augment = Augment.parse(text)
+    assert augment == Augment(crop, flip)
+    got = augment(inputs.to(device), torch.Generator().manual_seed(3)).cpu()
+    assert got.dtype == torch.uint8
+    assert torch.equal(got, oracle(inputs, crop, flip, torch.Generator().manual_seed(3)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(2, 5), st.integers(2, 5), st.integers(0, 1), st.booleans())
+def test_equals_the_oracle_for_any_shape(n: int, c: int, height: int, width: int, crop: int, flip: bool) -> None:
+    inputs = images(n, c, height, width)
+    got = Augment(crop, flip)(inputs, torch.Generator().manual_seed(n))
+    assert torch.equal(got, oracle(inputs, crop, flip, torch.Generator().manual_seed(n)))
+
+
+def test_every_offset_and_both_flips_occur_and_the_input_is_unchanged() -> None:
+    inputs = images(1, 1, 4, 4).expand(4000, -1, -1, -1)
+    before = inputs.clone()
+    crops = Augment(crop=2)(inputs, torch.Generator().manual_seed(0))
+    distinct, counts = torch.unique(crops.flatten(1), dim=0, return_counts=True)
+    assert len(distinct) == 25
+    assert counts.min() > 100
+    flips = Augment(flip=True)(inputs, torch.Generator().manual_seed(0))
+    share = (flips == inputs).all(dim=(1, 2, 3)).float().mean()
+    assert 0.45 < share < 0.55
+    assert torch.equal(inputs, before)
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_text_gives_no_augmentation(text: str) -> None:
+    assert Augment.parse(text) is None
+
+
+def test_spaces_and_order_do_not_matter() -> None:
+    assert Augment.parse(" flip , crop4") == Augment.parse("crop4,flip") == Augment(crop=4, flip=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "entry"),
+    [
+        ("crop", "'crop' is"),
+        ("crop0", "'crop0' is"),
+        ("crop-1", "'crop-1' is"),
+        ("flop", "'flop' is"),
+        ("flip,", "'' is"),
+    ],
+)
+def test_unknown_entries_are_refused(text: str, entry: str) -> None:
+    with pytest.raises(ConfigError, match=f"{entry} unknown. Allowed: .*cropN.*flip"):
+        Augment.parse(text)
+
+
+@pytest.mark.parametrize("text", ["flip,flip", "crop2,crop2", "crop2,crop4"])
+def test_repeated_entries_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is there twice"):
+        Augment.parse(text)
+
+
+def test_a_crop_as_large_as_the_image_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"crop4 could miss an image of 4x9 pixels altogether. Use crop1 to crop3"):
+        Augment(crop=4)(images(1, 1, 4, 9), torch.Generator())

@@ -1,0 +1,243 @@
+"""Data sets of several domains: npz files, folders of images, digits of five kinds, and the embedded five."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data import loading
+from fedbn_flwr.lab.data.dataset import Dataset
+from fedbn_flwr.lab.data.domains import DOMAINNET10, OFFICE_CALTECH10
+from fedbn_flwr.lab.data.loading import load_dataset
+
+SHARED = Path(__file__).parents[3].parent / "shared/data"
+SPLITS = ("train", "test")
+TWO_IMAGES = np.arange(32, dtype=np.uint8).reshape(2, 4, 4)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache() -> Iterator[None]:
+    yield
+    loading._load.cache_clear()
+
+
+def real(folder: str) -> Path:
+    if not (SHARED / folder).is_dir():
+        pytest.skip(f"real data {folder} is absent")
+    return SHARED
+
+
+def write_npz(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    """Write the images as the training set and, backwards, as the test set."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, x_train=images, y_train=labels, x_test=images[::-1], y_test=labels[::-1])
+
+
+def random_images(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+
+
+def write_folders(root: Path, domains: tuple[str, ...], classes: tuple[str, ...], each: int) -> None:
+    """Write grey-valued png images whose value is 40 * domain + 4 * number."""
+    for d, domain in enumerate(domains):
+        for name in classes:
+            folder = root / domain / name
+            folder.mkdir(parents=True)
+            for number in range(each):
+                value = 40 * d + 4 * number
+                Image.new("RGB", (3, 2), (value, value, value)).save(folder / f"image_{number:03}.png")
+
+
+def of_group(data: Dataset, name: str, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    samples = getattr(data, split)
+    chosen = samples.groups == data.group_names.index(name)
+    return samples.inputs[chosen], samples.targets[chosen]
+
+
+def test_real_office_caltech10_files() -> None:
+    data = load_dataset("office-caltech10", real("office_caltech10"))
+    assert data.group_names == ("amazon", "caltech", "dslr", "webcam")
+    assert torch.bincount(data.train.groups).tolist() == [771, 902, 130, 239]
+    assert torch.bincount(data.test.groups).tolist() == [187, 221, 27, 56]
+    for name in data.group_names:
+        archive = np.load(SHARED / f"office_caltech10/{name}.npz")
+        for split in SPLITS:
+            inputs, targets = of_group(data, name, split)
+            assert np.array_equal(inputs.permute(0, 2, 3, 1).numpy(), archive[f"x_{split}"])
+            assert np.array_equal(targets.numpy(), archive[f"y_{split}"])
+    pixels = data.train.inputs.double() / 255
+    assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(data.mean, abs=0.6e-4)
+    assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(data.std, abs=0.6e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "known"),
+    [("office-caltech10", "office_caltech10", OFFICE_CALTECH10), ("domainnet10", "domainnet", DOMAINNET10)],
+)
+def test_every_fifth_file_of_a_class_is_a_test_file(
+    tmp_path: Path, name: str, folder: str, known: tuple[tuple[str, ...], tuple[str, ...]]
+) -> None:
+    domains, classes = known
+    write_folders(tmp_path / folder, domains, classes, each=6)
+    write_folders(tmp_path / folder, domains[:1], ("another_class",), each=1)
+    for root in (tmp_path, tmp_path / folder):  # above the folder, or the folder itself
+        data = load_dataset(name, root, size=4)
+        assert data.group_names == domains
+        assert data.train.inputs.shape == (5 * 10 * len(domains), 3, 4, 4)
+        for d, domain in enumerate(domains):
+            for split, numbers in (("train", [0, 1, 2, 3, 5]), ("test", [4])):
+                inputs, targets = of_group(data, domain, split)
+                assert targets.tolist() == [label for label in range(10) for _ in numbers]
+                assert inputs[:, 0, 0, 0].tolist() == [40 * d + 4 * number for number in numbers] * 10
+                assert (inputs == inputs[:, :1, :1, :1]).all()
+
+
+def test_npz_files_and_folders_together_in_grey(tmp_path: Path) -> None:
+    domains, classes = OFFICE_CALTECH10
+    write_folders(tmp_path, domains[1:], classes, each=5)
+    images = random_images(0, 4, 2, 2, 3)
+    write_npz(tmp_path / "amazon.npz", images, np.arange(4))
+    data = load_dataset("office-caltech10", tmp_path, channels=1, size=2)
+    inputs, targets = of_group(data, "amazon", "train")
+    luma = (images.astype(int) @ [299, 587, 114] + 500) // 1000
+    assert np.array_equal(inputs[:, 0].numpy(), luma)
+    assert targets.tolist() == [0, 1, 2, 3]
+    assert len(data.train) == 4 + 3 * 10 * 4
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: (root / "webcam/mug/image_001.png").write_bytes(b"text"), r"image_001.png cannot be read"),
+        (lambda root: np.savez(root / "dslr.npz", x_train=np.zeros(2)), "dslr.npz lacks x_test, y_test, y_train"),
+        (lambda root: write_npz(root / "dslr.npz", TWO_IMAGES, np.array([0, 10])), "labels run from 0 to 10; 0 to 9"),
+        (lambda root: write_npz(root / "dslr.npz", TWO_IMAGES, np.array([0])), "one uint8 each"),
+        (lambda root: write_npz(root / "dslr.npz", TWO_IMAGES / 255, np.array([0, 1])), "float64 images"),
+        (lambda root: write_npz(root / "dslr.npz", TWO_IMAGES[..., None, None], np.array([0, 1])), "H, W, 3. needed"),
+        (lambda root: write_npz(root / "dslr.npz", np.repeat(TWO_IMAGES[..., None], 2, 3), np.array([0, 1])), "needed"),
+        (lambda root: (root / "dslr.npz").write_bytes(b"PK\x03\x04 cut"), "could not be read"),
+        (lambda root: (root / "webcam").rename(root / "camera"), r"folder .*webcam/backpack is absent"),
+        (lambda root: [p.unlink() for p in (root / "webcam/mug").iterdir()], "webcam/mug has no image files"),
+    ],
+    ids=["image", "keys", "labels", "lengths", "floats", "axes", "channels", "npz", "domain", "class"],
+)  # fmt: skip
+def test_a_wrong_domain_is_named(tmp_path: Path, spoil, message: str) -> None:
+    write_folders(tmp_path, *OFFICE_CALTECH10, each=5)
+    spoil(tmp_path)
+    with pytest.raises(DataError, match=message) as caught:
+        load_dataset("office-caltech10", tmp_path, size=2)
+    assert "download" not in str(caught.value)
+    assert "office_caltech10/ with amazon" in str(caught.value)
+
+
+def test_digits_five_takes_the_domains_that_are_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import scipy.io
+    from torchvision.datasets import SVHN
+
+    monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)
+    rgb, grey, synth = random_images(1, 5, 32, 32, 3), random_images(2, 7, 16, 16), random_images(3, 32, 32, 3, 4)
+    write_npz(tmp_path / "mnist_m/a_name.npz", rgb, np.arange(5))
+    write_npz(tmp_path / "usps/usps.npz", grey, np.arange(7))
+    for split in SPLITS:
+        scipy.io.savemat(tmp_path / f"synth_{split}_32x32.mat", {"X": synth, "y": np.array([[0], [9], [3], [10]])})
+        scipy.io.savemat(tmp_path / f"{split}_32x32.mat", {"X": synth, "y": np.array([[10], [1], [2], [9]])})
+    data = load_dataset("digits-five", tmp_path)
+    assert data.group_names == ("svhn", "usps", "synth-digits", "mnist-m")
+    assert data.train.inputs.shape == data.test.inputs.shape == (20, 3, 28, 28)
+    assert torch.bincount(data.train.groups).tolist() == [4, 7, 4, 5]
+    assert of_group(data, "svhn", "train")[1].tolist() == [0, 1, 2, 9]
+    assert of_group(data, "synth-digits", "test")[1].tolist() == [0, 9, 3, 0]
+    inputs, targets = of_group(data, "usps", "test")
+    assert targets.tolist() == [6, 5, 4, 3, 2, 1, 0]
+    expected = F.interpolate(
+        torch.from_numpy(grey[::-1].copy())[:, None].double(), (28, 28), mode="bilinear", antialias=True
+    )
+    assert (inputs.double() - expected).abs().max() <= 0.5 + 1e-4
+    original = load_dataset("digits-five", tmp_path, size=32)
+    assert np.array_equal(of_group(original, "mnist-m", "train")[0].permute(0, 2, 3, 1).numpy(), rgb)
+    assert np.array_equal(of_group(original, "synth-digits", "train")[0].permute(2, 3, 1, 0).numpy(), synth)
+
+
+def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none of the domains mnist, svhn, usps, synth-digits, mnist-m is present"):
+        load_dataset("digits-five", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    for name in ("a", "b"):
+        write_npz(tmp_path / f"usps/{name}.npz", random_images(0, 2, 4, 4), np.arange(2))
+    with pytest.raises(DataError, match=r"domain 'usps' has 2 npz files in .*usps; one needed"):
+        load_dataset("digits-five", tmp_path)
+
+
+def test_real_digits_files() -> None:
+    data = load_dataset("digits-five", real("mnist_m"))
+    assert data.group_names == ("mnist", "usps", "mnist-m")
+    assert torch.bincount(data.train.groups).tolist() == [60_000, 7_291, 8_000]
+    assert torch.bincount(data.test.groups).tolist() == [10_000, 2_007, 2_000]
+    inputs, _ = of_group(data, "mnist", "test")
+    mnist = load_dataset("mnist", SHARED)
+    assert torch.equal(inputs[:, 1], mnist.test.inputs[:, 0])
+    assert torch.equal(of_group(data, "mnist", "train")[1], mnist.train.targets)
+
+
+def test_the_embedded_domains_share_the_test_digits_and_no_training_digit() -> None:
+    data, digits = load_dataset("digits-domains"), load_dataset("digits")
+    assert data.group_names == ("inverted", "blurred", "noisy", "coloured", "rotated")
+    assert torch.bincount(data.train.groups).tolist() == [288, 288, 288, 287, 287]
+    assert torch.bincount(data.test.groups).tolist() == [359] * 5
+    assert data.train.inputs.shape == (1438, 3, 8, 8)
+    cells = torch.bincount(data.train.groups * 10 + data.train.targets).view(5, 10)
+    assert cells.sum(0).tolist() == torch.bincount(digits.train.targets).tolist()
+    assert (cells.amax(0) - cells.amin(0) <= 1).all()
+    for name in data.group_names:
+        assert torch.equal(of_group(data, name, "test")[1], digits.test.targets)
+    undo = {"inverted": lambda x: 255 - x, "rotated": lambda x: x.rot90(-1, (2, 3))}
+    everything = {tuple(image) for image in digits.train.inputs.flatten(1).tolist()}
+    seen = []
+    for name, back in undo.items():
+        assert torch.equal(back(of_group(data, name, "test")[0])[:, :1], digits.test.inputs)
+        seen += [tuple(image) for image in back(of_group(data, name, "train")[0])[:, 0].flatten(1).tolist()]
+    assert len(set(seen)) == len(seen) == 288 + 287
+    assert set(seen) <= everything
+
+
+def test_the_embedded_transformations_by_hand() -> None:
+    data, digits = load_dataset("digits-domains"), load_dataset("digits").test.inputs.double()
+    kernel = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]], dtype=torch.float64) / 16
+    blurred = (F.conv2d(digits, kernel[None, None], padding=1) + 0.5).floor()
+    assert torch.equal(of_group(data, "blurred", "test")[0].double(), blurred.expand(-1, 3, -1, -1))
+    noise = of_group(data, "noisy", "test")[0].double() - digits
+    assert (noise == noise[:, :1]).all()
+    assert noise.min() == -96
+    assert noise.max() == 96
+    coloured = of_group(data, "coloured", "test")[0]
+    middle = ((digits > 0) & (digits < 255)).expand(-1, 3, -1, -1)
+    low, high = coloured.amin((2, 3), keepdim=True), coloured.amax((2, 3), keepdim=True)
+    blend = (low.double() + digits / 255 * (high.double() - low.double()) - coloured).abs()
+    has_both = ((digits == 0).flatten(1).any(1) & (digits == 255).flatten(1).any(1)).view(-1, 1, 1, 1)
+    assert has_both.sum() > 100
+    assert (low < 128)[has_both[:, 0, 0, 0]].all()
+    assert (high >= 128)[has_both[:, 0, 0, 0]].all()
+    assert blend[(middle & has_both)].max() <= 0.5 + 1e-9
+    assert len(torch.unique(coloured.amax((2, 3)), dim=0)) > 300
+
+
+def test_the_embedded_domains_have_fixed_constants_and_bytes() -> None:
+    data = load_dataset("digits-domains")
+    pixels = data.train.inputs.double() / 255
+    assert pixels.mean((0, 2, 3)).tolist() == pytest.approx(data.mean, abs=0.6e-4)
+    assert pixels.std((0, 2, 3), correction=0).tolist() == pytest.approx(data.std, abs=0.6e-4)
+    loading._load.cache_clear()
+    again = load_dataset("digits-domains")
+    assert again is not data
+    assert torch.equal(again.train.inputs, data.train.inputs)
+    assert torch.equal(again.test.inputs, data.test.inputs)
+    grey = load_dataset("digits-domains", channels=1, size=16)
+    assert grey.train.inputs.shape == (1438, 1, 16, 16)
+    assert torch.equal(grey.train.groups, data.train.groups)

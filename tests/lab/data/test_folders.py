@@ -1,0 +1,133 @@
+"""Folders of image files: decoding, Tiny-ImageNet and ImageNet in their layouts, and the limit on memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.folders import files_of_classes, hold_files, image_files
+from fedbn_flwr.lab.data.image_files import decoding
+from fedbn_flwr.lab.data.loading import load_dataset
+from fedbn_flwr.lab.data.shapes import Shape
+
+LIMIT = 2**20
+
+
+def write(path: Path, size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB") -> np.ndarray:
+    """Write a random image of (width, height) and return what a reader of it sees, (H, W, 3)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3)).astype(np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path)
+    return np.array(Image.open(path).convert("RGB"))
+
+
+def rows(image: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(image).permute(2, 0, 1)
+
+
+def test_images_of_every_mode_are_decoded_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_CHUNK", 3)
+    modes = ["RGB", "L", "P", "RGBA", "1", "RGB", "L"]
+    expected = [write(tmp_path / f"{at}.png", seed=at, mode=mode) for at, mode in enumerate(modes)]
+    files = [(path, at) for at, path in enumerate(image_files(tmp_path))]
+    (samples,) = hold_files([files], Shape(3, 6, 8, LIMIT))
+    assert torch.equal(samples.inputs, torch.stack([rows(image) for image in expected]))
+    assert samples.targets.tolist() == list(range(7))
+
+
+def test_jpegs_and_suffixes_in_upper_case(tmp_path: Path) -> None:
+    names = ["a.jpg", "b.JPEG", "c.PNG", "d.webp", "e.bmp"]
+    for name in names:
+        write(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no image")
+    (tmp_path / ".DS_Store").write_text("no image")
+    assert [path.name for path in image_files(tmp_path)] == names
+
+
+@pytest.mark.parametrize("centre", [False, True])
+def test_images_are_resized_or_cut_to_the_central_square(tmp_path: Path, centre: bool) -> None:
+    image = rows(write(tmp_path / "wide.png", size=(9, 4)))
+    (samples,) = hold_files([[(tmp_path / "wide.png", 0)]], Shape(3, 3, 3, LIMIT), centre=centre)
+    seen = image[:, :, 2:6] if centre else image
+    expected = F.interpolate(seen[None].double(), (3, 3), mode="bilinear", antialias=True)
+    assert (samples.inputs.double() - expected).abs().max() <= 0.5 + 1e-4
+
+
+def write_tiny_imagenet(root: Path) -> dict[str, np.ndarray]:
+    """Two classes; the validation images in an order of their own."""
+    found = {}
+    for wnid in ("n02", "n01"):
+        for number in range(2):
+            path = root / f"train/{wnid}/images/{wnid}_{number}.JPEG"
+            found[path.stem] = write(path, seed=len(found))
+        (root / f"train/{wnid}/{wnid}_boxes.txt").write_text("n02_0.JPEG\t0\t0\t62\t62\n")
+    lines = []
+    for number, wnid in enumerate(["n02", "n01", "n02"]):
+        found[f"val_{number}"] = write(root / f"val/images/val_{number}.JPEG", seed=10 + number)
+        lines.append(f"val_{number}.JPEG\t{wnid}\t0\t32\t44\t62\n")
+    (root / "val/val_annotations.txt").write_text("".join(lines))
+    return found
+
+
+def test_tiny_imagenet_in_its_layout(tmp_path: Path) -> None:
+    found = write_tiny_imagenet(tmp_path / "tiny-imagenet-200")
+    data = load_dataset("tiny-imagenet", tmp_path, size=6)
+    assert data.train.targets.tolist() == [0, 0, 1, 1]
+    assert data.test.targets.tolist() == [1, 0, 1]
+    assert data.num_classes == 200
+    for at, stem in enumerate(["n01_0", "n01_1", "n02_0", "n02_1"]):
+        assert torch.equal(data.train.inputs[at], rows(found[stem])[:, :, 1:7])
+    for at in range(3):
+        assert torch.equal(data.test.inputs[at], rows(found[f"val_{at}"])[:, :, 1:7])
+    assert load_dataset("tiny-imagenet", tmp_path / "tiny-imagenet-200", channels=1).test.inputs.shape == (3, 1, 64, 64)
+
+
+def test_tiny_imagenet_names_absent_files(tmp_path: Path) -> None:
+    write_tiny_imagenet(tmp_path)
+    (tmp_path / "val/images/val_1.JPEG").unlink()
+    with pytest.raises(DataError, match=r"val_1.JPEG cannot be read: .*No such file"):
+        load_dataset("tiny-imagenet", tmp_path)
+    (tmp_path / "val/val_annotations.txt").unlink()
+    with pytest.raises(
+        DataError, match=r"No such file.*val_annotations.txt'. Expected in the folder: tiny-imagenet-200/"
+    ):
+        load_dataset("tiny-imagenet", tmp_path)
+
+
+def test_imagenet_in_its_layout(tmp_path: Path) -> None:
+    found = {}
+    for part, each in (("train", 2), ("val", 1)):
+        for wnid in ("n7", "n3", "n5"):
+            for number in range(each):
+                stem = f"{part}_{wnid}_{number}"
+                found[stem] = write(tmp_path / f"imagenet/{part}/{wnid}/{stem}.png", size=(5, 9), seed=len(found))
+    data = load_dataset("imagenet", tmp_path, size=5)
+    assert data.train.targets.tolist() == [0, 0, 1, 1, 2, 2]
+    assert data.test.targets.tolist() == [0, 1, 2]
+    assert torch.equal(data.train.inputs[5], rows(found["train_n7_1"])[:, 2:7])
+    assert torch.equal(data.test.inputs[0], rows(found["val_n3_0"])[:, 2:7])
+    assert data.group_names == ()
+    (tmp_path / "imagenet/val/n5").rename(tmp_path / "imagenet/val/n6")
+    with pytest.raises(DataError, match=r"folder .*val/n5 is absent"):
+        load_dataset("imagenet", tmp_path, size=6)
+
+
+def test_too_many_classes_are_refused(tmp_path: Path) -> None:
+    for number in range(201):
+        (tmp_path / f"train/n{number}").mkdir(parents=True)
+    with pytest.raises(DataError, match="has 201 class folders; 1 to 200 needed"):
+        load_dataset("tiny-imagenet", tmp_path)
+
+
+def test_a_class_without_a_folder_or_images(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(DataError, match=r"a has no image files \(.bmp, .jpeg"):
+        files_of_classes(tmp_path, ["a"])
+    with pytest.raises(DataError, match=r"folder .*b is absent"):
+        files_of_classes(tmp_path, ["b"])

@@ -1,0 +1,173 @@
+"""Splits by group: clients get training and test examples of one domain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.lab.data import load_dataset
+from fedbn_flwr.lab.data.partitioning import PARTITIONS, make_partition, partition_test_set, split_dataset
+
+SHARED = Path(__file__).parents[3].parent / "shared/data"
+
+
+def shuffled(sizes: list[int], seed: int = 0) -> np.ndarray:
+    """Group numbers, ``sizes[g]`` of group g, in random order."""
+    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+
+
+def domain(groups: np.ndarray, clients: int, share: float = 1.0, seed: int = 0) -> list[np.ndarray]:
+    labels = np.zeros(len(groups), np.int64)
+    return make_partition("domain", labels, clients, seed=seed, domain_share=share, groups=groups)
+
+
+def test_clients_hold_one_domain_in_turn_and_share_it_evenly() -> None:
+    groups = shuffled([30, 21, 8])
+    parts = domain(groups, 8)
+    assert [set(groups[part].tolist()) for part in parts] == [{0}, {1}, {2}] * 2 + [{0}, {1}]
+    assert [len(part) for part in parts] == [10, 7, 4, 10, 7, 4, 10, 7]
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(59))
+
+
+@pytest.mark.parametrize(
+    ("share", "sizes"),
+    [(1, [100, 50]), (1.0, [100, 50]), (0.29, [29, 14]), (0.5, [50, 25]), (7, [7, 7]), (50.0, [50, 50])],
+)
+def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(share: float, sizes: list[int]) -> None:
+    groups = shuffled([100, 50])
+    parts = domain(groups, 2, share)
+    assert [len(part) for part in parts] == sizes
+    several = domain(groups, 6, share)
+    for which in (0, 1):
+        shares = several[which::2]
+        assert np.array_equal(
+            np.sort(np.concatenate(shares)), parts[which]
+        )  # the share is the domain's, not a client's
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_which_examples_of_a_domain_are_used_is_drawn() -> None:
+    groups = shuffled([100, 100])
+    first, other = domain(groups, 2, 0.3), domain(groups, 2, 0.3, seed=1)
+    assert not np.array_equal(first[0], other[0])
+    assert set(first[0]) <= set(np.flatnonzero(groups == 0))
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan"), float("inf")])
+def test_shares_must_be_fractions_or_whole_numbers(share: float) -> None:
+    with pytest.raises(ConfigError, match=f"domain-share={share}: a fraction in "):
+        domain(shuffled([5, 5]), 2, share)
+
+
+def test_domain_names_the_number_that_is_too_small() -> None:
+    groups = shuffled([40, 5, 5])
+    with pytest.raises(ConfigError, match=r"num-clients=2 is fewer than the 3 domains \(.+, .+, .+\). Use 3 or more"):
+        domain(groups, 2)
+    with pytest.raises(DataError, match=r"domain-share=6: domain 1 has only 5 training examples. Use 5 or fewer"):
+        domain(groups, 3, 6)
+    with pytest.raises(DataError, match=r"domain-share=0.2 leaves 1 of the 5 examples of domain 1 for its 2 clients"):
+        domain(groups, 6, 0.2)
+
+
+def test_natural_gives_a_client_per_group_that_has_examples() -> None:
+    groups = np.array([4, 1, 4, 0, 1, 4])
+    parts = make_partition("natural", np.zeros(6, np.int64), 3, seed=0, groups=groups)
+    assert [part.tolist() for part in parts] == [[3], [1, 4], [0, 2, 5]]
+    with pytest.raises(ConfigError, match=r"of the 3 groups with training examples \(0, 1, 4\); num-clients=5"):
+        make_partition("natural", np.zeros(6, np.int64), 5, seed=0, groups=groups)
+
+
+@pytest.mark.parametrize("name", ["domain", "natural"])
+def test_groups_are_needed_and_must_fit(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"partition '{name}' needs a data set with groups .*'digits-domains'"):
+        make_partition(name, np.zeros(6, np.int64), 3, seed=0)
+    with pytest.raises(DataError, match=r"groups of shape \(5,\) for 6 training examples: one each needed"):
+        make_partition(name, np.zeros(6, np.int64), 3, seed=0, groups=np.zeros(5, np.int64))
+
+
+@pytest.mark.parametrize("name", [name for name, info in PARTITIONS.items() if not info.by_group])
+def test_other_splits_ignore_groups(name: str) -> None:
+    labels = shuffled([40] * 10)
+    parts = [make_partition(name, labels, 4, seed=0, classes_per_client=5, groups=g) for g in (None, labels % 3)]
+    assert all(np.array_equal(a, b) for a, b in zip(*parts, strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_with_groups_each_group_is_split_as_one_data_set(clients: int, classes: int, many: int, seed: int) -> None:
+    """A client gets as many test examples of a class and group as if the group were the whole data set."""
+    rng = np.random.default_rng(seed)
+    labels, groups, owner = (rng.integers(0, n, 60) for n in (classes, many, clients))
+    test_labels, test_groups = rng.integers(0, classes, 40), rng.integers(0, many + 1, 40)
+    parts = [np.flatnonzero(owner == client) for client in range(clients)]
+    test_parts = partition_test_set(parts, labels, test_labels, 1, groups, test_groups)
+    assert len(np.unique(np.concatenate(test_parts))) == sum(map(len, test_parts))
+    for group in range(many + 1):
+        members, tests = np.flatnonzero(groups == group), np.flatnonzero(test_groups == group)
+        places = [np.flatnonzero(np.isin(members, part)) for part in parts]
+        alone = partition_test_set(places, labels[members], test_labels[tests], 1)
+        for client in range(clients):
+            found = Counter(test_labels[test_parts[client]][test_groups[test_parts[client]] == group].tolist())
+            assert found == Counter(test_labels[tests][alone[client]].tolist())
+
+
+def test_one_group_gives_the_same_bits_as_no_groups() -> None:
+    labels, test_labels = shuffled([40] * 5), shuffled([9] * 5, seed=1)
+    parts = make_partition("dirichlet", labels, 3, seed=0)
+    plain = partition_test_set(parts, labels, test_labels, 7)
+    grouped = partition_test_set(parts, labels, test_labels, 7, np.zeros(200, np.int64), np.zeros(45, np.int64))
+    assert all(np.array_equal(a, b) for a, b in zip(plain, grouped, strict=True))
+
+
+def test_the_test_set_needs_both_groups_or_neither() -> None:
+    with pytest.raises(DataError, match="needs the groups of training and test examples, or neither"):
+        partition_test_set([np.arange(3)], np.zeros(3), np.zeros(3), 0, np.zeros(3, np.int64))
+
+
+@pytest.mark.parametrize(("name", "clients"), [("domain", 10), ("natural", 5), ("domain", 7)])
+def test_clients_are_tested_on_their_own_domain(name: str, clients: int) -> None:
+    data = load_dataset("digits-domains")
+    train, test = split_dataset(data, name, clients, seed=3)
+    groups, test_groups = data.train.groups.numpy(), data.test.groups.numpy()
+    for train_part, test_part in zip(train, test, strict=True):
+        assert len(set(groups[train_part].tolist())) == 1
+        assert set(test_groups[test_part].tolist()) == set(groups[train_part].tolist())
+    assert np.array_equal(np.sort(np.concatenate(test)), np.arange(1795))
+
+
+def test_split_dataset_is_make_partition_and_partition_test_set() -> None:
+    data = load_dataset("digits")
+    labels, test_labels = data.train.targets.numpy(), data.test.targets.numpy()
+    train, test = split_dataset(data, "classes", 5, seed=2, classes_per_client=4)
+    expected = make_partition("classes", labels, 5, seed=2, num_classes=10, classes_per_client=4)
+    assert all(np.array_equal(a, b) for a, b in zip(train, expected, strict=True))
+    test_parts = partition_test_set(expected, labels, test_labels, 2)
+    assert all(np.array_equal(a, b) for a, b in zip(test, test_parts, strict=True))
+    with pytest.raises(ConfigError, match="unknown partition 'dirichlett'"):
+        split_dataset(data, "dirichlett", 5, seed=2)
+
+
+def test_743_real_digits_per_domain() -> None:
+    if not (SHARED / "mnist_m").is_dir():
+        pytest.skip("real data mnist_m is absent")
+    data = load_dataset("digits-five", SHARED)
+    train, test = split_dataset(data, "domain", 6, seed=0, domain_share=743)
+    assert [len(part) for part in train] == [372, 372, 372, 371, 371, 371]
+    assert [len(test[i]) + len(test[i + 3]) for i in range(3)] == [10_000, 2_007, 2_000]
+    with pytest.raises(DataError, match=r"domain-share=7438: domain usps has only 7291 training examples"):
+        split_dataset(data, "domain", 3, seed=0, domain_share=7438)
+
+
+def test_the_real_office_with_a_domain_per_client() -> None:
+    if not (SHARED / "office_caltech10").is_dir():
+        pytest.skip("real data office_caltech10 is absent")
+    data = load_dataset("office-caltech10", SHARED)
+    train, test = split_dataset(data, "domain", 4, seed=0)
+    assert [len(part) for part in train] == [771, 902, 130, 239]
+    assert [len(part) for part in test] == [187, 221, 27, 56]

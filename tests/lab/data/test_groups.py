@@ -1,0 +1,113 @@
+"""Samples with groups and with classes of pixels, and subsets of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.augment import Augment
+from fedbn_flwr.lab.data.dataset import Dataset
+from fedbn_flwr.lab.data.samples import Samples
+from fedbn_flwr.lab.data.shapes import Shape, reshaped
+from fedbn_flwr.lab.data.subset import Subset
+
+STATS = {"mean": (0.5,), "std": (0.25,)}
+
+
+def images(count: int, height: int = 3, width: int = 3) -> Tensor:
+    return torch.randint(0, 256, (count, 1, height, width), generator=torch.Generator().manual_seed(count)).byte()
+
+
+def grouped(groups: list[int]) -> Samples:
+    return Samples(images(len(groups)), torch.arange(len(groups)), torch.tensor(groups))
+
+
+def segmented(count: int = 2, height: int = 4, width: int = 6) -> Samples:
+    """Images whose pixel values are their classes: what moves one moves the other."""
+    inputs = images(count, height, width)
+    return Samples(inputs, inputs[:, 0].clone())
+
+
+def test_groups_follow_the_samples_and_the_subset() -> None:
+    samples = grouped([2, 0, 1, 0])
+    assert torch.equal(samples.to("cpu").groups, samples.groups)
+    assert torch.equal(reshaped(samples, Shape(3, 5, 5, 0)).groups, samples.groups)
+    assert Subset(samples, torch.tensor([3, 0]), **STATS).groups.tolist() == [0, 2]
+    assert Subset(samples, None, **STATS).groups is samples.groups
+    assert torch.equal(samples.labels, samples.targets)
+    assert not samples.by_pixel
+
+
+def test_without_groups_there_are_none() -> None:
+    samples = Samples(images(2), torch.arange(2))
+    assert samples.groups is None
+    assert samples.to("cpu").groups is None
+    assert Subset(samples, torch.tensor([0]), **STATS).groups is None
+
+
+@pytest.mark.parametrize("groups", [torch.zeros(3, dtype=torch.int64), torch.zeros(2), torch.zeros(2, 1).long()])
+def test_groups_are_one_integer_each(groups: Tensor) -> None:
+    with pytest.raises(DataError, match=r"sample groups are .*; int64 \(2,\) needed"):
+        Samples(images(2), torch.arange(2), groups)
+
+
+def test_groups_and_names_belong_together() -> None:
+    plain, with_groups = Samples(images(2), torch.arange(2)), grouped([0, 1])
+    data = Dataset("x", with_groups, grouped([1]), 2, (0.5,), (0.5,), ("a", "b"))
+    assert data.group_names == ("a", "b")
+    assert Dataset("x", plain, plain, 2, (0.5,), (0.5,)).group_names == ()
+    for train, test, names in (
+        (plain, plain, ("a",)),
+        (with_groups, plain, ("a", "b")),
+        (with_groups, grouped([0]), ()),
+    ):
+        with pytest.raises(DataError, match=r"data set 'x': \d names of groups, but the .* Give both or neither"):
+            Dataset("x", train, test, 2, (0.5,), (0.5,), names)
+
+
+@pytest.mark.parametrize(("groups", "found"), [([0, 2], "from 0 to 2"), ([-1, 1], "from -1 to 1")])
+def test_every_group_has_a_name(groups: list[int], found: str) -> None:
+    with pytest.raises(DataError, match=rf"groups of the test samples run {found}; the 2 names allow 0 to 1"):
+        Dataset("x", grouped([0, 1]), grouped(groups), 2, (0.5,), (0.5,), ("a", "b"))
+
+
+def test_classes_of_pixels_are_bytes_in_memory_and_integers_in_a_batch() -> None:
+    samples = segmented()
+    inputs, targets = Subset(samples, torch.tensor([1, 0]), **STATS).batch(torch.tensor([0]))
+    assert samples.by_pixel
+    assert samples.targets.dtype == torch.uint8
+    assert targets.dtype == torch.int64
+    assert torch.equal(targets, samples.targets[1:].long())
+    assert inputs.shape == (1, 1, 4, 6)
+    assert samples.labels.tolist() == [0, 0]
+    assert samples.labels.dtype == torch.int64
+
+
+def test_pixel_targets_need_the_size_of_their_images() -> None:
+    with pytest.raises(DataError, match=r"uint8 \(2, 4, 6\) for pixels"):
+        Samples(images(2, 4, 6), torch.zeros(2, 6, 4, dtype=torch.uint8))
+    with pytest.raises(DataError, match=r"torch.int64 of shape"):
+        Samples(images(2, 4, 6), torch.zeros(2, 4, 6, dtype=torch.int64))
+
+
+def test_augmentation_moves_image_and_classes_alike_and_pads_with_255() -> None:
+    samples = segmented(count=50)
+    augment = Augment(crop=2, flip=True)
+    subset = Subset(samples, None, mean=(0.0,), std=(1.0,), augment=augment)
+    inputs, targets = subset.batch(torch.arange(50), torch.Generator().manual_seed(1))
+    expected = augment(samples.inputs, torch.Generator().manual_seed(1))
+    ones = augment(torch.ones_like(samples.inputs), torch.Generator().manual_seed(1))
+    assert torch.equal(inputs, expected.float() / 255)
+    assert torch.equal(targets, torch.where(ones[:, 0] == 1, expected[:, 0].long(), 255))
+    assert (ones == 0).any()
+
+
+def test_pixel_targets_are_resized_to_the_nearest() -> None:
+    inputs = torch.zeros(1, 1, 2, 4, dtype=torch.uint8)
+    targets = torch.tensor([[[0, 1, 2, 255], [3, 4, 5, 6]]], dtype=torch.uint8)
+    larger = reshaped(Samples(inputs, targets), Shape(1, 4, 8, 0))
+    assert torch.equal(larger.targets, targets.repeat_interleave(2, 1).repeat_interleave(2, 2))
+    smaller = reshaped(larger, Shape(1, 2, 4, 0))
+    assert torch.equal(smaller.targets, targets)

@@ -1,0 +1,192 @@
+"""Image files on the disk: the same bits as in memory, for any number of worker processes and any cache."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import struct
+import time
+import weakref
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data import Augment, Subset
+from fedbn_flwr.lab.data.folders import hold_files
+from fedbn_flwr.lab.data.image_files import FileSamples, FileSet, ImageCache, look_at_files
+from fedbn_flwr.lab.data.samples import Examples
+from fedbn_flwr.lab.data.shapes import Shape
+
+COUNT = 11
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
+    folder = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    found = []
+    for at in range(COUNT):
+        height, width = 20 + at, 40 - at
+        path = folder / f"{at:02}.{'png' if at % 2 else 'jpg'}"
+        Image.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8)).save(path)
+        found.append((path, at % 3))
+    return found
+
+
+def read(files: list[tuple[Path, int]], augment: Augment | None = None, **options: object) -> Examples:
+    options = {"max_bytes": 0, "originals": bool(augment and "resized-crop" in augment.each), **options}
+    (samples,) = hold_files([files], Shape(3, 16, 16, **options))
+    return samples
+
+
+def batches(samples: Examples, augment: Augment | None) -> list[torch.Tensor]:
+    """Two passes over a part of the images, in batches of unequal size."""
+    subset = Subset(samples, np.arange(1, COUNT), mean=(0.5,) * 3, std=(0.2,) * 3, augment=augment)
+    orders = [torch.randperm(COUNT - 1, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    positions = [part for order, size in zip(orders, (1, 4), strict=True) for part in torch.split(order, size)]
+    found = list(subset.batches(positions, torch.Generator().manual_seed(3)))
+    assert all(torch.equal(y, subset.targets[p]) for (_, y), p in zip(found, positions, strict=True))
+    return [inputs for inputs, _ in found]
+
+
+AUGMENTS = ["", "crop2,flip", "flip,color-jitter", "resized-crop,flip,crop1", "trivial-augment,resized-crop"]
+
+
+@pytest.mark.parametrize("text", AUGMENTS)
+def test_batches_do_not_depend_on_cache_workers_or_place(files, text: str) -> None:
+    augment = Augment.parse(text)
+    expected = batches(read(files, augment), augment)
+    others = [read(files, augment, max_bytes=8000), read(files, augment, max_bytes=8000, workers=2)]
+    if "resized-crop" not in text:
+        held = read(files, augment, max_bytes=2**20)
+        assert not isinstance(held, FileSamples)
+        others.append(held)
+    for samples in others:
+        assert all(torch.equal(a, b) for a, b in zip(batches(samples, augment), expected, strict=True))
+
+
+def test_augmented_batches_are_torchvisions_and_leave_the_default_generator(files) -> None:
+    augment = Augment.parse("resized-crop")
+    state = torch.get_rng_state()
+    samples = read(files, augment)
+    draw = augment.draw(2, torch.Generator().manual_seed(5))
+    found, _ = samples.take(torch.tensor([3, 0]), augment, draw)
+    assert torch.equal(torch.get_rng_state(), state)
+    for image, number, seed in zip(found, (3, 0), draw.seeds.tolist(), strict=True):
+        torch.manual_seed(seed)
+        original = torch.from_numpy(np.array(Image.open(files[number][0]))).permute(2, 0, 1)
+        assert torch.equal(image, v2.RandomResizedCrop((16, 16), antialias=True)(original))
+
+
+def test_the_cache_keeps_what_fits_and_forks_share_it(files) -> None:
+    cache = ImageCache(3, 350)
+    image = np.arange(100, dtype=np.uint8).reshape(1, 10, 10)
+    if not (child := os.fork()):
+        cache.put(1, image)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert np.array_equal(cache.get(1), image)
+    assert cache.get(0) is None
+    cache.put(0, image)  # 192 bytes are used, 158 are free
+    assert cache.get(0) is None
+    cache.put(2, image[:, :5])
+    assert np.array_equal(cache.get(2), image[:, :5])
+
+
+def test_a_cached_image_is_not_read_again(files, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
+    kept, again = (FileSet([path], Shape(3, 2, 2, size)) for size in (300, 0))
+    before, _ = kept.read([0])
+    again.read([0])
+    path.unlink()
+    assert np.array_equal(kept.read([0])[0], before)
+    with pytest.raises(DataError, match=r"a\.png cannot be read"):
+        again.read([0])
+
+
+def test_all_damaged_files_are_named(files, tmp_path: Path) -> None:
+    whole = files[0][0].read_bytes()
+    bad = [(tmp_path / name, 0) for name in ("cut.jpg", "empty.png", "text.png")]
+    for (path, _), content in zip(bad, (whole[: len(whole) // 2], b"", b"no image"), strict=True):
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"3 image files cannot be read:\n.*cut.jpg.*\n.*empty.png.*\n.*text.png"):
+        read([*files, *bad], max_bytes=2**20)
+    with pytest.raises(
+        DataError, match=r"3 image files.*\n.*cut.jpg.* truncated.*\n.*it is empty\n.*text.png.*identify"
+    ):
+        read([*files, *bad])
+    assert list(look_at_files([path for path, _ in [*files, *bad]]).problems) == [COUNT, COUNT + 1, COUNT + 2]
+
+
+def _picture(depth: int, colour: int) -> bytes:
+    """A PNG file of one pixel."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    pixel = bytes(1 + depth // 8 * {0: 1, 2: 3}[colour])
+    header = struct.pack(">IIBBBBB", 1, 1, depth, colour, 0, 0, 0)
+    found = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(pixel)), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(found)
+
+
+def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) -> None:
+    """Pillow cuts colours of 16 bits down to 8 without a word."""
+    sound = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 20, 3)).astype(np.uint8))
+    paths = [
+        tmp_path / name for name in ("cut.bmp", "cut.tif", "cut.webp", "inside.png", "16.png", "grey.png", "8.png")
+    ]
+    for path in paths[:4]:
+        sound.save(path)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2] + (whole[-len(whole) // 3 :] if path.suffix == ".png" else b""))
+    for path, form in zip(paths[4:], ((16, 2), (16, 0), (8, 2)), strict=True):
+        path.write_bytes(_picture(*form))
+    found = look_at_files(paths)
+    assert list(found.problems) == [0, 1, 2, 3, 4, 5], "the header of 16 bits is seen, so all are decoded"
+    assert "16 bits for each channel; save it with 8" in found.problems[4]
+    assert not look_at_files([paths[3]]).problems, "its end is there"
+
+
+def test_pages_and_alpha_that_are_not_used_are_told(tmp_path: Path) -> None:
+    image = Image.fromarray(np.zeros((4, 4, 3), np.uint8))
+    image.save(tmp_path / "pages.tif", save_all=True, append_images=[image])
+    image.convert("RGBA").save(tmp_path / "alpha.png")
+    image.save(tmp_path / "plain.png")
+    found = look_at_files([tmp_path / name for name in ("plain.png", "pages.tif", "alpha.png")])
+    assert (found.problems, found.pages, found.alpha) == ({}, [1], [2])
+
+
+def test_a_worker_that_was_killed_ends_the_reading_with_an_error(files) -> None:
+    samples = read(files, workers=1)
+    subset = Subset(samples, None, mean=(0.5,) * 3, std=(0.2,) * 3)
+    reading = subset.batches(torch.arange(COUNT).repeat(40).split(1))
+    next(reading)
+    (process,) = samples.files._workers._started[1]._processes.values()
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match="a process that decodes images has ended"):
+        list(reading)
+    assert len(list(subset.batches([torch.tensor([0])]))) == 1  # with a new process
+
+
+def test_workers_end_with_their_files(files) -> None:
+    samples = read(files, workers=1)
+    list(Subset(samples, None, mean=(0.5,) * 3, std=(0.2,) * 3).batches([torch.tensor([0])]))
+    (process,) = samples.files._workers._started[1]._processes.values()
+    gone = weakref.ref(samples.files)
+    del samples
+    gc.collect()
+    assert gone() is None
+    # Not join(): the pool's thread waits for the process, too, and of two that wait one may be told "alive" at its end.
+    until = time.monotonic() + 60
+    while process.is_alive() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not process.is_alive()

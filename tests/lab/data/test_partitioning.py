@@ -1,0 +1,306 @@
+"""Splits: Appendix D of the FedTAN paper, flwr-datasets' partitioners, and the split of the test set."""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.lab.data.partitioning import PARTITIONS, make_partition, partition_counts, partition_test_set
+from fedbn_flwr.seeds import derive_seed, numpy_generator
+
+ROOT = Path(__file__).parents[3]
+MNIST_CLASSES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+
+# Wang, Shi & Chang 2023, Appendix D, tables 1-5: an x where the paper prints 1/k (rows: clients, columns: labels 1-10).
+APPENDIX_D = {
+    2: ["xx........", "..xx......", "....xx....", "......xx..", "........xx"],
+    4: ["xxxx......", "..xxxx....", "....xxxx..", "......xxxx", "xx......xx"],
+    6: ["xxxxxx....", "..xxxxxx..", "....xxxxxx", "xx....xxxx", "xxxx....xx"],
+    8: ["xxxxxxxx..", "..xxxxxxxx", "xx..xxxxxx", "xxxx..xxxx", "xxxxxx..xx"],
+    10: ["xxxxxxxxxx"] * 5,
+}
+
+
+def labels_of(sizes: list[int], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+
+
+def assert_valid(partition: list[np.ndarray], used: np.ndarray) -> None:
+    """Sorted int64 vectors which together are ``used``, each index once."""
+    assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition)
+    assert np.array_equal(np.sort(np.concatenate(partition)), used)
+
+
+@pytest.mark.parametrize("k", APPENDIX_D)
+def test_appendix_d_on_cifar10(k: int) -> None:
+    labels = labels_of([5000] * 10)
+    partition = make_partition("classes", labels, 5, seed=1, classes_per_client=k)
+    counts = partition_counts(partition, labels, 10)
+    held = np.array([[mark == "x" for mark in row] for row in APPENDIX_D[k]])
+    holders = held.sum(0)
+    assert np.array_equal(counts > 0, held)
+    assert_valid(partition, np.arange(50_000))
+    # Each entry is 1/k of the client's 10,000 = 5,000 / holders, to the nearest whole example above or below.
+    assert (holders == k // 2).all()
+    low = 5000 // (k // 2)
+    assert set(counts[held].tolist()) <= {low, low + 1}
+    assert (counts.sum(0) == 5000).all()
+    if 5000 % (k // 2) == 0:
+        assert np.array_equal(counts, np.where(held, 10_000 // k, 0))
+
+
+@pytest.mark.parametrize("k", APPENDIX_D)
+def test_appendix_d_on_mnist_with_its_unequal_classes(k: int) -> None:
+    labels = labels_of(MNIST_CLASSES)
+    partition = make_partition("classes", labels, 5, seed=1, classes_per_client=k)
+    counts = partition_counts(partition, labels, 10)
+    held = np.array([[mark == "x" for mark in row] for row in APPENDIX_D[k]])
+    assert np.array_equal(counts > 0, held)
+    assert_valid(partition, np.arange(60_000))
+    for column, size in zip(counts.T, MNIST_CLASSES, strict=True):
+        assert column.sum() == size
+        assert np.ptp(column[column > 0]) <= 1
+
+
+def test_the_papers_cifar100_split_of_20_classes_each() -> None:
+    labels = labels_of([500] * 100)
+    counts = partition_counts(make_partition("classes", labels, 5, seed=1, classes_per_client=20), labels, 100)
+    assert np.array_equal(counts, np.kron(np.eye(5, dtype=np.int64), np.full((1, 20), 500)))
+
+
+def test_more_clients_than_classes_share_them() -> None:
+    labels = labels_of([60] * 10)
+    counts = partition_counts(make_partition("classes", labels, 20, seed=0, classes_per_client=2), labels, 10)
+    assert np.array_equal(np.flatnonzero(counts[19]), [0, 9])
+    assert (counts[counts > 0] == 15).all()
+
+
+def test_classes_that_no_client_has_are_not_used() -> None:
+    labels = labels_of([6] * 10)
+    partition = make_partition("classes", labels, 3, seed=0, classes_per_client=2)
+    counts = partition_counts(partition, labels, 10)
+    assert np.array_equal(np.flatnonzero(counts.sum(0)), [0, 1, 3, 4, 6, 7])
+    test_parts = partition_test_set(partition, labels, labels_of([2] * 10), seed=0)
+    assert sum(map(len, test_parts)) == 12
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> None:
+    labels = labels_of([40] * 10)
+    groups = np.arange(400) % (4 if name == "natural" else 2)
+    first, again, other = (
+        make_partition(name, labels, 4, seed=seed, classes_per_client=5, groups=groups) for seed in (3, 3, 4)
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    same = all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    assert same == (name == "natural")
+    assert_valid(first, np.arange(400))
+
+
+def test_iid_sizes_differ_by_one_and_neighbours_are_mixed() -> None:
+    labels = np.sort(labels_of([101] * 10))
+    partition = make_partition("iid", labels, 7, seed=0)
+    sizes = [len(part) for part in partition]
+    assert max(sizes) - min(sizes) <= 1
+    assert_valid(partition, np.arange(1010))
+    assert (partition_counts(partition, labels, 10) > 0).all()
+
+
+def of_flwr_datasets(partitioner: Any, order: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> list[list[int]]:
+    """The parts of one of flwr-datasets' partitioners, on a table of the examples in this order."""
+    import datasets
+
+    partitioner.dataset = datasets.Dataset.from_dict({"index": order, "label": labels[order]})
+    return [sorted(partitioner.load_partition(client)["index"]) for client in range(partitioner.num_partitions)]
+
+
+def test_iid_is_flwr_datasets_partitioner() -> None:
+    from flwr_datasets.partitioner import IidPartitioner
+
+    labels = labels_of([20] * 10)
+    order = numpy_generator(5, "partition", "iid").permutation(200)
+    expected = of_flwr_datasets(IidPartitioner(7), order, labels)
+    assert [part.tolist() for part in make_partition("iid", labels, 7, seed=5)] == expected
+
+
+@pytest.mark.parametrize(("min_size", "attempt"), [(0, 0), (15, 0), (20, 1)])
+@pytest.mark.filterwarnings("ignore:The specified min_partition_size")
+def test_dirichlet_is_flwr_datasets_partitioner(min_size: int, attempt: int) -> None:
+    """With its redraws, and one of these seeds after another where it gives up."""
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    labels = labels_of([20, 30, 0, 0, 25, 20, 20, 20, 40, 25])  # two classes have no examples
+    order = numpy_generator(1, "partition", "dirichlet-order").permutation(200)
+
+    def parts(attempt: int) -> list[list[int]]:
+        seed = derive_seed(1, "partition", "dirichlet", attempt)
+        return of_flwr_datasets(DirichletPartitioner(7, "label", 0.5, min_size, False, False, seed), order, labels)
+
+    for gives_up in range(attempt):
+        with pytest.raises(ValueError, match="max number of attempts"):
+            parts(gives_up)
+    partition = make_partition("dirichlet", labels, 7, seed=1, alpha=0.5, min_size=min_size)
+    assert [part.tolist() for part in partition] == parts(attempt)
+
+
+def test_a_small_dirichlet_alpha_gives_uneven_classes() -> None:
+    labels = labels_of([500] * 10)
+    spread = {}
+    for alpha in (0.1, 100.0):
+        counts = partition_counts(make_partition("dirichlet", labels, 10, seed=0, alpha=alpha), labels, 10)
+        spread[alpha] = (counts / counts.sum(1, keepdims=True)).max(1).mean()
+    assert spread[0.1] > 0.4
+    assert spread[100.0] < 0.15
+
+
+def test_dirichlet_draws_more_often_than_the_partitioner() -> None:
+    labels = labels_of([100] * 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        partition = make_partition("dirichlet", labels, 12, seed=1, alpha=0.1, min_size=33)
+    assert min(map(len, partition)) >= 33
+    assert_valid(partition, np.arange(1000))
+
+
+def test_dirichlet_gives_up_and_names_the_small_partitions() -> None:
+    with pytest.raises(DataError, match=r"in each of 220 draws .* fewer than 10 examples \(in one: partition \d+: \d"):
+        make_partition("dirichlet", labels_of([20] * 10), 15, seed=0, alpha=0.01)
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "dirichlet-equal"])
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
+def test_alpha_must_be_a_positive_number(alpha: float, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"partition-alpha={alpha}: a number above 0 needed"):
+        make_partition(name, labels_of([50] * 10), 2, seed=0, alpha=alpha)
+
+
+def test_dirichlet_needs_its_minimum_for_each_client() -> None:
+    with pytest.raises(
+        DataError, match=r"needs 10 examples for each of 6 clients; there are 50. Use at most 5 clients"
+    ):
+        make_partition("dirichlet", labels_of([5] * 10), 6, seed=0)
+
+
+@pytest.mark.parametrize("wanted", [0, 11])
+def test_classes_per_client_must_fit(wanted: int) -> None:
+    with pytest.raises(ConfigError, match=f"classes-per-client={wanted}: 1 to 10 allowed, the number of classes"):
+        make_partition("classes", labels_of([50] * 10), 2, seed=0, classes_per_client=wanted)
+
+
+def test_an_empty_partition_is_named() -> None:
+    with pytest.raises(DataError, match=r"\(partition 3: 0 examples; the other 3 share 4\). Use fewer clients"):
+        make_partition("classes", np.array([0, 0, 0, 1]), 4, seed=0, num_classes=2, classes_per_client=1)
+
+
+def test_a_class_absent_from_the_labels_may_leave_its_holder_empty() -> None:
+    with pytest.raises(DataError, match="partition 1: 0 examples"):
+        make_partition("classes", np.zeros(5, np.int64), 2, seed=0, num_classes=2, classes_per_client=1)
+
+
+def test_more_clients_than_examples() -> None:
+    with pytest.raises(DataError, match=r"num-clients=4: more than the 3 training examples. Use fewer clients"):
+        make_partition("iid", np.array([0, 1, 2]), 4, seed=0)
+
+
+def test_no_clients_unknown_kinds_and_wrong_labels_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num-clients=0: at least 1 needed"):
+        make_partition("iid", np.array([0, 1]), 0, seed=0)
+    with pytest.raises(ConfigError, match=r"unknown partition 'dirichlett'. Did you mean 'dirichlet'"):
+        make_partition("dirichlett", np.array([0, 1]), 1, seed=0)
+    with pytest.raises(DataError, match="labels run from 0 to 5; num-classes=3 allows 0 to 2"):
+        make_partition("iid", np.array([0, 5]), 1, seed=0, num_classes=3)
+
+
+def slow_test_counts(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
+    """Largest remainder in rational arithmetic, one client at a time."""
+    from fractions import Fraction
+
+    result = np.zeros_like(counts)
+    for label, available in enumerate(tests.tolist()):
+        total = int(counts[:, label].sum())
+        if not total:
+            continue
+        quotas = [Fraction(int(held) * available, total) for held in counts[:, label]]
+        sizes = [int(quota) for quota in quotas]
+        order = sorted(range(len(quotas)), key=lambda client: (sizes[client] - quotas[client], client))
+        for client in order[: available - sum(sizes)]:
+            sizes[client] += 1
+        result[:, label] = sizes
+    return result
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_the_test_set_is_split_in_proportion_by_largest_remainder(clients: int, classes: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, classes, 40)
+    owner = rng.integers(-1, clients, 40)  # -1: an example that no client holds
+    partition = [np.flatnonzero(owner == client) for client in range(clients)]
+    test_labels = rng.integers(0, classes, int(rng.integers(0, 30)))
+    test_parts = partition_test_set(partition, labels, test_labels, seed=1)
+    counts = partition_counts(partition, labels, classes)
+    expected = slow_test_counts(counts, np.bincount(test_labels, minlength=classes))
+    assert np.array_equal(partition_counts(test_parts, test_labels, classes), expected)
+    assert_valid(test_parts, np.flatnonzero((counts.sum(0) > 0)[test_labels]))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(test_parts, partition_test_set(partition, labels, test_labels, 1), strict=True)
+    )
+
+
+def test_ties_go_to_the_lower_partition_id_and_the_seed_draws_examples() -> None:
+    labels = np.zeros(30, np.int64)
+    partition = [np.arange(10), np.arange(10, 20), np.arange(20, 30)]
+    test_labels = np.zeros(101, np.int64)
+    test_parts = partition_test_set(partition, labels, test_labels, seed=0)
+    assert [len(part) for part in test_parts] == [34, 34, 33]
+    assert any(
+        not np.array_equal(a, b)
+        for a, b in zip(test_parts, partition_test_set(partition, labels, test_labels, 1), strict=True)
+    )
+
+
+def test_the_test_split_follows_appendix_d() -> None:
+    labels, test_labels = labels_of([5000] * 10), labels_of([1000] * 10, seed=1)
+    partition = make_partition("classes", labels, 5, seed=0, classes_per_client=4)
+    train = partition_counts(partition, labels, 10)
+    assert np.array_equal(
+        partition_counts(partition_test_set(partition, labels, test_labels, 0), test_labels, 10) * 5, train
+    )
+
+
+def test_every_partition_has_a_summary_and_a_source() -> None:
+    by_class = ["dirichlet", "dirichlet-equal", "classes", "shards", "unbalanced-shards"]
+    assert list(PARTITIONS) == ["iid", *by_class, "domain", "natural"]
+    assert [name for name, info in PARTITIONS.items() if info.by_class] == by_class
+    assert [name for name, info in PARTITIONS.items() if info.by_group] == ["domain", "natural"]
+    assert all(info.name == name and info.summary and info.source for name, info in PARTITIONS.items())
+
+
+def test_splits_print_nothing_and_write_no_file(tmp_path: Path, at_once: dict[str, str]) -> None:
+    code = (
+        "import warnings; warnings.filterwarnings('error', category=UserWarning, module='flwr_datasets');"
+        "import numpy as np; from fedbn_flwr.lab.data.partitioning import make_partition; labels = np.arange(500) % 10;"
+        "print(*(len(make_partition(name, labels, 20, seed=0, alpha=0.3)) for name in ('iid', 'dirichlet')))"
+    )
+    home = tmp_path / "home"
+    (home / "mpl").mkdir(parents=True)
+    environment = at_once | {"HOME": str(home), "TMPDIR": str(tmp_path), "MPLCONFIGDIR": str(home / "mpl")}
+    environment |= {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        ["python", "-c", code],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "20 20\n"
+    assert "min_partition_size" not in done.stderr
+    assert "%|" not in done.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and "mpl" not in path.parts]
+    assert written == []

@@ -1,0 +1,134 @@
+"""Subsets: normalised batches of shared bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms.v2 import functional
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.augment import Augment
+from fedbn_flwr.lab.data.samples import Samples
+from fedbn_flwr.lab.data.subset import Subset
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@pytest.fixture
+def samples() -> Samples:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randint(0, 256, (50, 3, 6, 6), generator=generator).to(torch.uint8)
+    return Samples(inputs, torch.arange(50) % 10)
+
+
+def test_a_batch_is_torchvisions_normalisation_of_the_chosen_images(samples: Samples, device: torch.device) -> None:
+    indices = np.array([40, 3, 3, 17])
+    subset = Subset(samples.to(device), indices, mean=MEAN, std=STD)
+    inputs, targets = subset.batch(torch.tensor([3, 0, 1]))
+    chosen = samples.inputs[[17, 40, 3]]
+    expected = functional.normalize(functional.to_dtype(chosen, torch.float32, scale=True), list(MEAN), list(STD))
+    assert len(subset) == 4
+    assert inputs.dtype == torch.float32
+    assert inputs.device.type == device.type
+    torch.testing.assert_close(inputs.cpu(), expected, rtol=1e-6, atol=1e-6)
+    exact = (chosen.double() / 255 - torch.tensor(MEAN).view(-1, 1, 1)) / torch.tensor(STD).view(-1, 1, 1)
+    torch.testing.assert_close(inputs.cpu().double(), exact, rtol=1e-6, atol=1e-6)
+    assert targets.tolist() == [7, 0, 3]
+    assert targets.dtype == torch.int64
+    assert subset.targets.tolist() == [0, 3, 3, 7]
+
+
+def test_without_indices_the_subset_is_all_samples_in_order(samples: Samples) -> None:
+    subset = Subset(samples, None, mean=MEAN, std=STD)
+    everything = Subset(samples, torch.arange(50), mean=MEAN, std=STD)
+    positions = torch.tensor([49, 0, 7])
+    assert len(subset) == 50
+    assert subset.targets is samples.targets
+    assert all(torch.equal(a, b) for a, b in zip(subset.batch(positions), everything.batch(positions), strict=True))
+
+
+def test_augmentation_needs_both_a_generator_and_an_augment(samples: Samples) -> None:
+    augment = Augment.parse("crop2,flip")
+    plain = Subset(samples, None, mean=MEAN, std=STD)
+    subset = Subset(samples, None, mean=MEAN, std=STD, augment=augment)
+    positions = torch.arange(50)
+    reference, targets = plain.batch(positions)
+    assert torch.equal(subset.batch(positions)[0], reference)
+    assert torch.equal(plain.batch(positions, torch.Generator().manual_seed(1))[0], reference)
+    inputs, augmented_targets = subset.batch(positions, torch.Generator().manual_seed(1))
+    assert not torch.equal(inputs, reference)
+    assert torch.equal(augmented_targets, targets)
+    padded = Samples(augment(samples.inputs, torch.Generator().manual_seed(1)), samples.targets)
+    assert torch.equal(inputs, Subset(padded, None, mean=MEAN, std=STD).batch(positions)[0])
+
+
+def test_a_subset_copies_no_image_and_batches_never_write_into_the_samples(samples: Samples) -> None:
+    before = samples.inputs.clone()
+    subset = Subset(samples, np.arange(50), mean=MEAN, std=STD, augment=Augment(crop=1, flip=True))
+    assert subset.samples is samples
+    subset.batch(torch.arange(50), torch.Generator())[0].zero_()
+    subset.batch(torch.arange(50))[0].zero_()
+    assert torch.equal(samples.inputs, before)
+
+
+def test_repeated_grey_channels_give_contiguous_batches() -> None:
+    grey = torch.arange(2 * 4 * 4, dtype=torch.uint8).view(2, 1, 4, 4).expand(-1, 3, -1, -1)
+    inputs, _ = Subset(Samples(grey, torch.zeros(2, dtype=torch.int64)), None, mean=MEAN, std=STD).batch(
+        torch.arange(2)
+    )
+    assert inputs.is_contiguous()
+    assert inputs.shape == (2, 3, 4, 4)
+
+
+def test_repeated_grey_channels_are_one_on_a_device_too() -> None:
+    grey = torch.arange(2 * 4 * 4, dtype=torch.uint8).view(2, 1, 4, 4).expand(-1, 3, -1, -1)
+    there = Samples(grey, torch.zeros(2, dtype=torch.int64)).to("meta").inputs
+    assert there.shape == grey.shape
+    assert there.untyped_storage().nbytes() == 2 * 4 * 4
+
+
+def test_an_empty_subset_and_an_empty_batch(samples: Samples) -> None:
+    subset = Subset(samples, np.empty(0, np.int64), mean=MEAN, std=STD, augment=Augment(1, True))
+    inputs, targets = subset.batch(torch.empty(0, dtype=torch.int64), torch.Generator())
+    assert len(subset) == 0
+    assert inputs.shape == (0, 3, 6, 6)
+    assert len(targets) == 0
+
+
+def test_positions_outside_the_subset_are_an_error(samples: Samples) -> None:
+    subset = Subset(samples, np.arange(4), mean=MEAN, std=STD)
+    with pytest.raises(IndexError):
+        subset.batch(torch.tensor([4]))
+
+
+@pytest.mark.parametrize("indices", [np.array([0, 50]), np.array([-1, 3])])
+def test_indices_outside_the_samples_are_refused(samples: Samples, indices: np.ndarray) -> None:
+    with pytest.raises(DataError, match="the samples have 0 to 49"):
+        Subset(samples, indices, mean=MEAN, std=STD)
+
+
+@pytest.mark.parametrize("indices", [np.zeros((2, 2), np.int64), np.zeros(3), np.zeros(50, dtype=bool)])
+def test_indices_must_be_a_vector_of_integers(samples: Samples, indices: np.ndarray) -> None:
+    with pytest.raises(DataError, match="a vector of integers needed"):
+        Subset(samples, indices, mean=MEAN, std=STD)
+
+
+@pytest.mark.parametrize(("mean", "std"), [((0.5,), STD), (MEAN, (0.5,)), (MEAN, (0.5, 0.0, 0.5))])
+def test_mean_and_std_must_fit_the_channels(samples: Samples, mean: tuple[float], std: tuple[float]) -> None:
+    with pytest.raises(DataError, match="do not fit images of 3 channels"):
+        Subset(samples, None, mean=mean, std=std)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (torch.zeros(2, 1, 3, 3).double(), torch.zeros(2, dtype=torch.int64), "inputs are torch.float64"),
+        (torch.zeros(2, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), r"shape \(2, 3, 3\)"),
+        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), r"shape \(3,\)"),
+        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2).double(), "targets are torch.float64"),
+    ],
+)
+def test_samples_check_their_form(inputs: torch.Tensor, targets: torch.Tensor, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Samples(inputs, targets)

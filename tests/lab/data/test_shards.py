@@ -1,0 +1,209 @@
+"""Splits by shards, balanced and unbalanced, and the Dirichlet split into equal sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.data import load_dataset
+from fedbn_flwr.lab.data.partitioning import make_partition, partition_counts
+
+SHARED = Path(__file__).parents[3].parent / "shared/data"
+PAPERS = {"mnist": ([6000] * 10, 300, 1200), "cifar10": ([5000] * 10, 250, 1000)}
+
+
+def labels_of(sizes: list[int], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+
+
+def assert_exact(partition: list[np.ndarray], count: int) -> None:
+    """Every index once, sorted vectors."""
+    assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition)
+    assert np.array_equal(np.sort(np.concatenate(partition)), np.arange(count))
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_papers_200_shards_give_each_client_two_classes_at_most(name: str) -> None:
+    sizes, shard, _ = PAPERS[name]
+    labels = labels_of(sizes)
+    partition = make_partition("shards", labels, 100, seed=1, num_shards=200, shards_per_client=2)
+    counts = partition_counts(partition, labels, 10)
+    assert_exact(partition, len(labels))
+    assert set(np.unique(counts)) == {0, shard, 2 * shard}
+    assert (counts.sum(1) == 2 * shard).all()
+    assert ((counts > 0).sum(1) <= 2).all()
+    defaults = make_partition("shards", labels, 100, seed=1)
+    assert all(np.array_equal(a, b) for a, b in zip(partition, defaults, strict=True))
+
+
+def test_the_examples_of_a_shard_are_drawn_at_random() -> None:
+    labels = np.zeros(1000, np.int64)
+    parts = [make_partition("shards", labels, 10, seed=seed, shards_per_client=1)[0] for seed in (0, 1)]
+    assert not np.array_equal(*parts)
+    assert all(np.ptp(part) > 500 for part in parts)
+
+
+def test_shards_are_cut_from_the_examples_sorted_by_class() -> None:
+    """With as many shards as classes of one size, each client gets whole classes."""
+    labels = labels_of([7] * 6)
+    counts = partition_counts(make_partition("shards", labels, 3, seed=4, shards_per_client=2), labels, 6)
+    assert sorted(np.flatnonzero(counts.sum(0) == 7)) == list(range(6))
+    assert (np.sort(counts, 1) == [0, 0, 0, 0, 7, 7]).all()
+    splits = {
+        tuple(map(tuple, partition_counts(make_partition("shards", labels, 3, seed=s), labels, 6))) for s in range(9)
+    }
+    assert len(splits) > 5
+
+
+def test_sizes_of_shards_differ_by_at_most_one() -> None:
+    labels = labels_of([13, 9, 21])
+    partition = make_partition("shards", labels, 4, seed=0, shards_per_client=1)
+    assert sorted(map(len, partition)) == [10, 11, 11, 11]
+    assert_exact(partition, 43)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_shards": 200}, "shards-per-client=2 for num-clients=4 uses 8 shards, num-shards=200. Use num-shards=8"),
+        ({"num_shards": 8, "shards_per_client": 3}, "uses 12 shards, num-shards=8. Use num-shards=12"),
+        ({"shards_per_client": 99}, "num-shards=396: 1 to 100 allowed, the number of training examples"),
+        ({"num_shards": -1}, "num-shards=-1: 0 .not set. or more needed"),
+        ({"shards_per_client": -2}, "shards-per-client=-2: 0"),
+    ],
+)
+def test_impossible_shards_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_partition("shards", labels_of([50, 50]), 4, seed=0, **options)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_papers_unbalanced_shards_are_all_used_1_to_30_each(name: str) -> None:
+    sizes, _, shards = PAPERS[name]
+    labels = labels_of(sizes)
+    partition = make_partition("unbalanced-shards", labels, 100, seed=2, num_shards=shards)
+    counts = partition_counts(partition, labels, 10)
+    assert_exact(partition, len(labels))
+    assert (counts % 50 == 0).all()  # shards of 50 examples of one class
+    held = counts.sum(1) // 50
+    assert held.sum() == shards
+    assert held.min() >= 1
+    assert held.max() <= 30
+    assert held.max() >= 25
+    assert held.std() > 6
+    defaults = make_partition("unbalanced-shards", labels, 100, seed=2)
+    assert all(np.array_equal(a, b) for a, b in zip(partition, defaults, strict=True))
+
+
+def test_all_numbers_of_shards_per_client_are_equally_likely() -> None:
+    labels, clients, shards, most = np.zeros(7, np.int64), 3, 7, 4
+    possible = [sizes for sizes in product(range(1, most + 1), repeat=clients) if sum(sizes) == shards]
+    draws = 1200
+    found: Counter[tuple[int, ...]] = Counter()
+    for seed in range(draws):
+        parts = make_partition(
+            "unbalanced-shards", labels, clients, seed=seed, num_shards=shards, shards_per_client=most
+        )
+        found[tuple(map(len, parts))] += 1
+    expected = draws / len(possible)
+    assert set(found) == set(possible)
+    chi_square = sum((found[sizes] - expected) ** 2 / expected for sizes in possible)
+    assert chi_square < 32  # 99.9 % point at 11 degrees of freedom: 31.3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 6), st.data())
+def test_unbalanced_shards_within_any_bounds(clients: int, most: int, data: st.DataObject) -> None:
+    shards = data.draw(st.integers(clients, clients * most))
+    labels = labels_of([shards, shards])
+    partition = make_partition("unbalanced-shards", labels, clients, seed=1, num_shards=shards, shards_per_client=most)
+    assert_exact(partition, 2 * shards)
+    held = np.array([len(part) for part in partition]) // 2
+    assert held.min() >= 1
+    assert held.max() <= most
+
+
+@pytest.mark.parametrize(
+    ("clients", "options", "message"),
+    [
+        (
+            3,
+            {},
+            r"100 shards cannot be split over 3 clients, 1 to 30 each. Use num-shards=3 to 90, or 4 to 100 clients",
+        ),
+        (101, {}, r"100 shards cannot be split over 101 clients.* Use num-shards=101 to 3030, or 4 to 100 clients"),
+        (2, {"num_shards": 7, "shards_per_client": 3}, r"7 shards .* 1 to 3 each. Use num-shards=2 to 6, or 3 to 7 cl"),
+        (300, {"num_shards": 5001}, r"num-shards=5001: 1 to 5000 allowed, the number of training examples"),
+    ],
+)
+def test_impossible_unbalanced_shards_are_refused(clients: int, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_partition("unbalanced-shards", labels_of([2500, 2500]), clients, seed=0, **options)
+
+
+def test_a_data_set_smaller_than_a_shard() -> None:
+    with pytest.raises(
+        ConfigError, match=r"0 shards cannot be split over 2 clients, 1 to 30 each. Use num-shards=2 to 60\.$"
+    ):
+        make_partition("unbalanced-shards", np.zeros(49, np.int64), 2, seed=0)
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_the_real_mnists_in_200_and_1200_shards(name: str) -> None:
+    folder = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}[name]
+    if not (SHARED / folder).is_dir():
+        pytest.skip(f"real data {folder} is absent")
+    labels = load_dataset(name, SHARED).train.targets.numpy()
+    balanced = partition_counts(make_partition("shards", labels, 100, seed=0, num_shards=200), labels, 10)
+    assert (balanced.sum(1) == 600).all()
+    assert (balanced > 0).sum(1).max() <= (4 if name == "mnist" else 2)
+    unbalanced = partition_counts(make_partition("unbalanced-shards", labels, 100, seed=0, num_shards=1200), labels, 10)
+    assert (unbalanced.sum(1) % 50 == 0).all()
+    assert unbalanced.sum() == 60_000
+    assert unbalanced.sum(1).max() <= 1500
+
+
+def test_dirichlet_equal_sizes_differ_by_one_and_every_example_is_used() -> None:
+    labels = labels_of([101] * 10)
+    for alpha in (1e-4, 0.1, 100.0):
+        partition = make_partition("dirichlet-equal", labels, 7, seed=0, alpha=alpha)
+        assert [len(part) for part in partition] == [145, 145, 144, 144, 144, 144, 144]
+        assert_exact(partition, 1010)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0])
+def test_dirichlet_equal_draws_each_clients_mix(alpha: float) -> None:
+    """First client, no class used up: E sum (n_c / n)^2 = S + (1 - S) / n with S = (alpha + 1) / (C alpha + 1)."""
+    classes, size, draws = 5, 20, 600
+    labels = np.repeat(np.arange(classes), 100)
+    concentration, first = [], np.zeros(classes)
+    for seed in range(draws):
+        part = make_partition("dirichlet-equal", labels, 25, seed=seed, alpha=alpha)[0]
+        shares = np.bincount(labels[part], minlength=classes) / size
+        concentration.append((shares**2).sum())
+        first += shares / draws
+    mix = (alpha + 1) / (classes * alpha + 1)
+    expected = mix + (1 - mix) / size
+    standard_error = np.std(concentration) / np.sqrt(draws)
+    assert abs(np.mean(concentration) - expected) < 4 * standard_error
+    assert np.abs(first - 1 / classes).max() < 0.08
+
+
+def test_a_tiny_alpha_gives_clients_of_one_class_until_it_is_used_up() -> None:
+    labels = labels_of([100] * 4)
+    counts = partition_counts(make_partition("dirichlet-equal", labels, 8, seed=3, alpha=1e-3), labels, 4)
+    assert (counts[0] > 0).sum() == 1
+    assert (counts.sum(0) == 100).all()
+
+
+def test_a_large_alpha_is_nearly_iid() -> None:
+    labels = labels_of([500] * 10)
+    counts = partition_counts(make_partition("dirichlet-equal", labels, 5, seed=0, alpha=1e5), labels, 10)
+    assert (np.abs(counts - 100) < 45).all()

@@ -1,0 +1,73 @@
+"""Fixtures over a network: one federation of real processes per module; all processes end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.deployment import Federation
+from fedbn_flwr.lab.runs.run import run
+
+ROOT = Path(__file__).parents[3]
+NODES = 3
+SETTINGS = {"num-server-rounds": 3, "local-steps": 3, "batch-size": 16, "num-clients": NODES, "eval-every": 3}
+
+
+@pytest.fixture(scope="module")
+def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
+    """A folder; all processes with its path in their arguments or environment must have ended after the tests."""
+    folder = Path(tempfile.mkdtemp(prefix="fedbn-net-", dir="/tmp"))
+    home = Path(os.environ["FLWR_HOME"])
+    before = sorted(home.rglob("*")) if home.is_dir() else []
+    yield folder
+    assert await_end(folder) == [], "nothing is left running"
+    assert (sorted(home.rglob("*")) if home.is_dir() else []) == before, "Flower's home is untouched"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def federation(scratch: Path, request: pytest.FixtureRequest) -> Iterator[Federation]:
+    """A SuperLink, its SuperExec, and the module's ``NODES`` or three SuperNodes with theirs.
+
+    TLS, node keys and secrets are on.
+    """
+    nodes = getattr(request.module, "NODES", NODES)
+    environment = {"MPLCONFIGDIR": str(scratch / "matplotlib")}
+    with Federation(ROOT / "docker-compose.yml", nodes, folder=scratch / "net", environment=environment) as found:
+        yield found
+
+
+Networked = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def networked(federation: Federation, tmp_path: Path) -> Networked:
+    """``networked(strategy=..., ...)``: the summary of a run over the network, which must complete."""
+
+    def do(**settings: Any) -> dict[str, Any]:
+        out = tmp_path / "network"
+        given = {**SETTINGS, **{key.replace("_", "-"): value for key, value in settings.items()}, "out": str(out)}
+        federation.run(given).check()
+        summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+        return summary
+
+    return do
+
+
+@pytest.fixture
+def in_process(tmp_path: Path) -> Networked:
+    """``in_process(strategy=..., ...)``: the summary of the same run in this process."""
+
+    def do(**settings: Any) -> dict[str, Any]:
+        given = {key.replace("_", "-"): value for key, value in settings.items()}
+        return run(Config.make({**SETTINGS, **given}), tmp_path / "in-process")
+
+    return do

@@ -1,0 +1,227 @@
+"""``docker-compose.yml``, its overrides and the image's definition, without a docker engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.deployment.__main__ import app
+from fedbn_flwr.lab.deployment.certificates import make_certificates
+from fedbn_flwr.lab.deployment.compose import node_number, read_services, start_order
+from fedbn_flwr.lab.deployment.compose_nodes import files_for_nodes, write_for_nodes
+
+ROOT = Path(__file__).parents[3]
+COMPOSE = ROOT / "docker-compose.yml"
+OVERRIDES = sorted((ROOT / "docker").glob("machine-*.yml"))
+NODES = (1, 2, 3)
+
+
+class _Loader(yaml.SafeLoader):
+    """A reader for compose's own tags: ``!reset`` removes a value, ``!override`` replaces it."""
+
+
+def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    return loader.construct_sequence(node, deep=True) if isinstance(node, yaml.SequenceNode) else []
+
+
+_Loader.add_constructor("!override", _tagged)
+_Loader.add_constructor("!reset", _tagged)
+
+
+def content(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.load(path.read_text(), _Loader)
+    return loaded
+
+
+@pytest.mark.parametrize("path", [COMPOSE, *OVERRIDES], ids=lambda path: path.name)
+def test_valid_by_the_compose_specification(path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    if (package := find_spec("check_jsonschema")) is None:
+        pytest.skip("check-jsonschema, which brings the compose specification's schema, is not installed")
+    (where,) = package.submodule_search_locations or []
+    schema = json.loads((Path(where) / "builtin_schemas/vendor/compose-spec.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    assert list(validator.iter_errors({"services": {"a": {"imag": "x"}}})), "the schema is in force"
+    assert [f"{list(error.path)}: {error.message}" for error in validator.iter_errors(content(path))] == []
+
+
+def test_there_are_overrides_for_three_machines() -> None:
+    assert [path.name for path in OVERRIDES] == ["machine-node-1.yml", "machine-node-2.yml", "machine-server.yml"]
+    services = set(content(COMPOSE)["services"])
+    for path in OVERRIDES:
+        assert set(content(path)["services"]) <= services
+
+
+def test_a_node_on_its_own_machine_has_only_the_needed_differences() -> None:
+    for n in (1, 2):
+        ours = content(ROOT / f"docker/machine-node-{n}.yml")["services"][f"supernode-{n}"]["command"]
+        theirs = content(COMPOSE)["services"][f"supernode-{n}"]["command"]
+        assert re.sub(r"SUPERLINK:\?[^}]*", "SUPERLINK:-superlink:8000", "\n".join(ours)) == "\n".join(theirs)
+
+
+def test_nodes_differ_in_their_number_only() -> None:
+    """So node 1 can be copied to any number of nodes."""
+    services = read_services(COMPOSE, {})
+    for prefix, variant in (("supernode-", ""), ("superexec-clientapp-", ""), ("superexec-clientapp-", "-gpu")):
+        first = repr(services[f"{prefix}1{variant}"]).replace("partition-id=0", "partition-id=N")
+        for n in NODES:
+            other = repr(services[f"{prefix}{n}{variant}"]).replace(f"partition-id={n - 1}", "partition-id=N")
+            assert re.sub(rf"-{n}\b", "-1", other) == first
+
+
+def test_the_files_are_those_that_make_compose_writes() -> None:
+    for path, text in files_for_nodes(ROOT, len(NODES)).items():
+        assert path.read_text() == text, path
+
+
+def test_the_files_for_five_nodes_and_back(tmp_path: Path) -> None:
+    (tmp_path / "docker").mkdir()
+    for path in (COMPOSE, *OVERRIDES):
+        (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
+    lab = tmp_path / "docker/machine-node-lab.yml"
+    lab.write_text("services: {}\n")
+    made = CliRunner().invoke(app, ["compose", "--nodes", "5", "--folder", str(tmp_path)])
+    assert made.exit_code == 0, made.output
+    assert made.output.count("written: ") == 6
+    found = content(tmp_path / "docker-compose.yml")
+    services = read_services(tmp_path / "docker-compose.yml", {})
+    expected = read_services(COMPOSE, {}, 5)
+    assert sorted(services) == sorted(expected)
+    share = re.compile(r"partition-id=\d+ num-partitions=\d+")
+    for name, service in services.items():
+        assert share.sub("", repr(service)) == share.sub("", repr(expected[name]))
+        if name.startswith("supernode-"):
+            assert share.findall(repr(service)) == [f"partition-id={node_number(name)[1] - 1} num-partitions=5"]
+    assert [name for name in found["volumes"] if "-5-" in name] == ["supernode-5-state", "clientapp-5-state"]
+    own = {name for name in found["services"] if node_number(name)[1]}
+    for k in (1, 2, 3, 4):
+        override = content(tmp_path / f"docker/machine-node-{k}.yml")["services"]
+        here = {name for name in own if node_number(name)[1] == k}
+        off = {name for name, change in override.items() if change.get("profiles") == ["elsewhere"]}
+        assert off == own - here | {"superlink", "superexec-serverapp", "register"}
+        assert override[f"supernode-{k}"]["command"][-1] == found["services"][f"supernode-{k}"]["command"][-1]
+    server = content(tmp_path / "docker/machine-server.yml")["services"]
+    off = {name for name, change in server.items() if change.get("profiles") == ["elsewhere"]}
+    assert off == {name for name in own if node_number(name)[1] != 5}
+    assert "ServerApp and node 5, reached" in (tmp_path / "docker/machine-server.yml").read_text()
+
+    assert [line.split("/")[-1] for line in write_for_nodes(tmp_path, 3) if line.startswith("removed")] == [
+        "machine-node-3.yml",
+        "machine-node-4.yml",
+    ]
+    assert write_for_nodes(tmp_path, 3) == []
+    lab.unlink()
+    assert sorted(tmp_path.glob("docker/*")) == sorted(tmp_path / "docker" / path.name for path in OVERRIDES)
+    for path in (COMPOSE, *OVERRIDES):
+        assert (tmp_path / path.relative_to(ROOT)).read_text() == path.read_text()
+
+
+def test_what_follows_the_volumes_stays(tmp_path: Path) -> None:
+    (tmp_path / "docker").mkdir()
+    for path in (COMPOSE, *OVERRIDES):
+        (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
+    own = tmp_path / "docker-compose.yml"
+    own.write_text(own.read_text() + "\nnetworks:\n  lab: {}\n")
+    write_for_nodes(tmp_path, 4)
+    found = content(own)
+    assert found["networks"] == {"lab": {}}
+    assert {"supernode-4-state", "clientapp-4-state", "superlink-state"} < set(found["volumes"])
+
+
+def test_files_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_nodes=1: a federation needs 2 nodes or more"):
+        files_for_nodes(ROOT, 1)
+    with pytest.raises(ConfigError, match=r"docker-compose\.yml cannot be read"):
+        files_for_nodes(tmp_path, 3)
+    (tmp_path / "docker-compose.yml").write_text("services: {}\n")
+    with pytest.raises(ConfigError, match="has no 'volumes:': it is not the compose file of a checkout"):
+        files_for_nodes(tmp_path, 3)
+
+
+def test_every_service_is_confined() -> None:
+    for name, service in content(COMPOSE)["services"].items():
+        assert service["read_only"] is True, name
+        assert service["user"] == "${FEDBN_UID:-1000}:${FEDBN_GID:-1000}", name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["init"] is True, name
+        assert "no-new-privileges:true" in service["security_opt"], name
+        assert service["restart"] in ({"register": "on-failure:5", "cli": "no"}.get(name, "unless-stopped"),), name
+        for volume in service["volumes"]:
+            _, target, *mode = volume.rsplit(":", 2) if volume.endswith(":ro") else volume.rsplit(":", 1)
+            assert mode == ["ro"] or target == "/state", f"{name}: {volume} can be written"
+        if name not in ("register", "cli"):
+            assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory", "pids"}, name
+            assert service["healthcheck"]["test"][0] == "CMD", name
+
+
+def test_trackers_find_their_server_and_account_in_the_server_app_alone() -> None:
+    theirs = {"WANDB_API_KEY": "key", "WANDB_MODE": "offline", "MLFLOW_TRACKING_PASSWORD": "word"}
+    for name, service in read_services(COMPOSE, theirs).items():
+        assert (theirs.items() <= service.environment.items()) == (name == "superexec-serverapp"), name
+        assert "MLFLOW_TRACKING_USERNAME" not in service.environment, "it is not set"
+
+
+def test_ports_are_published_only_on_loopback_without_an_override() -> None:
+    ports = {name: s["ports"] for name, s in content(COMPOSE)["services"].items() if "ports" in s}
+    assert ports == {"superlink": ["127.0.0.1:8000:8000"], "superexec-serverapp": ["127.0.0.1:9200:9200"]}
+
+
+def test_tls_keys_and_secrets_are_on_everywhere() -> None:
+    services = read_services(COMPOSE, {})
+    for name, service in services.items():
+        assert "--insecure" not in service.command, name
+        if service.command[0] in ("flower-superlink", "flower-supernode", "flower-superexec"):
+            assert "--superexec-auth-secret-file=/certs/superexec.secret" in service.command, name
+    superlink = services["superlink"].command
+    assert {"--enable-supernode-auth", "--isolation=process", "--database=/state/superlink.db"} <= set(superlink)
+    for n in NODES:
+        command = services[f"supernode-{n}"].command
+        assert {"--isolation=process", "--auth-supernode-private-key=/certs/node.key"} <= set(command)
+
+
+def test_every_file_a_service_names_is_made_by_make_certs(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "certs", len(NODES))
+    for name, service in read_services(COMPOSE, {"CERTS": str(tmp_path / "certs")}).items():
+        for target in ("/certs", "/channel"):
+            said = " ".join((*service.command, *service.health))
+            for file in re.findall(rf"(?<![\w/]){target}/([\w.]+)", said):
+                if target in service.mounts:
+                    assert (Path(service.mounts[target]) / file).is_file(), f"{name}: {target}/{file}"
+
+
+def test_order_and_conditions() -> None:
+    services = read_services(COMPOSE, {})
+    order = [service.name for service in start_order(services)]
+    for service in services.values():
+        for needed, condition in service.needs.items():
+            assert order.index(needed) < order.index(service.name)
+            assert condition == ("service_completed_successfully" if needed == "register" else "service_healthy")
+
+
+def test_the_image() -> None:
+    """The parts of its definition that need no docker engine."""
+    dockerfile = (ROOT / "docker/Dockerfile").read_text()
+    stages = dockerfile.split("\nFROM ")[1:]
+    assert len(stages) == 2
+    assert re.search(r"^USER \$\{USER_ID\}:\$\{GROUP_ID\}$", stages[-1], re.MULTILINE)
+    assert dockerfile.count("--constraint constraints.txt") == dockerfile.count("pip install") == 2
+    allowed = {line[1:] for line in (ROOT / "docker/Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
+    copied = {
+        word for line in re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE) for word in line.split()
+    }
+    assert copied == allowed
+    assert all((ROOT / name).exists() for name in copied)
+    arguments = content(COMPOSE)["services"]["cli"]["build"]["args"]
+    assert arguments["EXTRAS"] == "${FEDBN_EXTRAS:-}"
+    assert dockerfile.index("ARG EXTRAS=") < dockerfile.index('".${EXTRAS:+[$EXTRAS]}"')
+    assert all(f"ARG {name}=" in dockerfile for name in arguments)

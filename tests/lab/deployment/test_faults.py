@@ -1,0 +1,286 @@
+"""Faults during a round, one per test: the run continues and logs the fault. ``make network`` runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.checked_file import read_checked
+from fedbn_flwr.engines.processes import running
+from fedbn_flwr.lab.deployment import Federation
+from fedbn_flwr.lab.deployment.runs import Outcome, nodes_online
+from fedbn_flwr.lab.files import read_metrics
+
+pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
+
+NODES = 3
+ROUNDS = 4
+
+
+class Run:
+    """A run in a thread."""
+
+    def __init__(self, federation: Federation, out: Path, settings: dict[str, Any]) -> None:
+        self.out = out
+        self._outcome: list[Outcome] = []
+        given: dict[str, Any] = {
+            "num-server-rounds": ROUNDS,
+            "local-steps": 2,
+            "batch-size": 16,
+            "num-clients": NODES,
+            **settings,
+        }
+        self.num_rounds = given["num-server-rounds"]
+
+        def work() -> None:
+            self._outcome.append(federation.run({**given, "out": str(out)}))
+
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+
+    def wait_for_round(self, server_round: int) -> None:
+        """Return when the round is over."""
+        deadline = time.monotonic() + 600
+        while len(self.lines()) < server_round and self._thread.is_alive():
+            assert time.monotonic() < deadline, f"round {server_round} does not come"
+            time.sleep(0.05)
+
+    def under_way(self) -> bool:
+        return self._thread.is_alive()
+
+    def lines(self) -> list[dict[str, Any]]:
+        return read_metrics(self.out / "metrics.jsonl")
+
+    def outcome(self) -> Outcome:
+        """Wait for the end, with or without an error."""
+        self._thread.join()
+        return self._outcome[0]
+
+    def end(self) -> dict[str, Any]:
+        """Wait for the end, which must be without error; return the summary."""
+        self.outcome().check()
+        assert len(self.lines()) == self.num_rounds
+        summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        return summary
+
+
+Begin = Callable[..., Run]
+
+
+@pytest.fixture
+def begin(federation: Federation, tmp_path: Path) -> Iterator[Begin]:
+    runs: list[Run] = []
+
+    def do(**settings: Any) -> Run:
+        runs.append(Run(federation, tmp_path / "out", {k.replace("_", "-"): v for k, v in settings.items()}))
+        return runs[-1]
+
+    yield do
+    for run in runs:
+        run._thread.join()
+
+
+def bring_back(federation: Federation) -> None:
+    """Restart the killed services until all nodes are online, for later tests."""
+    deadline = time.monotonic() + 300
+    while federation.restart_dead() or federation.ended() or nodes_online(federation.layout) < NODES:
+        assert time.monotonic() < deadline, "the nodes do not come back"
+        time.sleep(2)
+
+
+def apps_of(federation: Federation, superexec: str) -> set[int]:
+    """Return the process ids of the apps that a SuperExec has started and that have not ended."""
+    parent = federation.process(superexec).pid
+    return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
+
+
+def next_client_of(federation: Federation, number: int) -> int:
+    """Return the process id of the next ClientApp that a node's SuperExec starts, once it is at work.
+
+    At work is what has used 1.5 s of CPU time: one that is killed earlier may not yet have taken its message, and is
+    started again without anybody noticing.
+    """
+
+    def children() -> set[int]:
+        return apps_of(federation, f"superexec-clientapp-{number}")
+
+    before, deadline = children(), time.monotonic() + 300
+    while not (new := [child for child in children() - before if running(child) and cpu_seconds(child) > 1.5]):
+        assert time.monotonic() < deadline, f"node {number} starts no ClientApp"
+        time.sleep(0.02)
+    return new[0]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time a process has used; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(federation, begin, in_process) -> None:
+    """Nothing is lost: the bits are the same as in a run without the fault."""
+    run = begin(strategy="fixbn", freeze_at=2)
+    run.wait_for_round(1)
+    federation.kill("superlink")
+    time.sleep(4)
+    federation.restart("superlink")
+    ours = run.end()
+    theirs = in_process(strategy="fixbn", freeze_at=2, num_server_rounds=ROUNDS, local_steps=2)
+    assert (ours["sha256"], ours["rejected"]) == (theirs["sha256"], 0)
+
+
+def test_a_client_app_that_is_killed(federation, begin) -> None:
+    """Its node misses the round and takes part in the next one."""
+    run = begin(strategy="fedavg")
+    run.wait_for_round(1)
+    os.kill(next_client_of(federation, 2), signal.SIGKILL)
+    run.end()
+    missed = [line for line in run.lines() if line["participants"] != [0, 1, 2]]
+    assert [line["participants"] for line in missed] == [[0, 2]]
+    assert len(missed[0]["rejected"]) == 1
+    assert "(partition 1): error " in missed[0]["rejected"][0]
+    assert run.lines()[-1]["participants"] == [0, 1, 2]
+
+
+def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
+    run = begin(strategy="fedavg", round_timeout=45.0)
+    run.wait_for_round(1)
+    pids = [next_client_of(federation, 3), federation.process("superexec-clientapp-3").pid]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    run.wait_for_round(2)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    run.end()
+    second = run.lines()[1]
+    assert second["participants"] == [0, 1]
+    assert len(second["rejected"]) == 1
+    assert second["rejected"][0].endswith("(partition 2): no reply within 45 s")
+    assert second["seconds"] >= 45
+
+
+@pytest.mark.parametrize("exchange", ["channel", "messages"])
+def test_a_node_that_is_killed_during_a_round_and_does_not_return(exchange: str, federation, begin) -> None:
+    """With FedTAN the other clients repeat the step without it."""
+    run = begin(strategy="fedtan", fedtan_transport=exchange, fedtan_timeout=60.0)
+    run.wait_for_round(1)
+    next_client_of(federation, 3)
+    for name in ("superexec-clientapp-3", "supernode-3"):
+        federation.kill(name)
+    try:
+        run.end()
+    finally:
+        bring_back(federation)
+    assert run.lines()[0]["participants"] == [0, 1, 2]
+    assert [line["participants"] for line in run.lines()[1:]] == [[0, 1]] * (ROUNDS - 1)
+    assert "(partition 2): " in run.lines()[1]["rejected"][0]
+
+
+def test_a_node_that_is_killed_and_restarted_still_has_its_part(federation, begin) -> None:
+    """The new SuperNode process has an empty memory; the counters show that its BN layers come from the folder."""
+    run = begin(strategy="fedbn", num_server_rounds=6)
+    run.wait_for_round(1)
+    next_client_of(federation, 3)
+    for name in ("superexec-clientapp-3", "supernode-3"):
+        federation.kill(name)
+    while run.under_way():  # as the restart policy does: Flower refuses the node's key for a while
+        federation.restart_dead()
+        time.sleep(1)
+    run.end()
+    took_part = [line["round"] for line in run.lines() if 2 in line["participants"]]
+    assert took_part[0] == 1
+    assert took_part[-1] == 6
+    assert len(took_part) < 6
+    (kept,) = federation.layout.state("superexec-clientapp-3").glob("state/parts/*/partition-2/*.6.safetensors")
+    entries = [entry for record in read_checked(kept)["kept"].values() for entry in record.items()]
+    trained = [int(value) for name, value in entries if name.endswith("num_batches_tracked")]
+    # A step whose reply came too late for its round may count too.
+    assert all(2 * len(took_part) <= count <= 12 for count in trained)
+    assert trained
+
+
+def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) -> None:
+    """The run fails. Resumed from its last checkpoint, it ends with the bits of a run without the fault."""
+    how = {"strategy": "fedbn", "checkpoint_every": 1}
+    run = begin(**how)
+    run.wait_for_round(2)
+    for app in apps_of(federation, "superexec-serverapp"):
+        os.kill(app, signal.SIGKILL)
+    assert run.outcome().status == "finished:failed"
+    assert 2 <= len(run.lines()) < ROUNDS
+    ours = begin(**how, resume=True).end()
+    theirs = in_process(**how, num_server_rounds=ROUNDS, local_steps=2)
+    assert (ours["sha256"], ours["rejected"]) == (theirs["sha256"], 0)
+
+
+@contextmanager
+def not_a_folder(folder: Path) -> Iterator[Callable[[], None]]:
+    """A file instead of the folder, so nobody, not even root, can write there. Yield the function that repairs it."""
+    aside = folder.with_name("aside")
+    folder.rename(aside)
+    folder.write_text("in the way")
+
+    def heal() -> None:
+        if folder.is_file():
+            folder.unlink()
+            aside.rename(folder)
+
+    try:
+        yield heal
+    finally:
+        heal()
+
+
+@contextmanager
+def full(folder: Path) -> Iterator[Callable[[], None]]:
+    """A full file system of one page; yield the function that frees it. Skips the test if mounting is not permitted."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    (folder / "filler").write_bytes(bytes(4096))
+
+    def heal() -> None:
+        subprocess.run(["mount", "-o", "remount,size=4m", str(folder)], check=True)
+
+    try:
+        yield heal
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(not_a_folder, "Not a directory"), (full, "No space left on device")], ids=["file", "full"]
+)
+def test_a_state_folder_that_cannot_be_written(fault, reason: str, federation, begin) -> None:
+    """Its node is refused by name until it can write; the others continue, and later the node does too."""
+    folder = federation.layout.state("superexec-clientapp-3") / "state/parts"
+    folder.mkdir(parents=True, exist_ok=True)
+    with fault(folder) as heal:
+        run = begin(strategy="fedbn")
+        run.wait_for_round(2)
+        heal()
+        run.end()
+        lines = run.lines()
+        newest = max(folder.glob("*/partition-2/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        assert read_checked(newest)["round"] == ROUNDS
+    assert [line["participants"] for line in lines[:2]] == [[0, 1]] * 2
+    for line in lines[:2]:
+        (told,) = line["rejected"]
+        assert "(partition 2): " in told
+        assert "cannot be written" in told
+        assert reason in told
+    assert lines[-1]["participants"] == [0, 1, 2]

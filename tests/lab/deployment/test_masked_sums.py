@@ -1,0 +1,118 @@
+"""Masked sums over a network: neither SuperLink nor server hold or receive a number of a single client."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.engines.flower_run import flower_run
+from fedbn_flwr.lab.deployment import Federation
+from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.ring import FixedPoint
+
+pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
+ROOT = Path(__file__).parents[3]
+APP = ROOT / "tests" / "support" / "masked_app"
+POINT = FixedPoint(65536.0, 34.0)
+
+
+@pytest.fixture(scope="module")
+def federation(scratch: Path) -> Iterator[Federation]:
+    """As the other tests' federation; its apps import this package from here."""
+    environment = {"MPLCONFIGDIR": str(scratch / "matplotlib"), "PYTHONPATH": str(ROOT)}
+    with Federation(ROOT / "docker-compose.yml", 3, folder=scratch / "net", environment=environment) as found:
+        yield found
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[dict[bytes, None]]:
+    """Yield the distinct pages that the SuperLink's files have during the block, in the order in which they appear."""
+    pages: dict[bytes, None] = {}
+    over = threading.Event()
+
+    def watch() -> None:
+        while True:
+            done = over.is_set()
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    data = path.read_bytes()
+                    pages.update(dict.fromkeys(data[i : i + 4096] for i in range(0, len(data), 4096)))
+            if done:
+                return
+            over.wait(0.1)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield pages
+    finally:
+        over.set()
+        thread.join()
+
+
+def forms(spy: Path) -> Iterator[bytes]:
+    """Pieces of 40 bytes of each number that a client computed: floats, and in fixed point without masks."""
+    for path in spy.glob("client-*.npz"):
+        kept: dict[str, Any] = dict(np.load(path))
+        after, before = ({n[len(w) :]: a for n, a in kept.items() if n.startswith(w)} for w in ("after ", "before "))
+        numbers = [after]
+        if before:
+            numbers += [Coordinates(before, split_state(before), 1.0).update(after)]
+            numbers += [{name: after[name] - before[name] for name in after}]
+        for entry in (array for own in numbers for array in own.values() if array.dtype.kind == "f" and array.size > 9):
+            vector = POINT.vector({"x": entry}, float(kept["weight"]))
+            for data in (entry.astype(np.float32).tobytes(), entry.astype(np.float64).tobytes(), vector.tobytes()):
+                pieces = (data[i : i + 40] for i in (0, len(data) // 2 // 8 * 8 - 40))
+                yield from (piece for piece in pieces if len(piece.strip(b"\0")) > 20)
+
+
+def test_neither_superlink_nor_server_see_a_clients_numbers(federation: Federation, tmp_path: Path) -> None:
+    """The same search finds those of a run without masks, which comes after: its pages stay in the database."""
+    found = {}
+    for masked in (True, False):
+        spy = tmp_path / str(masked)
+        spy.mkdir()
+        with watched(federation.layout.state("superlink")) as pages:
+            federation.run({"masked": masked, "spy-dir": str(spy)}, app=APP).check()
+        assert (spy / "participants").read_text() == "[0, 1, 2]"
+        pieces, held, received = set(forms(spy)), b"".join(pages), (spy / "received").read_bytes()
+        assert len(held) > 10**5
+        found[masked] = [sum(piece in seen for piece in pieces) for seen in (held, received)]
+    assert min(found[False]) > 20
+    assert found[True] == [0, 0]
+
+
+@pytest.mark.parametrize("engine", ["network", "ray"])
+def test_a_lost_client_is_recovered_and_too_many_end_the_round(
+    engine: str, federation: Federation, tmp_path: Path
+) -> None:
+    def run(name: str, lost: str, masked: bool) -> Path:
+        spy = tmp_path / name
+        spy.mkdir()
+        config = {"masked": masked, "spy-dir": str(spy), "method": "fedavg", "lost": lost}
+        if engine == "network":
+            federation.run(config, app=APP).check()
+        else:
+            nodes = {"num-supernodes": 3, "client-resources-num-cpus": 2, "init-args-num-cpus": 2}
+            flower_run(APP, run_config=config, federation_config=nodes)
+        return spy
+
+    for lost, left in (("", [0, 1, 2]), ("1", [0, 2])):
+        ours, plain = (run(f"{lost}-{masked}", lost, masked) for masked in (True, False))
+        assert [json.loads((spy / "participants").read_text()) for spy in (ours, plain)] == [left, left]
+        one, other = (dict(np.load(spy / "final.npz")) for spy in (ours, plain))
+        for entry in (entry for entry in one if "num_batches" not in entry):
+            np.testing.assert_allclose(one[entry], other[entry], rtol=2e-6, atol=2e-7, err_msg=entry)
+        received, pieces = (ours / "received").read_bytes(), set(forms(ours))
+        assert len(pieces) > 20
+        assert not any(piece in received for piece in pieces)
+    spoilt = run("too many", "0,1", True)
+    assert "1 clients have answered, 2 needed in each part: nothing is revealed" in (spoilt / "error").read_text()

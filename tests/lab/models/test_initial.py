@@ -1,0 +1,160 @@
+"""``init``: weights loaded by name and shape, and the report of what was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torchvision.models
+from torch import nn
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.models import build_model, load_initial
+
+State = dict[str, torch.Tensor]
+
+
+def lenet(seed: int = 0, classes: int = 10, norm: str = "batch") -> nn.Module:
+    return build_model("lenet", num_classes=classes, input_shape=(1, 28, 28), seed=seed, norm=norm)
+
+
+@pytest.fixture
+def trained() -> State:
+    """The state of a LeNet unlike the run's, its statistics too."""
+    state = lenet(seed=9).state_dict()
+    return {name: value * 1.1 + 0.01 if value.is_floating_point() else value + 1 for name, value in state.items()}
+
+
+def equal(model: nn.Module, state: State) -> list[str]:
+    return [name for name, value in model.state_dict().items() if name in state and torch.equal(value, state[name])]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt", "pth"])
+def test_a_state_comes_back_bit_for_bit(suffix: str, tmp_path: Path, trained: State) -> None:
+    path = tmp_path / f"weights.{suffix}"
+    if suffix == "safetensors":
+        safetensors.torch.save_file(trained, path)
+    else:
+        torch.save(trained, path)
+    model = lenet()
+    report = load_initial(model, str(path), "lenet", 1)
+    assert report.loaded == tuple(trained) == tuple(equal(model, trained))
+    assert not report.other_shape + report.missing + report.unused
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: {"state_dict": s, "epoch": 3},
+        lambda s: {"model": {f"module.{k}": v for k, v in s.items()}},
+        lambda s: {f"module._orig_mod.{k}": v for k, v in s.items()},
+        lambda s: {"state_dict": {**{f"model.{k}": v for k, v in s.items()}, "loss.scale": torch.ones(3)}},
+    ],
+)
+def test_wrappers_prefixes_are_taken_off(wrap: Any, tmp_path: Path, trained: State) -> None:
+    torch.save(wrap(trained), tmp_path / "a.pt")
+    model = lenet()
+    report = load_initial(model, str(tmp_path / "a.pt"), "lenet", 1)
+    assert len(equal(model, trained)) == len(trained)
+    assert report.unused in ((), ("loss.scale",))
+
+
+def test_another_head_stays_as_it_was_and_is_named(tmp_path: Path, trained: State) -> None:
+    del trained["norm2.running_var"]
+    torch.save({**trained, "aux.weight": torch.ones(2)}, tmp_path / "a.pt")
+    model, fresh = lenet(classes=3), lenet(classes=3).state_dict()
+    report = load_initial(model, str(tmp_path / "a.pt"), "lenet", 1)
+    assert report.other_shape == (("fc3.weight", (10, 84), (3, 84)), ("fc3.bias", (10,), (3,)))
+    assert (report.missing, report.unused) == (("norm2.running_var",), ("aux.weight",))
+    assert equal(model, fresh) == ["norm2.running_var", "fc3.weight", "fc3.bias"]
+    assert "fc3.weight (10, 84) there, (3, 84) here" in str(report)
+
+
+def test_batchnorm_in_the_file_has_no_place_in_another_norm(tmp_path: Path, trained: State) -> None:
+    """GroupNorm's gamma and beta have the names and shapes of BatchNorm's."""
+    torch.save(trained, tmp_path / "a.pt")
+    model, fresh = lenet(norm="group"), lenet(norm="group").state_dict()
+    report = load_initial(model, str(tmp_path / "a.pt"), "lenet", 1)
+    affine = [f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")]
+    assert list(report.missing) == affine == equal(model, fresh)
+    assert report.unused == tuple(name for name in trained if name.startswith("norm"))
+    assert report.batchnorm == ("norm1", "norm2")
+    assert "BatchNorm on one side only, so left at their initial values: norm1, norm2" in str(report)
+
+
+def test_group_norm_in_the_file_has_no_place_in_batchnorm(tmp_path: Path) -> None:
+    torch.save(lenet(norm="group").state_dict(), tmp_path / "a.pt")
+    assert load_initial(lenet(), str(tmp_path / "a.pt"), "lenet", 1).batchnorm == ("norm1", "norm2")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: (10 * v).to(torch.int8), r"no floating-point numbers: conv1.weight \(torch.int8\)"),
+        (lambda v: v.double() * 1e60, "not finite .*conv1.weight"),
+        (lambda v: v.to_sparse(), "sparse or without values: conv1.weight"),
+        (lambda v: torch.quantize_per_tensor(v, 0.1, 0, torch.qint8), "quantised, sparse .*conv1.weight"),
+    ],
+    ids=["int8", "too large", "sparse", "quantised"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_values_that_cannot_be_weights_are_refused(tmp_path: Path, trained: State, change, message: str) -> None:
+    torch.save({**trained, "conv1.weight": change(trained["conv1.weight"])}, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=message):
+        load_initial(lenet(), str(tmp_path / "a.pt"), "lenet", 1)
+
+
+def test_published_weights_of_torchvision_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in in the place where torchvision keeps what it has downloaded; the download itself is not run."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    net = torchvision.models.shufflenet_v2_x0_5()
+    url = torchvision.models.ShuffleNet_V2_X0_5_Weights.DEFAULT.url
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    torch.save(net.state_dict(), tmp_path / "hub/checkpoints" / Path(url).name)
+    name = "torchvision:shufflenet_v2_x0_5"
+    for init in ("torchvision", name, f"{name}.IMAGENET1K_V1"):
+        model = build_model(name, num_classes=7, input_shape=(3, 64, 64))
+        report = load_initial(model, init, name, 3)
+        assert [entry for entry, _, _ in report.other_shape] == ["fc.weight", "fc.bias"]
+        assert len(report.loaded) == len(net.state_dict()) - 2
+        assert torch.equal(model.state_dict()["conv1.0.weight"], net.state_dict()["conv1.0.weight"])
+
+    def offline(*args: Any, **kwargs: Any) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("torch.hub.download_url_to_file", offline)
+    with pytest.raises(ConfigError, match=r"init=torchvision:resnet18.*could not be fetched.*Name or service.*init=/"):
+        load_initial(model, "torchvision:resnet18", name, 3)
+
+
+@pytest.mark.parametrize(
+    ("init", "problem"),
+    [
+        ("{}/absent.pt", "is not a file"),
+        ("{}/a.onnx", r"neither a file .*\.safetensors, \.pt or \.pth"),
+        ("{}/object.pt", r"torch\.save\(model\.state_dict\(\)"),
+        ("{}/noise.safetensors", "could not be read"),
+        ("{}/other.pt", r"no parameter of model 'lenet'.*there: blocks\.0.*here: conv1\.weight"),
+        ("{}/nan.pt", r"not finite.*conv1\.weight"),
+        ("{}/empty.pt", "holds no tensors"),
+        ("torchvision", "model 'lenet' has no published weights in torchvision"),
+        ("torchvision:resnet81", "unknown .*'resnet81'. Did you mean 'resnet18'"),
+        ("torchvision:resnet18.V9", "unknown weights of torchvision:resnet18 'V9'.*IMAGENET1K_V1"),
+        ("timm", "init=timm is for models timm:NAME"),
+        ("smp", "init=smp is for models smp:ARCHITECTURE/ENCODER"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(init: str, problem: str, tmp_path: Path, trained: State) -> None:
+    (tmp_path / "noise.safetensors").write_bytes(b"noise, noise, noise")
+    torch.save(lenet(), tmp_path / "object.pt")
+    torch.save({"blocks.0": torch.ones(2)}, tmp_path / "other.pt")
+    torch.save({**trained, "conv1.weight": trained["conv1.weight"] / 0}, tmp_path / "nan.pt")
+    torch.save({"epoch": 3}, tmp_path / "empty.pt")
+    model = lenet()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=problem):
+        load_initial(model, init.format(tmp_path), "lenet", 1)
+    assert len(equal(model, before)) == len(before), "the model is as it was"

@@ -1,0 +1,310 @@
+"""The models: sizes, seeds, shapes, and every kind of norm on each."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torchvision.models
+from torch import nn
+
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.lab.models import MODELS, build_model, input_shape, model_info
+from fedbn_flwr.lab.models.resnet import BasicBlock, SmallResNet
+from fedbn_flwr.norms import NORMS, batchnorm_places
+
+BN_LAYERS = {
+    "mlp": 1,
+    "lenet": 2,
+    "resnet20": 19,
+    "alexnet-bn-small": 7,
+    "fedbs-mnist": 2,
+    "torchvision:resnet18": 20,
+    "torchvision:mobilenet_v2": 52,
+    "torchvision:googlenet": 57,
+}
+NAMES = list(BN_LAYERS)
+RESIDUAL = ("resnet20", "torchvision:resnet18")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def floats(model: nn.Module, leaves: tuple[str, ...] = ("",)) -> int:
+    """Return the number of floats in the state dict under names with these endings (default: all)."""
+    state = model.state_dict().items()
+    return sum(value.numel() for name, value in state if value.is_floating_point() and name.endswith(leaves))
+
+
+def build(name: str, **changes: object) -> nn.Module:
+    settings: dict[str, object] = {"num_classes": 10, "channels": 3, "size": 32, **changes}
+    return build_model(name, **settings)  # type: ignore[arg-type]
+
+
+def test_resnet20_has_the_floats_of_the_papers_table() -> None:
+    model = build("resnet20")
+    assert floats(model) == 271_098
+    assert floats(model, ("running_mean", "running_var")) == 1_376
+    assert floats(build("resnet20", norm="group")) == 269_722
+
+
+def test_mlp_has_the_entries_of_the_papers_table_5() -> None:
+    model = build("mlp", channels=1, size=28)
+    assert floats(model) == 23_980
+    assert floats(model, ("running_mean", "running_var")) == 60
+    assert sum(p.numel() for p in model.parameters()) == 23_920
+
+
+@pytest.mark.parametrize(("channels", "size", "entries"), [(1, 28, 44_470), (3, 32, 62_050)])
+def test_lenet_has_the_parameters_of_lenet5_and_44_more(channels: int, size: int, entries: int) -> None:
+    parameters = sum(p.numel() for p in build("lenet", channels=channels, size=size).parameters())
+    assert parameters == entries
+    convolutions = (25 * channels + 1) * 6 + (25 * 6 + 1) * 16
+    linear = {28: 256, 32: 400}[size] * 120 + 120 + 121 * 84 + 85 * 10
+    assert entries == convolutions + linear + 2 * (6 + 16)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_number_of_batchnorm_layers(name: str) -> None:
+    assert len(batchnorm_places(build(name))) == BN_LAYERS[name]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> None:
+    if norm == "fixup" and name not in RESIDUAL:
+        with pytest.raises(NormLayerError, match="norm 'fixup' is for residual networks"):
+            build(name, norm=norm)
+        return
+    model = build(name, num_classes=7, norm=norm)
+    assert model.training
+    channels, side = input_shape(name, 3, 32)
+    x = torch.randn(2, channels, side, side)
+    if norm == "instance" and name in ("mlp", "alexnet-bn-small"):
+        with pytest.raises(NormLayerError, match=r"the norm layer at (norm|classifier\.1):"):
+            model(x)
+        return
+    for training in (True, False):
+        logits = model.train(training)(x)
+        assert type(logits) is torch.Tensor
+        assert logits.shape == (2, 7)
+        assert bool(torch.isfinite(logits).all())
+    logits.sum().backward()
+    # A bias in front of BatchNorm has gradient 0, never None; so has every other parameter one.
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_seed_gives_one_start(name: str) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = build(name, seed=3).state_dict()
+    assert torch.equal(before, torch.get_rng_state()), "the global random state is left as it was"
+    torch.manual_seed(2)
+    again = build(name, seed=3).state_dict()
+    other = build(name, seed=4).state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_all_norms_share_their_other_initial_weights() -> None:
+    first = build("resnet20", norm="batch").state_dict()
+    for norm in NORMS:
+        state = build("resnet20", norm=norm).state_dict()
+        changed = {"fixup": ("conv1.weight", "conv2.weight", "fc.weight", "fc.bias")}.get(norm, ())
+        shared = [key for key in state if key in first and not key.endswith(changed)]
+        assert "conv.weight" in shared
+        assert norm == "fixup" or "layer3.2.conv2.weight" in shared
+        # The one number of a fixup bias goes by the name of a norm's beta.
+        assert all(torch.equal(first[key], state[key]) for key in shared if first[key].shape == state[key].shape)
+
+
+def test_builds_in_several_threads_equal_one_in_the_main_thread() -> None:
+    before = torch.get_rng_state()
+    built: list[nn.Module] = []
+    threads = [threading.Thread(target=lambda: built.append(build("resnet20", seed=5))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    want = build("resnet20", seed=5).state_dict()
+    assert len(built) == 6
+    assert all(torch.equal(want[key], value) for model in built for key, value in model.state_dict().items())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("name", "native", "wanted"),
+    [
+        ("mlp", (1, 8), (1, 28)),
+        ("mlp", (3, 32), (1, 28)),
+        ("lenet", (1, 8), (1, 28)),
+        ("lenet", (3, 32), (3, 32)),
+        ("resnet20", (1, 28), (1, 32)),
+        ("resnet20", (3, 64), (3, 64)),
+        ("torchvision:resnet18", (1, 28), (3, 64)),
+        ("torchvision:resnet18", (3, 96), (3, 96)),
+        ("torchvision:inception_v3", (3, 32), (3, 75)),
+        ("torchvision:vit_b_16", (3, 32), (3, 224)),
+        ("torchvision:vit_b_16", (3, 256), (3, 224)),
+    ],
+)
+def test_input_shape_and_a_forward_pass_at_it(name: str, native: tuple[int, int], wanted: tuple[int, int]) -> None:
+    assert input_shape(name, *native) == wanted == input_shape(name, *wanted)
+    if "vit" not in name:
+        model = build(name, channels=native[0], size=native[1])
+        assert model(torch.zeros(2, wanted[0], wanted[1], wanted[1])).shape == (2, 10)
+
+
+SMALL = {
+    "mobilenet_v2": (24, 32),
+    "alexnet": (32, 63),
+    "inception_v3": (32, 75),
+    "vit_b_16": (32, 224),
+    "vgg11": (96, 96),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_torchvisions_classifiers_take_small_images_if_asked(name: str) -> None:
+    """FedWon trains MobileNetV2 on CIFAR at 32 pixels; without image-size images have at least 64."""
+    asked, got = SMALL[name]
+    assert input_shape(f"torchvision:{name}", 1, asked, asked=True) == (3, got)
+    assert input_shape(f"torchvision:{name}", 1, 32)[1] >= 64
+    if name == "alexnet":
+        with torch.no_grad():
+            assert torchvision.models.alexnet(num_classes=3).eval()(torch.zeros(1, 3, got, got)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["vit_b_32", "swin_t", "maxvit_t", "efficientnet_b0", "inception_v3", "squeezenet1_0"])
+def test_torchvision_families_accept_the_shape_we_give_them(name: str) -> None:
+    info = model_info(f"torchvision:{name}")
+    channels, size = info.shape(1, 28)
+    with torch.device("meta"):
+        model = info.build(5, channels, size)
+        assert model(torch.empty(2, channels, size, size)).shape == (2, 5)
+
+
+def test_shortcut_is_option_a() -> None:
+    block = build("resnet20").get_submodule("layer2.0")
+    assert isinstance(block, BasicBlock)
+    x = torch.randn(2, 16, 6, 6)
+    out = block.shortcut(x)
+    assert out.shape == (2, 32, 3, 3)
+    assert torch.equal(out[:, 8:24], x[:, :, ::2, ::2])
+    assert not out[:, :8].any()
+    assert not out[:, 24:].any()
+    assert [name for name, _ in block.named_parameters() if "conv" not in name and "norm" not in name] == []
+
+
+@pytest.mark.parametrize(("depth", "parameters"), [(32, 464_154), (44, 658_586), (56, 853_018)])
+def test_deeper_networks_have_the_parameters_of_the_paper(depth: int, parameters: int) -> None:
+    """He et al. 2016, Table 6, rounds them to 0.46, 0.66 and 0.85 million."""
+    model = SmallResNet(depth, 10, 3)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert sum(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules()) == depth
+
+
+def test_resnet_weights_are_kaiming_normal() -> None:
+    weight = build("resnet20").get_parameter("layer3.2.conv2.weight").detach()
+    assert float(weight.std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.02)
+    assert float((weight.abs() > 2 * weight.std()).float().mean()) == pytest.approx(0.0455, abs=0.005), (
+        "a normal's tails"
+    )
+
+
+@pytest.mark.parametrize("depth", [18, 2, 21])
+def test_depth_must_be_6n_plus_2(depth: int) -> None:
+    with pytest.raises(ConfigError, match="depth 6n \\+ 2"):
+        SmallResNet(depth, 10, 3)
+
+
+def test_unknown_names_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown model 'resnet-20'. Did you mean 'resnet20'\?"):
+        build("resnet-20")
+    with pytest.raises(ConfigError, match=r"unknown model 'resnet50'. Did you mean 'torchvision:resnet50'\?"):
+        build("resnet50")
+    with pytest.raises(ConfigError, match=r"unknown torchvision classifier 'resnet81'. Did you mean 'resnet18'\?"):
+        build("torchvision:resnet81")
+    with pytest.raises(ConfigError, match=r"unknown torchvision classifier '<name>'"):
+        input_shape("torchvision:<name>", 3, 32)
+
+    with pytest.raises(ConfigError, match=r"unknown norm 'batchs'. Did you mean 'batch'\?"):
+        build("mlp", norm="batchs")
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("fasterrcnn_resnet50_fpn", "detection"),
+        ("deeplabv3_resnet50", "segmentation"),
+        ("r3d_18", "video"),
+        ("quantized_resnet18", "quantization"),
+        ("raft_small", "optical_flow"),
+    ],
+)
+def test_other_torchvision_models_are_refused_by_family(name: str, family: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}' is from torchvision\.models\.{family}; only image classifiers"):
+        build(f"torchvision:{name}")
+
+
+@pytest.mark.parametrize("wrong", [{"num_classes": 0}, {"channels": 0}, {"size": -1}, {"num_classes": 2.0}])
+def test_numbers_below_one_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is"):
+        build("lenet", **wrong)
+
+
+def test_norm_groups_reach_the_layers_and_wrong_numbers_are_named() -> None:
+    assert build("resnet20", norm="group", norm_groups=8).norm.num_groups == 8  # type: ignore[union-attr]
+    with pytest.raises(NormLayerError, match=r"norm1 \(6 channels\)"):
+        build("lenet", norm="group", norm_groups=4)
+
+
+def test_registry_lines_are_complete() -> None:
+    assert list(MODELS) == [
+        "mlp",
+        "lenet",
+        "resnet20",
+        "resnet32",
+        "resnet44",
+        "resnet56",
+        "digits-cnn",
+        "alexnet-bn",
+        "alexnet-bn-small",
+        "fedbs-mnist",
+        "fedbs-cifar",
+        "torchvision:<name>",
+        "torchvision-seg:<name>",
+        "timm:<name>",
+        "smp:<architecture>/<encoder>",
+        "<module>:<function>",
+    ]
+    assert all(info.summary and info.source and "\n" not in info.summary for info in MODELS.values())
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "batch-renorm", "none"])
+def test_mlp_takes_rows(norm: str) -> None:
+    model = build_model("mlp", num_classes=1, input_shape=(13,), norm=norm)
+    assert model(torch.randn(4, 13)).shape == (4, 1)
+    wide = build_model("mlp", num_classes=2, input_shape=(13,), hidden=(64, 32), norm=norm)
+    shapes = [tuple(m.weight.shape) for m in wide.modules() if isinstance(m, nn.Linear)]
+    assert shapes == [(64, 13), (32, 64), (2, 32)]
+    assert wide(torch.randn(4, 13)).shape == (4, 2)
+
+
+def test_an_input_shape_of_an_image_is_its_channels_and_size() -> None:
+    for name in ("mlp", "lenet"):
+        old, new = build(name), build_model(name, num_classes=10, input_shape=(3, 32, 48))
+        assert all(torch.equal(old.state_dict()[key], value) for key, value in new.state_dict().items())
+
+
+def test_models_for_images_are_refused_for_rows() -> None:
+    with pytest.raises(ConfigError, match=r"model 'lenet' takes images.*13 features.*Use mlp, or your own"):
+        build_model("lenet", num_classes=2, input_shape=(13,))
+    with pytest.raises(ConfigError, match=r"input_shape \(3, 32\)"):
+        build_model("mlp", num_classes=2, input_shape=(3, 32))
+    with pytest.raises(ConfigError, match=r"hidden=\(8,\) is for model 'mlp'"):
+        build_model("lenet", num_classes=2, channels=1, size=28, hidden=(8,))

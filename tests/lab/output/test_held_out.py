@@ -1,0 +1,251 @@
+"""Clients that never train: nothing of theirs is used in training, and each of their tests by hand in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output.held_out import _means
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.runs.run import run
+
+NAMES = ("a", "b", "c", "d")
+SHIFTS = {"a": -3.0, "b": 0.0, "c": 4.0, "d": 0.5}  # the inputs of d are nearest to those of b
+SETTINGS = {
+    "num-server-rounds": 2,
+    "local-steps": 3,
+    "batch-size": 8,
+    "mlp-hidden": "6",
+    "learning-rate": 0.05,
+    "missing": "mean",
+}
+Floats = NDArray[np.float64]
+
+
+class Table:
+    """Rows of four clients, with missing values; each client has training and test rows."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.client = np.repeat(NAMES, 40)
+        self.tests = np.tile(np.arange(40) % 4 == 3, len(NAMES))
+        self.x = rng.normal(size=(160, 3)) * [1, 2, 3] + np.array([SHIFTS[name] for name in self.client])[:, None]
+        self.x[rng.random(self.x.shape) < 0.05] = np.nan
+        self.y = (np.nansum(self.x, 1) + rng.normal(size=160) > 0).astype(np.int64)
+
+    def save(self, path: Path, without: str = "") -> str:
+        rows = self.client != without
+        arrays = {"x": self.x, "y": self.y, "client": self.client, "split": self.tests}
+        np.savez(path, **{name: array[rows] for name, array in arrays.items()})
+        return f"npz:{path}"
+
+    def rows(self, client: str, tests: bool, scale: tuple[Floats, Floats]) -> tuple[Floats, NDArray[np.int64]]:
+        """Standardised rows of a client, a missing value as the mean, and their targets."""
+        own = (self.client == client) & (self.tests == tests)
+        x = (self.x.astype(np.float32).astype(np.float64)[own] - scale[0]) / scale[1]
+        return np.nan_to_num(x, nan=0.0), self.y[own]
+
+    def scale(self, without: str) -> tuple[Floats, Floats]:
+        """Mean and deviation of the training rows of the clients that train."""
+        x = self.x.astype(np.float32).astype(np.float64)[(self.client != without) & ~self.tests]
+        return np.nanmean(x, 0), np.nanstd(x, 0)
+
+
+def accuracy_and_loss(state: dict[str, Floats], x: Floats, y: NDArray[np.int64]) -> tuple[float, float]:
+    """Accuracy and loss of the network of one hidden layer, in float64."""
+    before = x @ state["hidden.weight"].T + state["hidden.bias"]
+    normal = (before - state["norm.running_mean"]) / np.sqrt(state["norm.running_var"] + 1e-5)
+    logits = np.maximum(normal * state["norm.weight"] + state["norm.bias"], 0) @ state["fc.weight"].T + state["fc.bias"]
+    losses = np.logaddexp.reduce(logits, 1) - logits[np.arange(len(y)), y]
+    return float((logits.argmax(1) == y).mean()), float(losses.mean())
+
+
+Start = Callable[..., tuple[dict[str, Any], list[dict[str, Any]], Path]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """``start(dataset, **settings)``: summary, lines and folder of a run in this process."""
+
+    def do(dataset: str, out: str = "out", **settings: Any) -> Any:
+        keys = {key.replace("_", "-"): value for key, value in settings.items()}
+        folder = tmp_path / out
+        summary = run(Config.make({**SETTINGS, "dataset": dataset, **keys}), folder, workers=0)
+        return summary, read_metrics(folder / "metrics.jsonl"), folder
+
+    return do
+
+
+@pytest.mark.parametrize(("strategy", "standardise"), [("fedavg", ""), ("fedbn", "local")])
+def test_the_run_has_the_bits_of_one_without_their_data(
+    strategy: str, standardise: str, start: Start, tmp_path: Path
+) -> None:
+    table, keys = Table(), {"strategy": strategy, "standardise": standardise, "validation_share": 0.2}
+    if strategy == "fedbn":
+        keys["eval_on"] = "personal-own,averaged-bn"  # as with held-out clients, the saved model has the average
+    whole = table.save(tmp_path / "all.npz")
+    name, given = {"fedavg": ("d", ("d", "1")), "fedbn": ("b", ("b",))}[strategy]
+    alone, _, _ = start(table.save(tmp_path / f"{name}.npz", name), f"{name}-rest", **keys)
+    for held_out in given:
+        summary, lines, _ = start(whole, f"{name}-{held_out}", held_out_clients=held_out, **keys)
+        assert summary["sha256"] == alone["sha256"], held_out
+        assert [list(line["held-out"]) for line in lines] == [[name]] * 2
+        assert all(line["participants"] == [0, 1, 2] for line in lines)
+        assert summary["final"].keys() > alone["final"].keys(), "their tests come on top"
+        assert {key: summary["final"][key] for key in alone["final"]} == alone["final"]
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
+def test_the_tests_are_those_of_the_saved_model_by_hand(strategy: str, start: Start, tmp_path: Path) -> None:
+    table, which = Table(), {"fedavg": "global", "fedbn": "averaged"}[strategy]
+    summary, lines, out = start(table.save(tmp_path / "all.npz"), strategy=strategy, held_out_clients="d")
+    found = lines[-1]["held-out"]["d"]
+    state = {name: array.astype(np.float64) for name, array in load_file(out / "model.safetensors").items()}
+    scale = table.scale("d")
+    x, y = table.rows("d", True, scale)
+    accuracy, loss = accuracy_and_loss(state, x, y)
+    assert (found["num-examples"], found[f"{which}-accuracy"]) == (10, pytest.approx(accuracy))
+    assert found[f"{which}-loss"] == pytest.approx(loss, rel=1e-4)
+    inputs, _ = table.rows("d", False, scale)
+    before = inputs @ state["hidden.weight"].T + state["hidden.bias"]
+    adapted = {**state, "norm.running_mean": before.mean(0), "norm.running_var": before.var(0)}
+    accuracy, loss = accuracy_and_loss(adapted, x, y)
+    assert found["adapted-accuracy"] == pytest.approx(accuracy)
+    assert found["adapted-loss"] == pytest.approx(loss, rel=1e-4)
+    assert summary["final"]["held-out-adapted-loss"] == found["adapted-loss"]
+    if strategy == "fedavg":
+        assert "nearest-client" not in found
+        return
+    assert found["nearest-client"] == NAMES.index("b")
+    own = load_file(out / "clients/client-1.safetensors")
+    nearest = {**state, **{name: array.astype(np.float64) for name, array in own.items()}}
+    assert found["nearest-loss"] == pytest.approx(accuracy_and_loss(nearest, x, y)[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
+def test_test_time_bn_of_each_by_its_own_test_inputs_alone(strategy: str, start: Start, tmp_path: Path) -> None:
+    table = Table()
+    keys = {"strategy": strategy, "held_out_clients": "a,d", "test_bn": "momentum", "test_bn_batch_size": 5}
+    summary, lines, out = start(table.save(tmp_path / "all.npz"), **keys)
+    state = {name: array.astype(np.float64) for name, array in load_file(out / "model.safetensors").items()}
+    data = partitioned_data(Config.load(out / "config.yaml"), 2)
+    losses = []
+    for at, name in enumerate(("a", "d")):
+        x, y = (array.numpy() for array in data.held_out_views(at)[1].batch(torch.arange(10)))
+        before = x.astype(np.float64) @ state["hidden.weight"].T + state["hidden.bias"]
+        mean, var, found = before[:5].mean(0), before[:5].var(0), []
+        for first in (0, 5):
+            rows = slice(first, first + 5)
+            if first:
+                mean, var = 0.9 * mean + 0.1 * before[rows].mean(0), 0.9 * var + 0.1 * before[rows].var(0)
+            with_them = {**state, "norm.running_mean": mean, "norm.running_var": var}
+            found.append(accuracy_and_loss(with_them, x[rows], y[rows])[1])
+        assert lines[-1]["held-out"][name]["test-bn-loss"] == pytest.approx(np.mean(found), rel=1e-4)
+        losses.append(lines[-1]["held-out"][name]["test-bn-loss"])
+    assert summary["final"]["held-out-test-bn-loss"] == pytest.approx(np.mean(losses))
+    text = "test-bn=momentum (tau 0.9), batches of 5"
+    assert summary["definitions"]["held-out-test-bn-loss"].endswith(f"({text})")
+    with pytest.raises(NormLayerError, match="layer 'norm' gets one value per channel"):
+        start(table.save(tmp_path / "all.npz"), "small", **{**keys, "test_bn": "batch", "test_bn_batch_size": 9})
+
+
+def test_no_target_of_their_training_rows_is_used(start: Start, tmp_path: Path) -> None:
+    table = Table()
+    found = []
+    for name in ("as they are", "others"):
+        summary, lines, _ = start(
+            table.save(tmp_path / f"{name}.npz"), name, strategy="fedbn", held_out_clients="d", num_server_rounds=1
+        )
+        found.append((summary["sha256"], [line["held-out"] for line in lines]))
+        own = (table.client == "d") & ~table.tests
+        table.y[own] = 1 - table.y[own]
+    assert found[0] == found[1]
+
+
+def test_a_number_of_clients_of_a_split_that_has_no_names(tmp_path: Path) -> None:
+    data = Table().save(tmp_path / "all.npz")
+    config = Config.make({**SETTINGS, "dataset": data, "partition": "iid", "num-clients": 3, "held-out-clients": 2})
+    split = partitioned_data(config, count_clients(config))
+    assert (len(split.train), split.held_out_names) == (3, ("held-out-0", "held-out-1"))
+    for parts, samples, whole in (
+        ([*split.train, *(train for train, _ in split.held_out)], split.dataset.train, split.train_view()),
+        ([*split.test, *(test for _, test in split.held_out)], split.dataset.test, split.test_view()),
+    ):
+        assert sorted(np.concatenate(parts)) == list(range(len(samples))), "each example is in one client"
+        assert len(whole) == sum(map(len, parts[:3]))
+
+
+def test_a_number_that_is_the_name_of_a_client_is_that_client(tmp_path: Path) -> None:
+    table = Table()
+    for names, wanted in (("0123", {0: ("0",), 1: ("1",), "2,0": ("2", "0")}), ("1234", {0: (), 1: ("1",)})):
+        table.client = np.repeat(list(names), 40)
+        data = table.save(tmp_path / f"{names}.npz")
+        for held_out, found in wanted.items():
+            config = Config.make({**SETTINGS, "dataset": data, "held-out-clients": held_out})
+            assert count_clients(config) == 4 - len(found)
+            assert partitioned_data(config, count_clients(config)).held_out_names == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"held-out-clients": "e"}, r"unknown held-out client 'e'.*a, b, c, d"),
+        ({"held-out-clients": "a,b,c,d"}, r"held-out-clients='a,b,c,d' leaves none of the 4 clients to train"),
+        ({"held-out-clients": 4}, r"held-out-clients=4 leaves none of the 4 clients to train"),
+        ({"held-out-clients": -1}, r"unknown held-out client '-1'"),
+        (
+            {"held-out-clients": "a", "partition": "iid", "num-clients": 2},
+            r"names clients, which partition=iid has not",
+        ),
+        (
+            {"held-out-clients": "a", "strategy": "standalone"},
+            r"held-out-clients='a' has no effect: standalone shares no model",
+        ),
+    ],
+)
+def test_what_cannot_be_held_out_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    data = Table().save(tmp_path / "all.npz")
+    assert Config.make({"held-out-clients": 0}).held_out_clients == "", "none"
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        run(Config.make({**SETTINGS, "dataset": data, **settings}), tmp_path / "out", workers=0)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_resumed_run_and_the_reference_test_them(start: Start, tmp_path: Path) -> None:
+    data = Table().save(tmp_path / "all.npz")
+    keys = {"held_out_clients": "d", "checkpoint_every": 1}
+    whole, lines, _ = start(data, "whole", strategy="fedbn", **keys)
+
+    def cut(line: Any) -> None:
+        if line["round"] == 2:
+            raise KeyboardInterrupt
+
+    config = Config.make({**SETTINGS, "dataset": data, "strategy": "fedbn", "held-out-clients": "d"})
+    config = config.model_copy(update={"checkpoint_every": 1})
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "cut", on_round=cut, workers=0)
+    again, resumed, _ = start(data, "cut", strategy="fedbn", resume=True, **keys)
+    assert (again["sha256"], again["resumed-after"]) == (whole["sha256"], [1])
+    assert [line["held-out"] for line in resumed] == [line["held-out"] for line in lines]
+
+    keys = {"strategy": "centralized"}
+    _, lines, _ = start(data, "union", held_out_clients="d", **keys)
+    _, alone, _ = start(Table().save(tmp_path / "rest.npz", "d"), "rest", **keys)
+    assert [line["test-loss"] for line in lines] == [line["test-loss"] for line in alone]
+    assert all(set(line["held-out"]["d"]) >= {"global-accuracy", "adapted-accuracy"} for line in lines)
+
+
+def test_a_mean_over_some_of_them_says_over_how_many() -> None:
+    found = {"a": {"num-examples": 3, "global-loss": 1.0, "adapted-loss": 3.0}, "b": {"global-loss": 2.0}}
+    means = _means(found)
+    assert means == {"held-out-global-loss": 1.5, "held-out-adapted-loss": 3.0, "held-out-adapted-loss-clients": 1}

@@ -1,0 +1,158 @@
+"""The output folder: whole files only, results never overwritten."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors import safe_open
+
+import fedbn_flwr
+from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.output.versions import commit_of, versions
+
+STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_run_folder_holds_the_documented_files(tmp_path: Path) -> None:
+    config = Config.make({"seed": 3})
+    folder = RunFolder(tmp_path / "deep" / "run", config)
+    assert names(folder.path) == ["config.yaml"]
+    assert Config.make(yaml.safe_load((folder.path / "config.yaml").read_text())) == config
+    folder.add_round({"round": 1, "test-accuracy": 0.5, "test-loss": 1.0})
+    folder.add_round({"round": 2, "test-accuracy": 0.7, "test-loss": 0.5})
+    folder.finish(STATE, {"format": "pt", "affine": "global"}, {"final": {"round": 2}})
+    assert names(folder.path) == [
+        *("config.yaml", "curves.png", "metrics.csv", "metrics.jsonl", "model.safetensors", "summary.json")
+    ]
+    assert json.loads((folder.path / "summary.json").read_text()) == {"final": {"round": 2}}
+    with safe_open(folder.path / "model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt", "affine": "global"}
+        for name, array in STATE.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, "half")
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["summary.json"], "no temporary file is left"
+
+
+def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", Config.make({}))
+    folder.add_round(
+        {"round": 1, "train-loss": math.nan, "clients": {"0": {"loss": math.inf}}, "list": [1.0, -math.inf]}
+    )
+    line = (folder.path / "metrics.jsonl").read_text()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    read = json.loads(line, parse_constant=refuse)
+    assert read == {"round": 1, "train-loss": None, "clients": {"0": {"loss": None}}, "list": [1.0, None]}
+
+
+def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", Config.make({}))
+    folder.add_round({"round": 1})
+    folder.add_round({"round": 2})
+    path = folder.path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert read_metrics(path) == [{"round": 1}]
+    assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+@pytest.mark.parametrize("used", ["file inside", "a file", "hidden file inside"])
+def test_a_used_folder_is_refused(tmp_path: Path, used: str) -> None:
+    out = tmp_path / "run"
+    if used == "a file":
+        out.write_text("")
+    else:
+        out.mkdir()
+        (out / (".keep" if used == "hidden file inside" else "notes.txt")).write_text("")
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(out, Config.make({}))
+    assert str(caught.value) == (f"out={str(out)!r} is in use; results are never overwritten. Choose another folder.")
+    assert not (out / "config.yaml").exists()
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    RunFolder(tmp_path, Config.make({}))
+    assert names(tmp_path) == ["config.yaml"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"out='.*run' cannot be written: .*Not a directory"):
+        RunFolder(tmp_path / "file" / "run", Config.make({}))
+
+
+def test_versions_name_the_packages_that_a_result_depends_on(monkeypatch) -> None:
+    found = versions()
+    assert {"python", "fedbn-flwr", "flwr", "torch", "numpy"} <= set(found)
+    assert "not installed" not in found.values()
+    monkeypatch.setattr(sys.modules[versions.__module__], "commit_of", lambda package: f"+g0.{package}")
+    assert versions()["fedbn-flwr"].endswith(f"+g0.{Path(fedbn_flwr.__file__).parent}"), "the whole package"
+
+
+def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def written(name: str, text: str) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "__init__.py").write_text(text)
+        return tmp_path / name
+
+    def now(package: Path) -> str:
+        commit_of.cache_clear()
+        return commit_of(package)
+
+    package = written("tracked", "")
+    assert now(package) == ""
+    git("init")
+    git("add", "tracked")
+    git("commit", "-m", "first")
+    head = f"+g{git('rev-parse', '--short=7', 'HEAD')}"
+    assert now(package) == head
+    assert now(written("site-packages", "")) == "", "in the repository of something else"
+    assert now(written("tracked", "x = 1")) == f"{head}.changed"
+    commit_of.cache_clear()
+
+
+def test_metrics_csv_has_the_numbers_for_a_spreadsheet(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path, Config.make({}))
+    first.add_round({"round": 1, "phase": "train", "exchanges": 4, "participants": [0, 1], "rejected": []})
+    line = {"round": 2, "phase": "frozen", "test-accuracy": 0.5, "exchanges": 1}
+    first.add_round({**line, "domains": {"test-accuracy": {"a,b": 0.25}}, "clients": {"0": {"own-accuracy": 0.1}}})
+    first.finish(STATE, {}, {})
+    head = 'round,phase,exchanges,test-accuracy,"test-accuracy/a,b"\r\n'
+    assert (tmp_path / "metrics.csv").read_bytes().decode() == head + "1,train,4,,\r\n2,frozen,1,0.5,0.25\r\n"
+    RunFolder(tmp_path, Config.make({}), after=1)
+    assert (tmp_path / "metrics.csv").read_bytes().decode() == "round,phase,exchanges\r\n1,train,4\r\n"

@@ -1,0 +1,102 @@
+"""Validation examples in a run: put aside on each client, never trained on, tested in each tested round."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+from typer.testing import CliRunner
+
+from fedbn_flwr import global_state, personal_state
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import Samples
+from fedbn_flwr.lab.early_stopping import EarlyStopping
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data, put_aside
+from fedbn_flwr.lab.runs.node import client_fn, num_examples
+from fedbn_flwr.lab.setup import make_model, make_strategy
+from fedbn_flwr.training import REGRESSION
+from fedbn_flwr.training.evaluation import evaluate
+
+SHARE = {"validation-share": 0.2}
+
+
+def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(quick_config) -> None:
+    config, whole = quick_config(**SHARE), quick_config()
+    split, before = (partitioned_data(one, 3) for one in (config, whole))
+    labels = split.dataset.train.labels.numpy()
+    for client in range(3):
+        train, aside = split.train[client], split.validation[client]
+        assert np.array_equal(np.sort(np.concatenate([train, aside])), before.train[client])
+        for label in np.unique(labels[before.train[client]]):
+            held = (labels[before.train[client]] == label).sum()
+            assert abs((labels[aside] == label).sum() - 0.2 * held) < 1
+        context = Context(1, 1, {"partition-id": client, "num-partitions": 3}, RecordDict(), config.to_mapping())
+        assert num_examples(context) == len(client_fn(context).train_data) == len(train)
+        assert len(split.validation_view(client)) == len(aside)
+        assert np.array_equal(split.test[client], before.test[client]), "the test part does not change"
+    assert len(split.validation_view()) == sum(map(len, split.validation))
+    assert len(before.validation_view()) == 0
+
+
+def test_the_global_model_is_tested_on_all_validation_examples(quick_run) -> None:
+    summary, out = quick_run(**SHARE)
+    model = make_model(Config.load(out / "config.yaml"))
+    model.load_state_dict(global_state(out))
+    split = partitioned_data(Config.load(out / "config.yaml"), 3)
+    found = evaluate(model, split.validation_view())
+    last = read_metrics(out / "metrics.jsonl")[-1]
+    assert last["validation-accuracy"] == summary["final"]["validation-accuracy"] == found.accuracy
+    assert last["validation-loss"] == pytest.approx(found.loss)
+
+
+def test_personal_models_are_tested_each_on_its_own_validation_part(quick_run) -> None:
+    _, out = quick_run(strategy="fedbn", **SHARE, **{"eval-on": "personal-own,global"})
+    split = partitioned_data(Config.load(out / "config.yaml"), 3)
+    model, scores = make_model(Config.load(out / "config.yaml")), []
+    for client in range(3):
+        model.load_state_dict(personal_state(out, client))
+        scores.append(evaluate(model, split.validation_view(client)).accuracy)
+    last = read_metrics(out / "metrics.jsonl")[-1]
+    assert last["personal-validation-accuracy"] == pytest.approx(sum(scores) / 3)
+    assert "validation-accuracy" not in last
+    assert last["clients"]["1"]["validation-num-examples"] == len(split.validation[1])
+
+
+def test_fedbs_weighs_by_the_validation_loss_where_there_is_one(quick_run) -> None:
+    """``tests/strategies/test_fedbs.py`` has the weights."""
+    found = [quick_run(strategy="fedbs", **settings) for settings in ({}, SHARE)]
+    assert [make_strategy(Config.load(out / "config.yaml"), nn.Linear(1, 1), 3).loss_key for _, out in found] == [
+        "train-loss",
+        "validation-loss",
+    ]
+    assert all(line["participants"] == [0, 1, 2] for _, out in found for line in read_metrics(out / "metrics.jsonl"))
+
+
+def test_rows_of_one_unit_stay_together_and_a_lower_error_is_better() -> None:
+    units = torch.arange(30) // 3
+    samples = Samples(torch.zeros(30, 1, 1, 1, dtype=torch.uint8), torch.arange(30) % 2, None, units)
+    rest, aside = put_aside(samples, np.arange(30), 0.3, 0)
+    assert len(aside) == 9
+    assert not set(units[rest].tolist()) & set(units[aside].tolist())
+    config = SimpleNamespace(learning_task=lambda: REGRESSION, evaluations=lambda: ("global",), early_stopping=1)
+    lines = [{"round": i, f"validation-{REGRESSION.score}": score} for i, score in enumerate((3.0, 1.0, 2.0), start=1)]
+    assert (EarlyStopping(config, lines).best(), EarlyStopping(config, lines).stops) == (2, True)
+
+
+def test_the_command_partition_shows_the_validation_examples() -> None:
+    settings: list[Any] = ["--set", "num-clients=2", "--set", "partition=iid", "--set", "validation-share=0.25"]
+    shown = CliRunner().invoke(app, ["partition", *settings]).output
+    first, second = shown.split("validation examples by class")
+    assert first.startswith("training examples by class")
+    sizes = [
+        [int(line.split()[-1]) for line in text.splitlines() if line.split()[:1] in (["0"], ["1"])]
+        for text in (first, second)
+    ]
+    assert [round(4 * b / (a + b), 2) for a, b in zip(*sizes, strict=True)] == [1.0, 1.0]

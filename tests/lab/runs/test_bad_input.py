@@ -1,0 +1,267 @@
+"""Bad input from the command line: the exact message, exit code 2, and no folder made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs import node_count
+from fedbn_flwr.lab.runs.app import client_app, main
+from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.transport import polling_grid
+
+BAD = {
+    "unknown key": (["learning-rat=0.1"], "unknown key 'learning-rat'. Did you mean 'learning-rate'?"),
+    "both ways to count": (
+        ["local-steps=5", "local-epochs=2"],
+        "local-steps=5 and local-epochs=2 are both set; set one of them",
+    ),
+    "no BatchNorm under silobn": (
+        ["strategy=silobn", "model=resnet20", "norm=group"],
+        "strategy 'silobn' needs BatchNorm; model 'resnet20' has only GroupNorm (norm, layer1.0.norm1, ...). Use "
+        "strategy='fedavg' or norm='batch'.",
+    ),
+    "no norm at all under fixbn": (
+        ["strategy=fixbn", "norm=none"],
+        "strategy 'fixbn' needs BatchNorm; model 'mlp' has no normalisation. Use strategy='fedavg' or norm='batch'.",
+    ),
+    "a model that has no BatchNorm anyway": (
+        ["strategy=fedbn", "dataset=cifar10", "model=torchvision:squeezenet1_1"],
+        "strategy 'fedbn' needs BatchNorm; model 'torchvision:squeezenet1_1' has no normalisation. Use "
+        "strategy='fedavg' or another model.",
+    ),
+    "a part of a combination that needs BatchNorm": (
+        ["client-hooks=fixbn,fedprox", "norm=group"],
+        "strategy 'fedprox+fixbn' needs BatchNorm; model 'mlp' has only GroupNorm (norm, ...). Use client-hooks='' or "
+        "norm='batch'.",
+    ),
+    "nothing to standardise": (
+        ["strategy=fedwon", "norm=wsconv"],
+        "strategy 'fedwon' standardises the weights of convolutions; model 'mlp' has none. Use strategy='fedavg' or "
+        "another model.",
+    ),
+    "a norm that does not fit": (
+        ["model=mlp", "norm=instance"],
+        "the norm layer at norm: an input of shape (2, 30) in 30 groups has one value per group, so the output would "
+        "always be beta. Use norm='group' with fewer groups or norm='layer'.",
+    ),
+    "a crop that misses": (
+        ["augment=crop28"],
+        "augment: crop28 could miss an image of 28x28 pixels altogether. Use crop1 to crop27.",
+    ),
+    "more classes per client than classes": (
+        ["classes-per-client=11"],
+        "classes-per-client=11 is more than the 10 classes of dataset=digits; use 1 to 10",
+    ),
+    "a norm without BatchNorm to replace": (
+        ["dataset=cifar10", "model=torchvision:squeezenet1_1", "norm=group"],
+        "norm='group' changes nothing: model 'torchvision:squeezenet1_1' has no BatchNorm. Use norm='batch'.",
+    ),
+    "more replies than clients": (
+        ["num-clients=10", "fraction-train=0.2", "min-replies=3"],
+        "min-replies=3 is more than the 2 clients of a round (fraction-train=0.2 of 10): no round would change the "
+        "model. Use at most 2.",
+    ),
+    "a series without a folder": (
+        ["strategy=fedbn", "series=h"],
+        "series=h has no effect: what clients keep lies in the folder of this run. Set state-dir to an absolute "
+        "folder, which all runs of the series share.",
+    ),
+    "an empty partition": (
+        ["num-clients=1430", "classes-per-client=1"],
+        "partition 'classes' leaves clients without examples (partition 142: 0 examples, partition 428: 0 examples, "
+        "partition 1283: 0 examples, partition 1284: 0 examples, partition 1285: 0 examples and 1 more; the other 1424 "
+        "share 1438). Use fewer clients, more classes per client or a larger data set.",
+    ),
+    "more clients than examples": (
+        ["num-clients=2000", "partition=iid"],
+        "num-clients=2000: more than the 1438 training examples. Use fewer clients.",
+    ),
+    "no data folder": (
+        ["dataset=mnist"],
+        "data set 'mnist' is not embedded and data-dir is not set. Set data-dir to the folder that holds MNIST/raw/ "
+        "with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, "
+        "each as it is or with .gz, or to one where they may be downloaded; or use dataset='digits', which is "
+        "embedded.",
+    ),
+    "a data folder that is missing": (
+        ["dataset=mnist", "data-dir=/no/such/folder"],
+        "data-dir='/no/such/folder' is not a folder. Create it, or name the one with the data.",
+    ),
+}
+
+
+def refused(arguments: list[str]) -> str:
+    """What the command says on stderr; it must end with 2."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    return result.stderr.strip()
+
+
+@pytest.mark.parametrize("engine", ["in-process", "simulation"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_ends_with_a_message_and_writes_nothing(name: str, engine: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings, message = BAD[name]
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    assert refused(["run", *arguments, "--engine", engine, "--out", "out"]) == message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = refused(["run", "--set", "device=cuda", "--out", "out"])
+    assert said == "device=cuda: 0 CUDA device(s) found here. Use device=cpu, or device=auto."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_problems_of_the_machine_are_reported_at_once(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = refused(
+        [
+            "run",
+            "--set",
+            "device=cuda",
+            "--set",
+            "dataset=mnist",
+            "--set",
+            "data-dir=/no/such",
+            "--out",
+            str(tmp_path / "out"),
+        ]
+    )
+    assert said.split("\n") == [
+        "device=cuda: 0 CUDA device(s) found here. Use device=cpu, or device=auto.",
+        "data-dir='/no/such' is not a folder. Create it, or name the one with the data.",
+    ]
+
+
+def test_an_output_folder_in_use_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "summary.json").write_text("{}")
+    expected = f"out={str(out)!r} is in use; results are never overwritten. Choose another folder."
+    assert refused(["run", "--out", str(out)]) == expected
+    assert [path.name for path in out.iterdir()] == ["summary.json"]
+    assert (out / "summary.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("network", [False, True])
+@pytest.mark.parametrize("found", [2, 4])
+def test_a_federation_of_another_size_is_refused(
+    found: int, network: bool, quick_config, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(node_count, "NODE_GRACE", 0.3)
+    monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: network)
+    config = quick_config()
+    with (
+        InProcessGrid(client_app, found, run_config=config.to_mapping()) as grid,
+        pytest.raises(ConfigError) as caught,
+    ):
+        serve(grid, config, tmp_path / "out")
+    way = "Start 3 SuperNodes"
+    if not network:
+        way = "In simulation add --federation-config 'num-supernodes=3' to `flwr run`"
+    assert str(caught.value) == (
+        f"num-clients=3, but the federation has {found} node(s). {way}; or set num-clients=0 to take all nodes."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_federation_without_nodes_is_refused(quick_config, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(node_count, "NODE_GRACE", 0.1)
+    with InProcessGrid(client_app, 1) as grid:
+        monkeypatch.setattr(grid, "get_node_ids", list)
+        with pytest.raises(EngineError, match=r"no nodes connected within 0\.1 s; start the SuperNodes first"):
+            serve(grid, quick_config(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_number_of_clients_takes_all_nodes(quick_config, tmp_path: Path) -> None:
+    config = quick_config(**{"num-clients": 0})
+    with InProcessGrid(client_app, 4, run_config=config.to_mapping()) as grid:
+        serve(grid, config, tmp_path / "out")
+    assert Config.load(tmp_path / "out" / "config.yaml").num_clients == 4
+
+
+class Late(InProcessGrid):
+    """A federation over a network whose nodes but the first connect after some looks."""
+
+    looks = 0
+    connect_at = 2
+
+    def get_node_ids(self) -> list[int]:
+        self.looks += 1
+        return super().get_node_ids()[: None if self.looks > self.connect_at else 1]
+
+
+@pytest.mark.parametrize("held_out", ["", "1"])
+def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
+    held_out: str, quick_config, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    """The server splits as the nodes do, also while they connect one after another."""
+    monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
+    config = quick_config(**{"num-clients": 0, "held-out-clients": held_out, "eval-every": 2})
+    with Late(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
+        serve(grid, config, tmp_path / "out")
+    assert Config.load(tmp_path / "out/config.yaml").num_clients == 3
+    assert [line["participants"] for line in read_metrics(tmp_path / "out/metrics.jsonl")] == [[0, 1, 2]] * 2
+    assert "others may join" not in caplog.text
+    monkeypatch.setattr(node_count, "NODE_GRACE", 0.0)
+    monkeypatch.setattr(Late, "connect_at", 99)
+    with Late(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
+        serve(grid, config, tmp_path / "alone")
+    assert Config.load(tmp_path / "alone/config.yaml").num_clients == 3
+    assert "num-partitions=3, and the run begins with 1 node(s): the others may join" in caplog.messages
+
+
+def test_held_out_clients_need_nodes_that_split_as_the_server_does(quick_config, tmp_path: Path, monkeypatch) -> None:
+    """Otherwise a node trains on their examples."""
+    monkeypatch.setattr(Late, "connect_at", 99)
+    config = quick_config(**{"num-clients": 1, "held-out-clients": "1"})
+    with (
+        Late(client_app, 3, run_config=config.to_mapping()) as grid,
+        pytest.raises(ConfigError, match=r"the split of the server has num-partitions=1 and node .* num-partitions=3:"),
+    ):
+        serve(grid, config, tmp_path / "out")
+
+
+def test_flwr_run_refuses_the_centralised_reference_and_a_relative_folder(
+    quick_config, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    centralized = quick_config(strategy="centralized")
+    with InProcessGrid(client_app, 1) as grid:
+        with pytest.raises(ConfigError) as caught:
+            serve(grid, centralized, tmp_path / "out")
+        assert str(caught.value) == (
+            "strategy='centralized' is a reference without clients: run it with `fedbn-flwr run --set "
+            "strategy=centralized`, not with `flwr run`."
+        )
+        context = grid.context(0)
+        context.run_config = quick_config(out="runs/1").to_mapping()
+        with pytest.raises(ConfigError) as caught:
+            main(grid, context)
+        assert str(caught.value) == (
+            "out='runs/1' is relative, and under `flwr run` the working directory is not yours. Write "
+            "out='/the/absolute/path/runs/1'."
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_of_flwr_run_go_to_the_flower_home_by_default(quick_config, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    config = quick_config(**{"num-clients": 0})
+    with InProcessGrid(client_app, 2, run_config=config.to_mapping()) as grid:
+        context = grid.context(0)
+        main(grid, context)
+        assert (tmp_path / "home" / "fedbn-runs" / str(context.run_id) / "summary.json").is_file()

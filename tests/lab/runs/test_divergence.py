@@ -1,0 +1,228 @@
+"""A run that diverged: its files, its errors, its place in tables, and remedies, on digits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from fedbn_flwr.errors import DivergedError, EngineError, RunFailedError
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs import simulation
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.sweep import sweep
+
+HUGE: Mapping[str, Any] = {"learning-rate": 1e6, "num-server-rounds": 6, "local-steps": 3}
+SMALL: Mapping[str, Any] = {
+    **{"partition": "iid", "num-clients": 3, "batch-size": 8, "local-steps": 5, "num-server-rounds": 4},
+    "learning-rate": 1.0,
+}
+DEEP: Mapping[str, Any] = {**SMALL, "model": "resnet20", "norm": "none", "learning-rate": 0.1, "local-steps": 2}
+FAR: Mapping[str, Any] = {**SMALL, "bn-momentum": 0.01}  # statistics stay near 0 and 1
+FIXBN: Mapping[str, Any] = {**FAR, "strategy": "fixbn", "freeze-at": 1}
+
+
+@pytest.fixture
+def diverge(tmp_path: Path):
+    """``diverge(**settings)``: run into a divergence; return the error, the summary and the lines of metrics."""
+
+    def do(**settings: Any) -> tuple[DivergedError, dict[str, Any], list[dict[str, Any]]]:
+        out = tmp_path / "out"
+        with pytest.raises(DivergedError) as caught:
+            run(Config.make(settings), out)
+        return caught.value, json.loads((out / "summary.json").read_text()), read_metrics(out / "metrics.jsonl")
+
+    return do
+
+
+def test_a_huge_learning_rate_fails_with_everything_written(diverge, tmp_path: Path) -> None:
+    error, summary, lines = diverge(**HUGE)
+    assert str(error).startswith("the run diverged in round 1: test-loss is nan. Likely cause: the training steps are")
+    assert (error.diverged_at, summary["diverged-at"], summary["rounds"], len(lines)) == (1, 1, 1, 1)
+    assert (lines[0]["diverged-at"], lines[0]["diverged"]) == (1, ["test-loss is nan"])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *(
+            "config.yaml",
+            "split.json",
+            "metrics.jsonl",
+            "metrics.csv",
+            "summary.json",
+            "model.safetensors",
+            "curves.png",
+            "checkpoint",
+        )
+    }
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert file.metadata()["diverged-at"] == "1"
+    checkpoints = sorted(path.name for path in (tmp_path / "out/checkpoint").glob("round-*"))
+    assert checkpoints == ["round-000000.safetensors", "round-000001.safetensors"]
+
+
+def test_with_continue_it_ends_well_and_says_so(tmp_path: Path) -> None:
+    summary = run(Config.make({**HUGE, "on-divergence": "continue"}), tmp_path / "out")
+    assert (summary["diverged-at"], summary["rounds"]) == (1, 6)
+
+
+def test_a_diverged_run_can_be_continued_on_purpose(diverge, tmp_path: Path) -> None:
+    diverge(**HUGE)
+    summary = run(Config.make({**HUGE, "on-divergence": "continue", "resume": True}), tmp_path / "out")
+    assert (summary["diverged-at"], summary["rounds"], summary["resumed-after"]) == (1, 6, [1])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"strategy": "fedadam", "eta": 1e37}, {"learning-rate": 1e30}],
+    ids=["the model diverged", "no reply was usable"],
+)
+def test_a_run_that_diverged_in_its_last_round_fails_again_when_resumed(diverge, settings: dict[str, Any]) -> None:
+    settings = {**SMALL, "local-steps": 1, **settings, "num-server-rounds": 1}
+    error, summary, _ = diverge(**settings)
+    again, resumed, lines = diverge(**settings, resume=True)
+    assert str(again) == str(error)
+    assert (again.diverged_at, resumed["diverged-at"], len(lines)) == (1, 1, 1)
+    assert resumed["sha256"] == summary["sha256"]
+
+
+@pytest.mark.parametrize("strategy", ["fedbn", "centralized"])
+def test_personal_models_and_the_reference_diverge_too(diverge, strategy: str) -> None:
+    error, summary, lines = diverge(**{**HUGE, "strategy": strategy, "num-server-rounds": 20})
+    assert error.diverged_at == summary["diverged-at"] == lines[-1]["diverged-at"]
+    assert len(lines) < 20
+
+
+def test_a_loss_that_is_tested_rarely_is_seen_when_it_is_tested(diverge) -> None:
+    _, summary, lines = diverge(**{**HUGE, "eval-every": 4, "on-divergence": "stop"})
+    assert summary["diverged-at"] <= len(lines) <= 4
+
+
+def test_a_loss_of_the_centralized_training_is_seen_in_its_round(diverge) -> None:
+    _, summary, lines = diverge(**{**HUGE, "strategy": "centralized", "learning-rate": 1e30, "eval-every": 5})
+    assert summary["diverged-at"] == len(lines) == 1
+
+
+def test_a_trial_of_which_no_reply_can_be_used_is_one_that_diverged(tmp_path: Path) -> None:
+    grid = "tune: {grid: {learning-rate: [0.1, 1.0e+30]}, base: {validation-share: 0.2, num-server-rounds: 3}}"
+    base = "{num-clients: 2, num-server-rounds: 1, partition: iid, on-divergence: continue}"
+    (tmp_path / "study.yaml").write_text(f"name: rates\nbase: {base}\nmethods: {{A: {{}}}}\n{grid}\n")
+    sweep(load_study(tmp_path / "study.yaml"), tmp_path / "out")
+    assert "| A/all | validation-accuracy | **" in (tmp_path / "out/tuning.md").read_text()
+    assert load_study(tmp_path / "out/study.yaml").overrides == {"A/all": {"learning-rate": 0.1}}
+
+
+def test_fixbn_with_statistics_far_from_the_batches_names_them(diverge) -> None:
+    error, summary, lines = diverge(**FIXBN)
+    assert summary["diverged-at"] == 2, "its first frozen round"
+    assert lines[-1]["phase"] == "frozen"
+    assert "the running statistics, frozen after round T*=1, are far from those of the batches" in str(error)
+
+
+@pytest.mark.parametrize("remedy", [{"lr-decay-at": "freeze"}, {"learning-rate": 0.1}])
+def test_the_remedies_that_the_message_names_help(tmp_path: Path, remedy: Mapping[str, Any]) -> None:
+    summary = run(Config.make({**FIXBN, **remedy}), tmp_path / "out")
+    assert "diverged-at" not in summary
+    assert summary["final"]["test-loss"] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy", "named"),
+    [
+        ({**FAR, "strategy": "fedtan2", "fedtan-rounds": 1}, {"lr-decay-at": "freeze"}, "frozen after round T*=1"),
+        ({"strategy": "fedprox", "proximal-mu": 1e4}, {"proximal-mu": 1.0}, "above 2 / proximal-mu"),
+        (
+            {"strategy": "fedadam", "learning-rate": 0.1, "eta": 1e20},
+            {"eta": 0.1},
+            "eta=1e+20. In small runs its default",
+        ),
+        ({"strategy": "fedwon", "norm": "wsconv", "model": "lenet", "agc": 0.0}, {"agc": 0.1}, "agc=0."),
+        pytest.param(DEEP, {"norm": "batch"}, "also norm=batch", marks=pytest.mark.slow),
+        pytest.param(DEEP, {"learning-rate": 0.01}, "a lower learning-rate", marks=pytest.mark.slow),
+    ],
+)
+def test_each_method_names_its_cause_and_a_remedy_that_helps(
+    diverge, tmp_path: Path, settings: Mapping[str, Any], remedy: Mapping[str, Any], named: str
+) -> None:
+    settings = {**SMALL, **settings}
+    error, *_ = diverge(**settings)
+    assert named in str(error)
+    summary = run(Config.make({**settings, **remedy}), tmp_path / "again")
+    assert "diverged-at" not in summary
+    assert np.isfinite(summary["final"]["test-loss"])
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_ends_with_1_and_shows_the_table(tmp_path: Path, monkeypatch) -> None:
+    settings = [word for key, value in HUGE.items() for word in ("--set", f"{key}={value}")]
+    result = call(monkeypatch, "run", *settings, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "1, diverged" in result.stdout
+    assert f"results: {tmp_path / 'out'}" in result.stdout
+    assert "the run diverged in round 1: test-loss is nan. Likely cause: " in result.stderr
+
+
+STUDY = """
+name: rates
+base: {num-clients: 2, num-server-rounds: 2, local-steps: 2, batch-size: 4}
+methods: {good: {}, bad: {learning-rate: 1.0e+9}}
+"""
+
+
+def test_a_sweep_does_the_other_runs_and_shows_the_diverged(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "study.yaml").write_text(STUDY)
+    out = tmp_path / "out"
+    for _ in range(2):  # the second time nothing is run again
+        result = call(monkeypatch, "sweep", str(tmp_path / "study.yaml"), "--out", str(out))
+        assert result.exit_code == 1
+        assert "1 of 2 runs failed or diverged: bad/all/seed-0" in result.stderr
+        good, bad = (line for line in result.stdout.splitlines() if line.startswith(("| good", "| bad")))
+        assert good.endswith("| 1 |")
+        assert bad.startswith("| bad | all | test-accuracy | - | - |")
+        assert bad.endswith("| 0, 1 diverged |")
+    assert not list(out.rglob("*unfinished*"))
+    study = load_study(tmp_path / "study.yaml", ["on-divergence=continue"])
+    assert "| 0, 1 diverged |" in sweep(study, tmp_path / "again")
+
+
+def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text(STUDY)
+    study = load_study(tmp_path / "study.yaml", ["min-replies=3"])  # of 2 clients
+    with pytest.raises(RunFailedError, match=r"^2 of 2 runs failed or diverged: good/all/seed-0") as caught:
+        sweep(study, tmp_path / "out")
+    assert caught.value.result == (tmp_path / "out" / "table.md").read_text()
+
+
+def test_a_diverged_run_in_simulation_is_told_from_a_failed_one(tmp_path: Path, monkeypatch) -> None:
+    """Flower tells only that the ServerApp raised; the summary tells why."""
+    (tmp_path / "summary.json").write_text('{"diverged-at": 1}')
+
+    def ends(summary: str):
+        def flower_run(*arguments: Any, **options: Any) -> None:
+            (tmp_path / "summary.json").write_text(summary)
+            raise EngineError("flwr run: finished:failed. The last lines of its log: loss is nan")
+
+        monkeypatch.setattr(simulation, "flower_run", flower_run)
+
+    config = Config.make({"num-clients": 2, "out": str(tmp_path)})
+    ends('{"diverged-at": 3}')
+    with pytest.raises(DivergedError, match="The last lines of its log: loss is nan") as caught:
+        simulation.simulate(config, tmp_path)
+    assert caught.value.diverged_at == 3
+    with pytest.raises(EngineError) as failed:  # the summary is that of the run before
+        simulation.simulate(config, tmp_path)
+    assert not isinstance(failed.value, DivergedError)

@@ -1,0 +1,525 @@
+"""What a run tests the global model with: re-estimated statistics, averaged BN parts, domain by domain; each task."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.progress import Progress
+from safetensors import safe_open
+from safetensors.torch import load_file
+from sklearn import metrics as sk
+from torch import Tensor, nn
+
+from fedbn_flwr import InProcessGrid, global_state, personal_state
+from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
+from fedbn_flwr.lab.cli.console import Bar
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data.loading import DATASETS, _load
+from fedbn_flwr.lab.data.readers import Loaded
+from fedbn_flwr.lab.data.samples import Samples
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output.client_means import client_means
+from fedbn_flwr.lab.output.definitions import definitions
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs.app import client_app
+from fedbn_flwr.lab.runs.inspection import inspect_model
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.lab.setup import make_model
+from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.sweep import sweep
+from fedbn_flwr.server.report import RoundReport, Traffic
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.tasks import BINARY, MULTI_LABEL, REGRESSION, Task
+
+DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
+
+
+def saved(out) -> tuple[nn.Module, dict[str, str]]:
+    """The model of a folder, and what it says of itself."""
+    model = make_model(Config.load(out / "config.yaml"))
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    with safe_open(out / "model.safetensors", "pt") as file:
+        return model, file.metadata()
+
+
+def test_recalibrate_gives_the_statistics_of_the_union_of_digits(quick_run) -> None:
+    """The MLP has one BN layer: under the final weights, one pass over the training data of all clients."""
+    settings = {"num-server-rounds": 3, "eval-every": 2}
+    summary, out = quick_run(strategy="fedavg", recalibrate=True, **settings)
+    plain, other = quick_run(strategy="fedavg", **{**settings, "eval-on": "global,recalibrated"})
+    model, about = saved(out)
+    trained, about_trained = saved(other)
+    assert about["statistics"] == "re-estimated from the clients' data under these weights"
+    assert about_trained["statistics"] == about["affine"] == "global"
+    (layer,) = (module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+    (theirs,) = (module for module in trained.modules() if isinstance(module, nn.BatchNorm1d))
+    seen: list[torch.Tensor] = []
+    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    union = partitioned_data(Config.load(out / "config.yaml"), 3).train_view()
+    model.eval()(union.batch(torch.arange(len(union)))[0])
+    torch.testing.assert_close(layer.running_mean, seen[0].mean(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.running_var, seen[0].var(0), rtol=1e-4, atol=1e-5)
+    for (name, mine), value in zip(model.named_parameters(), trained.parameters(), strict=True):
+        assert torch.equal(mine, value), name
+    assert not torch.allclose(layer.running_var, theirs.running_var)
+    assert plain["final"]["test-recalibrated-loss"] == summary["final"]["test-loss"] != plain["final"]["test-loss"]
+    assert plain["final"]["train-loss"] == summary["final"]["train-loss"]
+    tested = [line["round"] for line in read_metrics(other / "metrics.jsonl") if "test-recalibrated-loss" in line]
+    assert tested == [2, 3]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_inspect_predicts_the_traffic_of_reestimation(quick_run, every: int) -> None:
+    for settings in ({"strategy": "staticbn"}, {"strategy": "silobn", "recalibrate": True}):
+        summary, out = quick_run(**settings, **{"num-server-rounds": 4, "eval-every": every, "eval-on": "global"})
+        config = Config.load(out / "config.yaml")
+        found = inspect_model(make_model(config), config.strategy, 3, config)
+        traffic = summary["ledger"]
+        keys = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
+        assert Traffic(*(traffic[key] for key in keys)) == found.total()
+
+
+@pytest.mark.parametrize("strategy", ["fedbn", "silobn", "mtfl"])
+def test_averaged_bn_is_tested_saved_and_predicted(quick_run, strategy: str) -> None:
+    settings = {"num-server-rounds": 3, "local-steps": 5, "learning-rate": 0.3}
+    summary, out = quick_run(strategy=strategy, **{"eval-on": "personal-own,averaged-bn,global", **settings})
+    plain, _ = quick_run(strategy=strategy, **{"eval-on": "personal-own,global", **settings})
+    for key in ("personal-own-loss", "test-loss", "train-loss"):
+        assert summary["final"][key] == plain["final"][key], "a test changes nothing"
+    model, about = saved(out)
+    config = Config.load(out / "config.yaml")
+    result = evaluate(model, partitioned_data(config, 3).test_view())
+    assert result.loss == summary["final"]["test-averaged-bn-loss"] != summary["final"]["test-loss"]
+    kept = {"affine", "statistics", "counters"} - {part for part, text in about.items() if text == "global"}
+    assert kept
+    text = "weighted average of the clients' latest: this part stays with the clients"
+    assert {about[part] for part in kept} == {text}
+    found = inspect_model(make_model(config), strategy, 3, config)
+    assert (found.total().up, found.total().down) == (summary["ledger"]["bytes-up"], summary["ledger"]["bytes-down"])
+    assert found.total().counters_up == summary["ledger"]["counter-bytes-up"]
+
+
+LOCAL_PARTS = {
+    "fedbn": {"affine", "statistics", "counters"},
+    "silobn": {"statistics", "counters"},
+    "mtfl": {"affine"},
+    "standalone": {"affine", "statistics", "counters", "rest"},
+}
+
+
+@pytest.mark.parametrize("strategy", LOCAL_PARTS)
+def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(quick_run, strategy: str) -> None:
+    """The saved model had the initial BN entries; only its metadata said so."""
+    settings = {"num-server-rounds": 3, "local-steps": 5, "eval-on": "personal-own"}
+    summary, out = quick_run(strategy=strategy, **settings)
+    config = Config.load(out / "config.yaml")
+    model = make_model(config)
+    part_of = split_state(model).part_of
+    held = load_file(out / "model.safetensors")
+    assert {str(part_of[name]) for name in part_of.keys() - held.keys()} == LOCAL_PARTS[strategy]
+    assert not {str(part_of[name]) for name in held} & LOCAL_PARTS[strategy]
+    assert {part for part, text in summary["model"].items() if text.startswith("absent")} == LOCAL_PARTS[strategy]
+    with pytest.raises(StateError) as caught:
+        global_state(out)
+    assert str(caught.value) == f"{out}: {summary['model-note']}"
+    assert "entries: they stay with the clients, and the server has only their initial values." in str(caught.value)
+    assert "personal_state(run, client) gives a client's own model (here: client 0, 1, 2)" in str(caught.value)
+    assert ("eval-on=averaged-bn" in str(caught.value)) == (strategy != "standalone")
+    tested = read_metrics(out / "metrics.jsonl")[-1]["clients"]
+    data = partitioned_data(config, 3)
+    for client in range(3):
+        model.load_state_dict(personal_state(out, client))
+        result = evaluate(model, data.test_view(client))
+        assert (result.loss, result.accuracy) == tuple(
+            tested[str(client)][f"own-{what}"] for what in ("loss", "accuracy")
+        )
+    assert {path.stat().st_mode & 0o777 for path in (out / "clients").iterdir()} == {0o600}
+    with pytest.raises(
+        StateError, match=r"client=3 has no entries of its own \(here: client 0, 1, 2\)\. It did not train"
+    ):
+        personal_state(out, 3)
+
+
+def test_a_client_that_never_trained_has_the_averaged_bn(quick_run) -> None:
+    settings = {"fraction-train": 0.34, "eval-on": "averaged-bn,personal-own", "checkpoint-every": 0}
+    _, out = quick_run(strategy="fedbn", **settings)
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    config = Config.load(out / "config.yaml")
+    model = make_model(config)
+    for client in range(3):
+        model.load_state_dict(personal_state(out, client))
+        result = evaluate(model, partitioned_data(config, 3).test_view(client))
+        assert result.loss == line["clients"][str(client)]["own-loss"]
+    assert line["unseen"]
+    model.load_state_dict(global_state(out))
+    assert evaluate(model, partitioned_data(config, 3).test_view()).loss == line["test-averaged-bn-loss"]
+
+
+def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(quick_config, tmp_path) -> None:
+    config = quick_config(strategy="fedbn", out=str(tmp_path / "out"))
+    with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid:
+        serve(grid, config, tmp_path / "out")
+    assert not (tmp_path / "out/clients").exists()
+    with pytest.raises(
+        StateError, match=r"none is here: state-dir=out saves them where the clients share the run's disk"
+    ):
+        global_state(tmp_path / "out")
+    with pytest.raises(StateError, match=r"absent/model.safetensors is absent"):
+        global_state(tmp_path / "absent")
+
+
+def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> None:
+    with caplog.at_level("WARNING", logger="flwr"):
+        quick_run(strategy="fedbn", **{"eval-on": "personal-own"})
+        assert "not trained" not in caplog.text
+        quick_run(strategy="fedbn", **{"eval-on": "personal-own,global"})
+    assert "eval-on=global tests the model of the server, and strategy 'fedbn' keeps affine, counters, statistics" in (
+        caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "test", "prefix"), [("fedavg", "global", "test"), ("fedbn", "averaged-bn", "test-averaged-bn")]
+)
+def test_test_time_bn_is_tested_beside_the_plain_model(quick_run, strategy: str, test: str, prefix: str) -> None:
+    """Also where the config does not ask for the plain test, which is what a reader compares with."""
+    settings = {"test-bn": "mix", "test-bn-prior": 40.0, "test-bn-batch-size": 100}
+    summary, out = quick_run(strategy=strategy, **settings, **{"eval-on": f"{test}-test-bn"})
+    model, _ = saved(out)
+    config = Config.load(out / "config.yaml")
+    assert config.evaluations() == (f"{test}-test-bn", test)
+    assert summary["headline"] == f"test-{test}-test-bn-accuracy"
+    view = partitioned_data(config, 3).test_view()
+    by = TestBN("mix", prior=40, batch_size=100)
+    adapted, plain = evaluate_adapted(model, view, by).loss, evaluate(model, view).loss
+    assert summary["final"][f"test-{test}-test-bn-loss"] == adapted != plain == summary["final"][f"{prefix}-loss"]
+    text = "; BatchNorm has statistics of the test inputs (test-bn=mix (prior 40), batches of 100)"
+    words = summary["definitions"]
+    assert words[f"test-{test}-test-bn-loss"] == words[f"{prefix}-loss"] + text
+    plain_run, _ = quick_run(strategy=strategy, **{"eval-on": test})
+    assert summary["sha256"] == plain_run["sha256"], "a test changes nothing"
+
+
+def test_each_domain_has_statistics_of_its_own_test_inputs(quick_run) -> None:
+    settings = {"test-bn": "full", "eval-on": "global-test-bn", "num-server-rounds": 1, "validation-share": 0.2}
+    summary, out = quick_run(strategy="fedavg", **DOMAINS, **settings)
+    model, _ = saved(out)
+    data = partitioned_data(Config.load(out / "config.yaml"), 5)
+    by = TestBN("full", batch_size=500)
+    expected = {name: evaluate_adapted(model, view, by).accuracy for name, view in data.domain_views().items()}
+    assert summary["final"]["domains"]["test-global-test-bn-accuracy"] == expected
+    assert summary["final"]["domains"]["test-accuracy"] != expected
+    assert summary["final"]["validation-loss"] == evaluate_adapted(model, data.validation_view(), by).loss
+
+
+def test_the_centralised_reference_has_the_test_too(quick_run) -> None:
+    summary, _ = quick_run(strategy="centralized", **{"test-bn": "batch", "eval-on": "global-test-bn"})
+    again, _ = quick_run(strategy="centralized", **{"eval-on": "global-batch-statistics"})
+    final = summary["final"]
+    assert final["test-global-test-bn-loss"] == again["final"]["test-batch-loss"] != final["test-loss"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"eval-on": "global-test-bn"}, r"eval-on=global-test-bn needs test-bn: batch, mix, momentum, full"),
+        (
+            {"test-bn": "mix"},
+            r"test-bn='mix' has no effect: it is for tests of eval-on that end in -test-bn, ",
+        ),
+        (
+            {"test-bn": "mix", "eval-on": "global-test-bn", "norm": "group"},
+            "test-bn='mix' has no effect: .*=batch",
+        ),
+        ({"test-bn-prior": 3}, "test-bn-prior=3.0 has no effect: it is for test-bn=mix"),
+        (
+            {"eval-on": "global-test-bn", "test-bn": "mix", "test-bn-alpha": 0.5, "test-bn-prior": 3},
+            "test-bn-prior=3.0 has no effect: test-bn-alpha takes its place",
+        ),
+        (
+            {"eval-on": "global-test-bn", "test-bn": "mix", "test-bn-tau": 0.5},
+            "test-bn-tau=0.5 has no effect: it is for",
+        ),
+        ({"eval-on": "global-test-bn", "test-bn": "mix", "test-bn-alpha": -0.5}, r"alpha=-0.5 must be in \[0, 1\]"),
+        ({"test-bn-batch-size": 3}, "test-bn-batch-size=3 has no effect: it is for test-bn"),
+        ({"eval-on": "averaged-bn-test-bn", "test-bn": "full"}, "eval-on=averaged-bn completes a global model"),
+        ({"test-bn": "mixed"}, "test-bn='mixed'"),
+    ],
+)
+def test_settings_of_test_time_bn_that_do_not_fit(quick_config, settings: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        quick_config(**settings)
+
+
+def test_a_model_without_bn_has_no_test_time_bn(quick_config) -> None:
+    settings = {"test-bn": "mix", "eval-on": "global-test-bn"}
+    with pytest.raises(NormLayerError, match=r"test-bn=mix needs BatchNorm with running statistics; model .* has no"):
+        check(quick_config(model="torchvision:squeezenet1_0", **settings))
+
+
+def test_a_test_batch_of_one_is_refused_before_the_first_round(quick_run) -> None:
+    """359 test examples in batches of 358 leave one."""
+    settings = {"test-bn": "batch", "test-bn-batch-size": 358, "eval-on": "global-test-bn"}
+    with pytest.raises(NormLayerError, match="layer 'norm' gets one value per channel"):
+        quick_run(**settings)
+
+
+def test_global_accuracy_by_domain_is_on_each_domains_test_images(quick_run) -> None:
+    summary, out = quick_run(strategy="fedavg", **DOMAINS)
+    model, _ = saved(out)
+    data = partitioned_data(Config.load(out / "config.yaml"), 5)
+    whole, groups = data.test_view(), data.dataset.test.groups
+    inputs, targets = whole.batch(torch.arange(len(whole)))
+    with torch.no_grad():
+        right = model.eval()(inputs).argmax(1) == targets
+    expected = {name: right[groups == i].double().mean().item() for i, name in enumerate(data.dataset.group_names)}
+    assert len(expected) == 5
+    found = summary["final"]["domains"]
+    assert list(found) == ["test-accuracy"]
+    assert found["test-accuracy"] == pytest.approx(expected)
+    assert read_metrics(out / "metrics.jsonl")[-1]["domains"] == found
+
+
+def test_personal_accuracy_by_domain_is_the_mean_over_its_clients(quick_run) -> None:
+    """One client per domain: a method without local parts fills the table as the global model does."""
+    own, _ = quick_run(strategy="fedavg", **{**DOMAINS, "eval-on": "personal-own,global"})
+    found = own["final"]["domains"]
+    assert found["personal-own-accuracy"] == found["test-accuracy"]
+    two, out = quick_run(strategy="fedbn", **{**DOMAINS, "num-clients": 10})
+    clients = read_metrics(out / "metrics.jsonl")[-1]["clients"]
+    data = partitioned_data(Config.load(out / "config.yaml"), 10)
+    by_domain: dict[str, list[float]] = {}
+    for client, metrics in clients.items():
+        by_domain.setdefault(data.domain_of(int(client)), []).append(metrics["own-accuracy"])
+    assert [len(numbers) for numbers in by_domain.values()] == [2] * 5
+    expected = {name: sum(numbers) / 2 for name, numbers in by_domain.items()}
+    assert two["final"]["domains"] == {"personal-own-accuracy": pytest.approx(expected)}
+
+
+def test_personal_means_are_plain_and_weighted_and_tell_untrained_clients_apart(quick_run, caplog) -> None:
+    """One client of six trains in a round: the others are tested with the initial BN. A resume still knows them."""
+    settings = {"fraction-train": 0.17, "num-clients": 6, "partition": "dirichlet", "num-server-rounds": 4}
+    with caplog.at_level("INFO", logger="flwr"):
+        summary, out = quick_run(strategy="fedbn", **settings)
+    lines = read_metrics(out / "metrics.jsonl")
+    trained: set[str] = set()
+    for line in lines:
+        trained |= {str(client) for client in line["participants"]}
+        unseen = sorted(line["clients"].keys() - trained)
+        assert line.get("unseen", []) == unseen
+        for what in ("accuracy", "loss"):
+            each = {client: metrics[f"own-{what}"] for client, metrics in line["clients"].items()}
+            count = {client: metrics["own-num-examples"] for client, metrics in line["clients"].items()}
+            key = f"personal-own-{what}"
+            assert line[key] == pytest.approx(sum(each.values()) / 6)
+            weighted = sum(each[client] * count[client] for client in each) / sum(count.values())
+            assert line[f"{key}-weighted"] == pytest.approx(weighted)
+            assert line[f"{key}-weighted"] != line[key]
+            assert line[f"{key}-seen"] == pytest.approx(sum(each[c] for c in trained) / len(trained))
+            assert line[f"{key}-unseen"] == pytest.approx(sum(each[c] for c in unseen) / len(unseen))
+    assert len(lines[0]["unseen"]) == 5
+    assert {"personal-own-accuracy-weighted", "personal-own-accuracy-seen"} <= set(summary["final"])
+    assert f"personal-own-accuracy {lines[-1]['personal-own-accuracy']:.4f} (mean over clients)" in caplog.text
+    run(Config.load(out / "config.yaml", ["resume=true", "num-server-rounds=5"]), out)
+    _, whole = quick_run(strategy="fedbn", **{**settings, "num-server-rounds": 5})
+    last, expected = (read_metrics(folder / "metrics.jsonl")[-1] for folder in (out, whole))
+    assert last["unseen"] == expected["unseen"] != []
+    _, all_trained = quick_run(strategy="fedbn")
+    line = read_metrics(all_trained / "metrics.jsonl")[0]
+    assert "unseen" not in line
+    assert "personal-own-accuracy-unseen" not in line
+    assert line["personal-own-accuracy-seen"] == line["personal-own-accuracy"]
+
+
+def test_clients_of_mixed_domains_have_no_domain(quick_run) -> None:
+    summary, _ = quick_run(strategy="fedbn", **{**DOMAINS, "partition": "iid"})
+    assert "domains" not in summary["final"]
+    assert partitioned_data(Config.make({}), 5).domain_views() == {}, "digits have no groups"
+    assert partitioned_data(Config.make({}), 5).domain_of(0) is None
+
+
+def test_impossible_evaluations_are_refused_before_the_run() -> None:
+    for settings, said in (
+        ({"strategy": "fedbn", "recalibrate": True}, "no global weights under which statistics could be re-estimated"),
+        ({"strategy": "mtfl", "eval-on": "recalibrated"}, "strategy 'mtfl' keeps affine with its clients"),
+        ({"strategy": "fedavg", "eval-on": "averaged-bn"}, "strategy 'fedavg' has no such model"),
+        ({"strategy": "standalone", "eval-on": "personal-own,global"}, "eval-on=global tests a global model, .*none"),
+        ({"strategy": "standalone", "eval-on": "global-batch-statistics"}, "Use personal-own or personal-global"),
+        ({"strategy": "centralized", "recalibrate": True}, "strategy=centralized has no clients"),
+        ({"strategy": "staticbn", "norm": "batch-renorm"}, "tracks no statistics in training; norm=batch-renorm"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Config.make(settings)
+    with pytest.raises(NormLayerError, match=r"only GroupNorm \(norm, ...\)\. Use recalibrate=False or norm='batch'\."):
+        check(Config.make({"recalibrate": True, "norm": "group"}))
+    with pytest.raises(NormLayerError, match="strategy 'staticbn' needs BatchNorm"):
+        check(Config.make({"strategy": "staticbn", "norm": "group"}))
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def own_task(
+    monkeypatch: pytest.MonkeyPatch,
+    task: Task,
+    num_classes: int,
+    label: Callable[[Tensor], Tensor],
+    grouped: bool = False,
+) -> None:
+    """A data set "mine": the digits with other targets, for a task that the user may choose; groups: even, odd."""
+
+    def read(folder: Path, shape: Any) -> Loaded:
+        parts = DATASETS["digits"].loader(folder, shape)[:2]
+        own = [Samples(part.inputs, label(part.targets), part.targets % 2 if grouped else None) for part in parts]
+        return Loaded(*own, ("even", "odd") if grouped else ())
+
+    own = {"name": "mine", "loader": read, "num_classes": num_classes, "task": task, "tasks": ("classification",)}
+    own["grouped"] = grouped
+    monkeypatch.setitem(DATASETS, "mine", dataclasses.replace(DATASETS["digits"], **own))
+    _load.cache_clear()
+
+
+def test_a_binary_run_has_its_metrics_everywhere(monkeypatch, quick_run, tmp_path: Path) -> None:
+    own_task(monkeypatch, BINARY, 2, lambda digit: (digit == 8).long())
+    settings = {"dataset": "mine", "partition": "shards", "shards-per-client": 1, "num-clients": 3, "batch-size": 32}
+    summary, out = quick_run(**settings, **{"eval-on": "global,personal-own", "learning-rate": 0.3, "local-steps": 9})
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    config = Config.load(out / "config.yaml")
+    model, _ = saved(out)
+    test = partitioned_data(config, 3).test_view()
+    inputs, targets = test.batch(torch.arange(len(test)))
+    with torch.no_grad():
+        outputs = model.eval()(inputs)
+    assert outputs.shape == (len(test), 1)
+    logits = outputs[:, 0]
+    assert line["test-auroc"] == pytest.approx(sk.roc_auc_score(targets, logits), rel=1e-12)
+    assert line["test-f1"] == pytest.approx(sk.f1_score(targets, logits > 0), rel=1e-12)
+    assert line["test-accuracy"] == ((logits > 0) == targets).double().mean()
+    assert 0 < line["train-accuracy"] < 1
+
+    one_class, defined = [], []
+    for client in line["clients"].values():
+        (one_class if client["own-auroc"] is None else defined).append(client)
+    assert one_class, "shards by class: no client has an AUROC unless it has both classes"
+    if defined:
+        assert line["personal-own-auroc"] == statistics.fmean(client["own-auroc"] for client in defined)
+    assert line["personal-own-auroc-clients"] == len(defined)
+    assert "personal-own-accuracy-clients" not in line
+
+    assert summary["headline"] == "test-accuracy"
+    said, numbers = summary["definitions"], [key for key in summary["final"] if key != "round"]
+    assert list(said) == numbers
+    assert said["test-auroc"] == f"pooled over the whole test set, {len(test)} examples"
+    some = definitions({"test-loss": 1.0}, {"held-out": {}}, 7, federated=True)
+    assert some["test-loss"] == "pooled over the whole test set but for the held-out clients' examples, 7 examples"
+    count = "held-out-global-auroc-clients"
+    assert definitions({count: 3}, {"held-out": {}}, 7, federated=True)[count].startswith("number of clients whose")
+    assert said["personal-own-accuracy"] == "plain mean over 3 clients, each on its own test set"
+    assert said["personal-own-auroc"].startswith(f"plain mean over {len(defined)} of 3 clients")
+    assert "weighted by" in said["personal-own-accuracy-weighted"]
+
+
+def test_a_regression_run_has_its_metrics_everywhere(monkeypatch, quick_run, tmp_path: Path) -> None:
+    """The best value is the lowest error; tables show it as it is, and no key is missing or null."""
+    own_task(monkeypatch, REGRESSION, 1, lambda digit: digit.float())
+    path = tmp_path / "study.yaml"
+    path.write_text("""
+name: numbers
+base: {dataset: mine, partition: iid, num-clients: 3, num-server-rounds: 3, local-steps: 2, learning-rate: 0.02}
+methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}, centralized: {strategy: centralized}}
+""")
+    out = tmp_path / "out"
+    table = sweep(load_study(path), out)
+    for method, headline in (("FedAvg", "test-mae"), ("FedBN", "personal-own-mae"), ("centralized", "test-mae")):
+        folder = out / method / "all/seed-0"
+        summary, lines = json.loads((folder / "summary.json").read_text()), read_metrics(folder / "metrics.jsonl")
+        assert summary["headline"] == headline
+        assert summary["best"][headline] == min(line[headline] for line in lines)
+        assert all("accuracy" not in key for line in lines for key in line)
+        assert None not in summary["final"].values()
+        assert f"| {headline} | {summary['final'][headline]:.4f} | {summary['best'][headline]:.4f} |" in table
+    assert "| method | split | metric | final | best |" in table
+    assert ", %" not in table
+    (bar := Bar(Progress(), 3, "", "mae"))(lines[-1])
+    assert f"mae {lines[-1]['test-mae']:.4f}" in bar._progress.tasks[0].fields["shown"]
+
+
+def test_a_multi_label_run_has_a_score_for_each_domain(monkeypatch, quick_run) -> None:
+    """Targets: the digit is even, is above 4, is 3, which the domain of even digits never has."""
+
+    def labels(digit: Tensor) -> Tensor:
+        return torch.stack([digit % 2 == 0, digit > 4, digit == 3], 1).float()
+
+    own_task(monkeypatch, MULTI_LABEL, 3, labels, grouped=True)
+    settings = {"dataset": "mine", "partition": "domain", "num-clients": 2, "eval-on": "personal-own,global"}
+    summary, out = quick_run(strategy="fedbn", **settings)
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    own = {name: line["clients"][str(client)]["own-auroc"] for client, name in enumerate(("even", "odd"))}
+    assert summary["headline"] == "personal-own-auroc"
+    assert line["domains"]["personal-own-auroc"] == own
+    assert line["personal-own-auroc"] == statistics.fmean(own.values())
+    assert summary["definitions"]["domains"].startswith("each figure by domain")
+
+
+def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
+    own_task(monkeypatch, BINARY, 2, lambda digit: (digit > 4).long())
+    chosen = Config.make({"dataset": "mine", "task": "classification", "metrics": "macro-f1,auroc"})
+    assert chosen.learning_task().metrics == ("accuracy", "macro-f1", "auroc")
+    assert make_model(chosen).fc.out_features == 2
+    _, out = quick_run(**{"metrics": "balanced-accuracy", "eval-on": "global,personal-own"})
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    assert 0 <= line["test-balanced-accuracy"] <= 1
+    assert 0 <= line["personal-own-balanced-accuracy-seen"] <= 1
+    refused = {
+        "task=binary: the labels of dataset=digits are for classification": {"task": "binary"},
+        "task=regression: the labels of dataset=mine are for binary, classification": {
+            **{"dataset": "mine", "task": "regression"}
+        },
+        "unknown task 'binery'. Did you mean 'binary'?": {"task": "binery"},
+        "metrics=mae, miou: task classification has accuracy, balanced-accuracy": {"metrics": "mae,auroc,miou"},
+        "metrics='accuracy' has no effect: task classification always has it": {"metrics": "accuracy"},
+        "num-classes=3 has no effect: task binary has one output": {"dataset": "mine", "num-classes": 3},
+    }
+    for said, settings in refused.items():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            Config.make(settings)
+
+
+def test_momentum_without_effect_is_told() -> None:
+    keys = {"sgd-momentum": 0.9, "local-steps": 1}
+    (said,) = Config.make(keys).warnings()
+    assert said.startswith("sgd-momentum=0.9 has no effect: a round has one step")
+    for other in ({"local-steps": 2}, {"momentum-scope": "local"}, {"strategy": "centralized"}):
+        assert Config.make({**keys, **other}).warnings() == []
+
+
+def test_a_mean_leaves_out_what_is_not_defined_but_not_a_client_that_diverged() -> None:
+    nan = float("nan")
+    clients = [(1.0, 2.0, nan), (2.0, 4.0, 0.5), (3.0, 9.0, 0.7)]
+    numbers = [dict(zip(("own-loss", "own-mae", "own-r2"), client, strict=True)) for client in clients]
+    report = RoundReport(1, "train")
+    report.evaluations = {str(i): {**found, "own-num-examples": i + 1} for i, found in enumerate(numbers)}
+    found = client_means(report, {"0", "1"}, REGRESSION)
+    assert found["personal-own-mae"] == 5
+    assert found["personal-own-r2"] == pytest.approx(0.6)
+    assert found["personal-own-r2-weighted"] == pytest.approx((2 * 0.5 + 3 * 0.7) / 5)
+    assert (found["personal-own-r2-seen"], found["personal-own-r2-unseen"]) == (0.5, 0.7)
+    assert [key for key in found if key.endswith("-clients")] == ["personal-own-r2-clients"]
+    assert found["personal-own-r2-clients"] == 2
+    report.evaluations["1"] |= dict.fromkeys(("own-loss", "own-mae", "own-r2"), nan)
+    found = client_means(report, {"0", "1"}, REGRESSION)
+    assert math.isnan(found["personal-own-mae"])
+    assert math.isnan(found["personal-own-r2"])

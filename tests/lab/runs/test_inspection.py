@@ -1,0 +1,203 @@
+"""The traffic that ``inspect`` predicts is the traffic of a run, for every strategy and model; the papers' sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.client import client_app
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.runs.inspection import Inspection, inspect_model
+from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
+from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.strategies import STRATEGIES
+from tests.support.federation import torch_clients
+
+CLIENTS = 5  # of the papers' figures; where every strategy is tried, two do
+MODELS = {"resnet20 batch": ("resnet20", "batch"), "resnet20 group": ("resnet20", "group"), "mlp": ("mlp", "batch")}
+
+
+class Noise:
+    """A few random images in place of a data set."""
+
+    def __init__(self, channels: int, size: int) -> None:
+        self.images = torch.randn(4, channels, size, size, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(
+        self, positions: torch.Tensor, generator: torch.Generator | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images[positions], positions % 10
+
+
+def settings(strategy: str, model: str, norm: str, rounds: int) -> Config:
+    """Both phases of a method that has two, for ResNet-20 on three channels or the MLP on one."""
+    size = {"dataset": "cifar10" if model == "resnet20" else "mnist", "model": model, "norm": norm}
+    quick = {"batch-size": 2, "local-steps": 1, "learning-rate": 0.001, "num-server-rounds": rounds}
+    return Config.make_of_shared({**quick, "fedtan-rounds": 1}, {"strategy": strategy, **size})[0]
+
+
+def predicted(found: Inspection) -> list[Traffic]:
+    """The traffic of each round; every round is tested."""
+    reestimation = found.reestimation.traffic if found.reestimation else Traffic()
+    return [phase.traffic.plus(reestimation) for phase in found.phases for _ in range(phase.rounds or 0)]
+
+
+def measured(run_strategy, config: Config, clients: int) -> list[Traffic]:
+    """The training traffic of the rounds of a real federation."""
+    data = Noise(*((3, 32) if config.model == "resnet20" else (1, 28)))
+    method = make_strategy(config, make_model(config), clients)
+    method.fraction_evaluate = 0.0
+    app = client_app(torch_clients(lambda: make_model(config), [data] * clients, local_training(config)))
+    start, rounds = make_model(config).state_dict(), config.num_server_rounds
+    together = {"barrier": True, "grid_options": {"threads": clients}}
+    run_strategy(method, app, start, clients, rounds=rounds, **together)
+    assert all(report.participants == list(range(clients)) for report in method.reports)
+    return [report.train for report in method.reports]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_predicted_traffic_equals_measured_traffic(run_strategy, strategy: str, model: str) -> None:
+    name, norm = MODELS[model]
+    config = settings(strategy, name, "wsconv" if strategy == "fedwon" else norm, rounds=2)
+    found = inspect_model(make_model(config), strategy, 2, config)
+    if any("a run is refused" in warning for warning in found.warnings):
+        assert (strategy, name) == ("fedwon", "mlp") or (norm == "group" and STRATEGIES[strategy].needs_batchnorm)
+        with pytest.raises(NormLayerError):
+            measured(run_strategy, config, 2)
+        return
+    assert measured(run_strategy, config, 2) == predicted(found)
+    assert found.total().exchanges == sum(traffic.exchanges for traffic in predicted(found))
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("scaffold", "bn-scaffold", "fedwon")])
+def test_predicted_traffic_equals_measured_traffic_with_global_momentum(run_strategy, strategy: str) -> None:
+    """SCAFFOLD refuses momentum."""
+    values = settings(strategy, "mlp", "batch", rounds=3).to_mapping()
+    momentum = {"local-epochs": 0, "sgd-momentum": 0.9, "momentum-scope": "global"}
+    config, _ = Config.make_of_shared({"freeze-at": 2}, {**values, **momentum})
+    assert measured(run_strategy, config, 2) == predicted(inspect_model(make_model(config), strategy, 2, config))
+
+
+def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None:
+    found = [
+        inspect_model(make_model(config), "fedavg", 2, config).reestimation
+        for settings in ({"recalibrate": True}, {"eval-on": "recalibrated,global"}, {})
+        for config in [Config.make({"dataset": "mnist", "model": "mlp", "num-server-rounds": 2, **settings})]
+    ]
+    assert found[0] is not None
+    assert found[0] == found[1]
+    assert found[2] is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "own"),
+    [
+        ("fbn", {"fbn-measure": "pass"}),
+        ("fbn", {"statistics-aggregation": "trimmed"}),
+        ("hbn", {"share-alpha": True}),
+        ("bn-scaffold", {"bn-variates": "pass"}),
+        ("fedavg", {"feature-norm": True}),
+    ],
+    ids=str,
+)
+def test_predicted_traffic_equals_measured_traffic_with_a_methods_own_settings(
+    run_strategy, strategy: str, own: dict
+) -> None:
+    plain = settings(strategy, "mlp", "batch", rounds=3)
+    config = Config.make({**plain.to_mapping(), "local-epochs": 0, **own})
+    found = predicted(inspect_model(make_model(config), strategy, 2, config))
+    assert measured(run_strategy, config, 2) == found
+    same = predicted(inspect_model(make_model(plain), strategy, 2, plain)) == found
+    assert same is ("share-alpha" not in own), "no other of them costs anything"
+
+
+@pytest.mark.parametrize(
+    "combination",
+    [
+        {"strategy": "fixbn", "client-hooks": "scaffold", "freeze-at": 2},
+        {"strategy": "fedbn", "client-hooks": "scaffold"},
+        {"strategy": "mtfl", "server-step": "fedadam", "sgd-momentum": 0.9, "momentum-scope": "global"},
+        {"strategy": "fedavgm", "client-hooks": "fedtan"},
+    ],
+    ids=lambda value: "+".join(map(str, list(value.values())[:2])),
+)
+def test_predicted_traffic_equals_measured_traffic_of_methods_in_one_run(run_strategy, combination: dict) -> None:
+    values = settings("fedavg", "mlp", "batch", rounds=3).to_mapping()
+    config = Config.make({**values, "local-epochs": 0, **combination})
+    found = inspect_model(make_model(config), config.strategy, 2, config)
+    assert measured(run_strategy, config, 2) == predicted(found)
+    assert found.local == config.method().local
+
+
+@pytest.mark.parametrize(
+    ("norm", "floats", "statistics", "megabytes"), [("batch", 271_098, 1_376, 6.2049), ("group", 269_722, 0, 6.1734)]
+)
+def test_resnet20_has_the_papers_sizes(run_strategy, norm: str, floats: int, statistics: int, megabytes: float) -> None:
+    """arXiv:2301.02982, Tables 3 and 4: floats of ResNet-20 and MB of a FedAvg round with 5 clients."""
+    model = build_model("resnet20", num_classes=10, channels=3, size=32, norm=norm)
+    found = inspect_model(model, "fedavg", CLIENTS)
+    assert sum(found.floats.values()) == floats
+    assert found.floats[Part.STATISTICS] == statistics
+    assert found.counters == {part: 19 if part is Part.COUNTERS and norm == "batch" else 0 for part in Part}
+    assert math.isclose(found.later.megabytes, megabytes, abs_tol=5e-5)
+    (traffic,) = measured(run_strategy, settings("fedavg", "resnet20", norm, rounds=1), CLIENTS)
+    assert (traffic.down, traffic.up) == (4 * floats, 4 * floats * CLIENTS)
+    assert math.isclose(traffic.megabytes, megabytes, abs_tol=5e-5)
+
+
+def test_warnings_name_what_is_not_counted() -> None:
+    config = Config.make({"dataset": "digits", "model": "mlp", "num-clients": 10, "masked-sums": True})
+    (warning,) = inspect_model(make_model(config), "fedavg", 10, config).warnings
+    assert warning.startswith("masked-sums: its further exchanges")
+    config = Config.make({"dataset": "digits", "model": "mlp", "num-clients": 10, "fraction-train": 0.2})
+    assert inspect_model(make_model(config), "fedavg", 2, config).warnings == ()
+    (warning,) = inspect_model(make_model(config), "fedbn", 2, config).warnings
+    assert warning.startswith("fraction-train: a client first asked after round 1 gets the whole model")
+
+
+def test_warnings_name_what_a_method_would_not_do() -> None:
+    plain = torch.nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+    assert inspect_model(plain, "fedbn", 2).warnings == (
+        "strategy 'fedbn' needs BatchNorm with gamma and beta or running statistics; the model has 1 BatchNorm layer "
+        "((the model itself)) without (affine=False, track_running_stats=False): a run is refused",
+        "1 BN layer(s) have no gamma and beta to keep: ",
+        "1 BN layer(s) track no running statistics and use the batch's own in testing: ",
+    )
+    model = build_model("mlp", num_classes=10, channels=1, size=28)
+    assert all(inspect_model(model, strategy, 2).warnings == () for strategy in STRATEGIES if strategy != "fedwon")
+
+
+@pytest.mark.parametrize("frozen_bn", ["eval", "train"])
+@pytest.mark.parametrize("strategy", ["fedtan", "feddna", "scaffold", "bn-scaffold", "staticbn", "hbn", "fedavg"])
+def test_predicted_traffic_with_frozen_layers(run_strategy, strategy: str, frozen_bn: str) -> None:
+    """Layers after a frozen network have no exchange of gradients; variates are of trained parameters only."""
+    asked = {"model": "lenet", "dataset": "mnist", "train-only": "fc3,norm2,conv2", "frozen-bn": frozen_bn}
+    quick = {"batch-size": 2, "local-steps": 1, "num-server-rounds": 2, "learning-rate": 0.001}
+    momentum = {"sgd-momentum": 0.9, "momentum-scope": "global"} if strategy == "fedavg" else {}
+    config = Config.make({"strategy": strategy, **asked, **quick, **momentum})
+    found = inspect_model(make_model(config), strategy, 2, config)
+    assert measured(run_strategy, config, 2) == predicted(found)
+    assert len(found.frozen) == 8
+    assert found.fixed == (("norm1",) if frozen_bn == "eval" else ())
+
+
+def test_a_layer_that_is_called_by_keyword_is_an_exchange() -> None:
+    class ByKeyword(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = torch.nn.BatchNorm2d(1), torch.nn.Linear(28 * 28, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(input=x).flatten(1))
+
+    config = Config.make({"dataset": "digits", "model": "mlp", "strategy": "fedtan"})
+    assert inspect_model(ByKeyword(), "fedtan", 2, config).synchronised == (1,)

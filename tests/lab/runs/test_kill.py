@@ -1,0 +1,101 @@
+"""SIGKILL: a few kills of ``benchmarks/kill_and_resume.py``, and a sweep that is killed with all its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from fedbn_flwr.lab.files import read_metrics
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks/kill_and_resume.py"
+
+
+def test_a_killed_run_resumes_to_the_same_bits(at_once: dict[str, str]) -> None:
+    options = ["--methods", "scaffold", "--kills", "3", "--rounds", "8", "--every", "2"]
+    command = ["python", str(SCRIPT), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=at_once)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
+    assert [(row[0], row[2], row[6]) for row in rows] == [("scaffold", "3", "yes")]
+    assert all(int(row[3]) > 0 for row in rows), "none was resumed from a checkpoint"
+
+
+SWEEP = """
+import os, sys
+from pathlib import Path
+
+os.setpgrp()
+study, out, group = map(Path, sys.argv[1:])
+group.write_text(str(os.getpid()))
+
+from fedbn_flwr.lab.runs import run
+from fedbn_flwr.lab.studies import tables
+from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.sweep import sweep
+
+os.fsync = lambda handle: None  # a kill loses nothing that was written; a power cut is not meant here
+tables.draw_curves = lambda *_: b""
+run.default_workers = lambda config: 2
+sweep(load_study(study), out)
+"""
+TABLES = ("results.jsonl", "results.csv", "table.md", "table.csv", "comparisons.md", "comparisons.csv", "study.yaml")
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group, ended ones left out."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of = path.read_text().rsplit(")", 1)[1].split()[:3]
+        except OSError:  # it ended meanwhile
+            continue
+        if int(of) == group and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def await_that(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_sweep_that_was_killed_twice_has_the_tables_of_one_that_was_not(
+    at_once: dict[str, str], tmp_path: Path
+) -> None:
+    base = {"num-clients": 3, "local-steps": 1, "batch-size": 8, "learning-rate": 0.1, "eval-every": 10}
+    base |= {"num-server-rounds": 30, "checkpoint-every": 5}
+    content = {"name": "killed", "base": base, "seeds": [0, 1], "target": 20, "paper": {"FedBN/all": 50}}
+    content |= {"methods": {"FedBN": {"strategy": "fedbn"}, "FixBN": {"strategy": "fixbn", "freeze-at": 0.5}}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
+
+    def start(out: Path) -> tuple[subprocess.Popen[bytes], Path]:
+        group = tmp_path / "group"
+        group.unlink(missing_ok=True)
+        command = ["python", "-c", SWEEP, str(tmp_path / "study.yaml"), str(out), str(group)]
+        return subprocess.Popen(command, env=at_once, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), group
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole)[0].wait(60) == 0
+    for run in ("FedBN/all/seed-0", "FixBN/all/seed-1"):
+        process, group = start(killed)
+        await_that(lambda run=run: len(read_metrics(killed / run / "metrics.jsonl")) > 6)
+        pid = int(group.read_text())
+        assert len(members(pid)) == 3, "the sweep and the workers of its run"
+        os.killpg(pid, signal.SIGKILL)
+        await_that(lambda pid=pid: not members(pid))
+        assert process.wait(60) != 0
+    assert start(killed)[0].wait(60) == 0
+    resumed = [
+        path.parent.parent.parent.name for path in killed.rglob("summary.json") if "resumed-after" in path.read_text()
+    ]
+    assert sorted(resumed) == ["FedBN", "FixBN"]
+    for name in TABLES:
+        assert (whole / name).read_bytes() == (killed / name).read_bytes(), name

@@ -1,0 +1,211 @@
+"""Every strategy of the registry learns: in process on an even and an uneven split, and in Ray on the uneven one.
+
+Both matrices have the whole registry, so that a new strategy is in them. In Ray there is also an app of Flower's older
+kind, in Flower's own loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedbn_flwr.engines.flower_run import flower_run
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.runs.run import preflight, run
+from fedbn_flwr.strategies import STRATEGIES
+from tests.support import legacy_loop
+
+ROOT = Path(__file__).parents[3]
+SHARED = ROOT.parent / "shared/data"
+SETTINGS = {"num-clients": 5, "num-server-rounds": 8, "eval-every": 8, "local-steps": 5, "batch-size": 16}
+SETTINGS |= {"learning-rate": 0.1, "bn-momentum": 0.5, "fedtan-rounds": 4}
+CHANCE = {"iid": 1 / 10, "classes": 1 / 10}
+CHANCE_OF_OWN = {"iid": 1 / 10, "classes": 1 / 2}  # of two classes each
+MARGIN = 0.2
+
+Needs = Callable[[str], Mapping[str, Any]]
+
+
+def check_learns(strategy: str, partition: str, settings: Mapping[str, Any], out: Path) -> None:
+    config, _ = Config.make_of_shared(SETTINGS, {**settings, "strategy": strategy, "partition": partition})
+    summary = run(config, out)
+    assert (summary["rounds"], summary["rejected"]) == (config.num_server_rounds, 0)
+    chance = CHANCE if summary["headline"] == "test-accuracy" else CHANCE_OF_OWN
+    assert summary["final"][summary["headline"]] > chance[partition] + MARGIN
+
+
+@pytest.mark.parametrize("partition", CHANCE)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_learns_digits(strategy: str, partition: str, needs: Needs, tmp_path: Path) -> None:
+    check_learns(strategy, partition, needs(strategy), tmp_path / "out")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
+    strategy: str, needs: Needs, tmp_path: Path, gpu: torch.device
+) -> None:
+    settings = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 2}
+    settings |= {"fedtan-rounds": 1, "fedbs-rounds": 1, "fedbs-eps": 1e9, "freeze-at": 1}  # both phases of each
+    ended = []
+    for device in ("cpu", gpu.type):
+        config, _ = Config.make_of_shared(settings, {**needs(strategy), "strategy": strategy, "device": device})
+        assert run(config, tmp_path / device)["rejected"] == 0
+        ended.append(load_file(tmp_path / device / "model.safetensors"))
+    assert list(ended[0]) == list(ended[1])
+    for name, expected in ended[0].items():
+        torch.testing.assert_close(ended[1][name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (SHARED / "MNIST").is_dir(), reason="MNIST is not here")
+@pytest.mark.parametrize("partition", CHANCE)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_learns_mnist(strategy: str, partition: str, needs: Needs, tmp_path: Path) -> None:
+    longer = {"num-server-rounds": 16, "eval-every": 16}
+    settings = {**needs(strategy), **longer, "dataset": "mnist", "data-dir": str(SHARED)}
+    check_learns(strategy, partition, settings, tmp_path / "out")
+
+
+RAY: Mapping[str, Mapping[str, Any]] = {
+    # Of the server steps fedadam is enough: their clients are FedAvg's.
+    **{name: {"strategy": name} for name in STRATEGIES if name not in ("fedavgm", "fedyogi", "fedadagrad")},
+    "fedtan": {"strategy": "fedtan", "fedtan-transport": "channel"},  # the others of its family by messages
+    "hbn": {"strategy": "hbn", "share-alpha": True},
+    "fbn-by-a-pass": {"strategy": "fbn", "fbn-measure": "pass"},
+    "bn-scaffold-by-a-pass": {"strategy": "bn-scaffold", "bn-variates": "pass"},
+    "feature-norm-and-test-bn": {"feature-norm": True, "eval-on": "global,global-test-bn", "test-bn": "mix"},
+}
+
+# --- in Ray: all of them one after another in a single run of Flower, whose start takes most of the time --------------
+
+APP = '''
+"""Serves each config of a folder in turn, and then another app; the file "current" tells the clients which."""
+
+import json
+import traceback
+from pathlib import Path
+
+from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from fedbn_flwr.client import client_app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.node import client_fn
+from numpyclient import client_app as other_client, server_app as other_server
+
+answer = client_app(client_fn)
+
+
+class Current(ClientApp):
+    """Answers under the current config; what a node kept under another is forgotten."""
+
+    def __call__(self, message, context):
+        folder = Path(context.run_config["folder"])
+        name = (folder / "current").read_text()
+        if "current" not in context.state or context.state["current"]["name"] != name:
+            context.state = RecordDict({"current": ConfigRecord({"name": name})})
+        settings = json.loads((folder / f"{name}.json").read_text())
+        own = Context(context.run_id, context.node_id, context.node_config, context.state, settings)
+        reply = (other_client.app if name == "numpyclient" else answer)(message, own)
+        context.state = own.state
+        return reply
+
+
+clients = Current()
+server = ServerApp()
+
+
+@server.main()
+def main(grid, context):
+    folder = Path(context.run_config["folder"])
+    for path in sorted(folder.glob("*.json")):
+        (folder / "current").write_text(path.stem)
+        try:
+            if path.stem == "numpyclient":
+                settings = json.loads(path.read_text())
+                other_server.app(grid, Context(context.run_id, context.node_id, {}, RecordDict(), settings))
+                continue
+            serve(grid, Config.make(json.loads(path.read_text()), complete=True), folder / path.stem)
+        except Exception:
+            (folder / f"{path.stem}.error").write_text(traceback.format_exc())
+'''
+
+PYPROJECT = """
+[project]
+name = "matrix"
+version = "1.0.0"
+description = "every strategy in one run"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedbn"
+
+[tool.flwr.app.components]
+serverapp = "matrix_app:server"
+clientapp = "matrix_app:clients"
+
+[tool.flwr.app.config]
+folder = ""
+"""
+
+
+@pytest.fixture(scope="module")
+def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with ``NAME.json``, the config, and ``NAME/``, the results, of every case; ``log`` is Flower's."""
+    app, folder = tmp_path_factory.mktemp("app"), tmp_path_factory.mktemp("ray")
+    (app / "matrix_app.py").write_text(APP)
+    (app / "pyproject.toml").write_text(PYPROJECT)
+    short = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 3, "batch-size": 16, "fedtan-rounds": 1}
+    for name, own in RAY.items():
+        shared = {**short, "freeze-at": 1}
+        given, _ = Config.make_of_shared(shared, {**needs(name), **own})
+        config, _ = preflight(given, folder / name)
+        (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
+    (folder / "numpyclient.json").write_text(json.dumps(legacy_loop.settings("fedbn")))
+    lines: list[str] = []
+    federation = {"num-supernodes": legacy_loop.NODES, "client-resources-num-cpus": 1, "init-args-num-cpus": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        paths = (str(ROOT), str(legacy_loop.APP), os.environ.get("PYTHONPATH", ""))
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        flower_run(app, run_config={"folder": str(folder)}, federation_config=federation, on_line=lines.append)
+    (folder / "log").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.mark.simulation
+@pytest.mark.xdist_group("ray-matrix")  # one process, and so one run of Flower
+@pytest.mark.parametrize("case", RAY)
+def test_ray_gives_the_bits_of_the_run_in_process(case: str, ray_runs: Path, tmp_path: Path, same_run) -> None:
+    error = ray_runs / f"{case}.error"
+    assert not error.exists(), error.read_text()
+    summary = json.loads((ray_runs / case / "summary.json").read_text())
+    config = Config.make(json.loads((ray_runs / f"{case}.json").read_text()), complete=True)
+    here = run(config, tmp_path / "out")
+    same_run(summary, here)
+    lines = read_metrics(ray_runs / case / "metrics.jsonl")
+    assert [(line["round"], line["participants"]) for line in lines] == [(1, [0, 1, 2]), (2, [0, 1, 2])]
+
+
+@pytest.mark.simulation
+@pytest.mark.xdist_group("ray-matrix")
+def test_ray_gives_the_numbers_of_flowers_legacy_loop_in_process(
+    ray_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The NumPyClient project; tests/apps/test_numpyclient_app.py has it on its own, through ``flwr run``."""
+    error = ray_runs / "numpyclient.error"
+    assert not error.exists(), error.read_text()
+    found = legacy_loop.accuracies((ray_runs / "log").read_text().splitlines())
+    with legacy_loop.imported(tmp_path, monkeypatch) as project:
+        assert found == legacy_loop.in_process(project, caplog, "fedbn")

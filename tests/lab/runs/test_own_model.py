@@ -1,0 +1,219 @@
+"""``model=module:function``: found from the working directory, seeded, checked before round 1."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedbn_flwr.batchnorm.parts import fixed_entries
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.doctor import diagnose_run
+from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
+from fedbn_flwr.lab.finished_runs.export import export, load_exported
+from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.runs.start_checks import check, moved_buffers
+from fedbn_flwr.lab.setup import make_model
+
+CODE = """
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+def small_net(num_classes, channels):
+    return nn.Sequential(nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(4, num_classes))
+
+class Rows(nn.Sequential):
+    def __init__(self, num_classes, features, width=8, **more):
+        super().__init__(nn.Linear(features, width), nn.BatchNorm1d(width), nn.Linear(width, num_classes))
+
+class Viewed(nn.Module):
+    def __init__(self, num_classes, channels, size):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4)
+        self.last = nn.Linear(4 * (size - 2) ** 2, num_classes)
+
+    def forward(self, x):
+        return self.last(self.norm(self.conv(x)).view(len(x), -1))
+
+def two_outputs(size):
+    return nn.Sequential(nn.Flatten(), nn.Linear(size * size, 2))
+
+def pair():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+    return Pair()
+
+def drawn_elsewhere(features, num_classes):
+    model = nn.Linear(features, num_classes)
+    model.weight.data = torch.from_numpy(np.random.normal(size=model.weight.shape)).float()
+    model.bias.data.fill_(random.random())
+    return model
+
+class PairInTraining(nn.Sequential):
+    def forward(self, x):
+        return (super().forward(x), x) if self.training else super().forward(x)
+
+def pair_in_training(): return PairInTraining(nn.Flatten(), nn.Linear(64, 10))
+def frozen(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(False)
+def lazy(): return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+def softmax(): return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10), nn.Softmax(1))
+
+def needs(depth, num_classes, width): pass
+def broken(num_classes): return {}[num_classes]
+def no_module(): return 3
+def bad_forward(): return nn.Linear(3, 3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working directory with the module, and Python's path as it was afterwards."""
+    (tmp_path / "my_nets.py").write_text(CODE)
+    (tmp_path / "my_bad.py").write_text("import not_there_at_all")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in ("my_nets", "my_bad"):
+        sys.modules.pop(name, None)
+
+
+def test_a_run_with_an_own_model_in_worker_processes_too(quick_config: Any, tmp_path: Path, same_run: Any) -> None:
+    config = quick_config(model="my_nets:small_net", strategy="fedbn")
+    same_run(*(run(config, tmp_path / f"out-{workers}", workers=workers) for workers in (0, 2)))
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
+def test_a_model_that_views_its_memory_is_trained_and_tested(quick_config: Any, tmp_path: Path, strategy: str) -> None:
+    run(quick_config(model="my_nets:Viewed", strategy=strategy), tmp_path / "out")
+    assert evaluate_run(tmp_path / "out", {})
+
+
+def test_it_is_seeded_and_takes_rows_and_norms() -> None:
+    torch.manual_seed(1)
+    first = build_model("my_nets:Rows", num_classes=2, input_shape=(5,), seed=3)
+    torch.manual_seed(2)
+    again = build_model("my_nets:Rows", num_classes=2, input_shape=(5,), seed=3, norm="group").state_dict()
+    assert torch.equal(first.state_dict()["0.weight"], again["0.weight"])
+    assert first(torch.zeros(3, 5)).shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ("my_net:small_net", r"no module 'my_net' in the working directory.*Did you mean 'my_nets:small_net'\?"),
+        ("torchvison:resnet18", r"Did you mean 'torchvision:resnet18'\?"),
+        ("my_nets:smal_net", r"unknown function of .*my_nets\.py: 'smal_net'. Did you mean 'small_net'\?"),
+        ("my_bad:net", "importing my_bad raised ModuleNotFoundError: No module named 'not_there_at_all'"),
+        ("my_nets:needs", r"needs depth, width\. For these data its function may take num_classes, channels, size"),
+        ("my_nets:broken", "its function raised KeyError: 10"),
+        ("my_nets:no_module", "returned a int; a torch.nn.Module needed"),
+        ("my_nets:two_outputs", r"returns shape \(2, 2\) .*classification needs a tensor of shape \(2, 10\)"),
+        ("my_nets:pair", "returns a tuple for a batch"),
+        ("my_nets:pair_in_training", r"returns a tuple in train mode for a batch"),
+        ("my_nets:frozen", "has no parameter to train: all have requires_grad=False"),
+        ("my_nets:lazy", r"1\.weight, 1\.bias have no shape yet.*LazyLinear"),
+        ("my_nets:bad_forward", r"fails for a batch of inputs \(2, 1, 8, 8\): RuntimeError: .*mat1 and mat2"),
+    ],
+)
+def test_what_is_wrong_is_said_before_round_1(model: str, problem: str, quick_config: Any) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check(quick_config(model=model))
+
+
+def test_draws_outside_of_torch_are_seeded_too() -> None:
+    builds = []
+    for state in (1, 2):
+        random.seed(state)
+        np.random.seed(state)
+        builds.append(build_model("my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=3).state_dict())
+        after = random.random(), np.random.random()
+        random.seed(state)
+        np.random.seed(state)
+        assert after == (random.random(), np.random.random()), "the build moved the generators"
+    assert all(torch.equal(builds[0][name], builds[1][name]) for name in ("weight", "bias"))
+    other = build_model("my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=4).state_dict()
+    assert not any(torch.equal(builds[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
+def test_a_softmax_at_the_end_is_warned_of_once(strategy: str, quick_run: Any, caplog: Any) -> None:
+    before = torch.get_rng_state()
+    quick_run(model="my_nets:softmax", strategy=strategy)
+    assert caplog.text.count("model 'my_nets:softmax' seems to end with a softmax") == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["my-nets:net", "small_net", ":net", "a:b:c"])
+def test_other_names_are_unknown_models(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown model '{name}'"):
+        build_model(name, num_classes=2, input_shape=(5,))
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
+def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
+    strategy: str, quick_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names and shapes are the same, so the state fits."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two files of one second and size would be one
+    _, out = quick_run(model="my_nets:small_net", strategy=strategy)
+    longer = Config.load(out / "config.yaml", ["resume=true", "num-server-rounds=3"])
+    file = export(out, tmp_path / "home/model.safetensors", "torch").file
+    metrics = (out / "metrics.jsonl").read_bytes()
+
+    def edit(code: str, imported: bool = False) -> None:
+        (tmp_path / "my_nets.py").write_text(code)
+        if not imported:
+            sys.modules.pop("my_nets")
+
+    edit("", imported=True)
+    export(out, tmp_path / "imported/model.safetensors", "torch")
+    edit(CODE.replace("AdaptiveAvgPool2d", "AdaptiveMaxPool2d"))
+    with caplog.at_level(logging.WARNING, "flwr"):
+        evaluate_run(out, {"dataset": "digits"}, out=tmp_path / "evaluated")
+        load_exported(file)
+    changed = f"the file of model 'my_nets:small_net' ({tmp_path / 'my_nets.py'}) has changed since the run"
+    assert caplog.text.count(changed) == 2
+    assert changed in (tmp_path / "evaluated/metrics.json").read_text()
+    (without := shutil.copytree(out, tmp_path / "without") / "model.safetensors").unlink()
+    for folder in (out, without.parent):
+        assert any(note.startswith(changed) for note in diagnose_run(folder, 16).notes)
+    for again in (lambda: export(out, tmp_path / "again/model.safetensors", "torch"), lambda: run(longer, out)):
+        with pytest.raises(ConfigError, match=r"has changed since the run.* Restore the file"):
+            again()
+    assert not (tmp_path / "again").exists()
+    assert (out / "metrics.jsonl").read_bytes() == metrics
+    edit(CODE)
+    assert run(longer, out)["rounds"] == 3
+
+
+def test_a_moving_average_of_a_users_own_is_no_constant(quick_config: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Client-level privacy refuses replies that changed a constant."""
+    (tmp_path / "centred.py").write_text(
+        "import torch\n\n\nclass Centred(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.net = torch.nn.Sequential(torch.nn.Flatten(1), torch.nn.Linear(64, 10))\n"
+        "        self.register_buffer('centre', torch.zeros(10))\n"
+        "        self.register_buffer('scale', torch.ones(10))\n\n"
+        "    def forward(self, x):\n        x = self.net(x)\n"
+        "        if self.training:\n            self.centre.mul_(0.9).add_(0.1 * x.detach().amax(0))\n"
+        "        return self.scale * (x - self.centre)\n\n\ndef net():\n    return Centred()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = quick_config(model="centred:net")
+    model = make_model(config)
+    assert fixed_entries(model) - moved_buffers(model, config) == {"scale"}

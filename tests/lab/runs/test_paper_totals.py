@@ -1,0 +1,65 @@
+"""What ``inspect`` predicts for runs of FedTAN-II, against Tables 4 and 5 of its paper (arXiv:2301.02982)."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.runs.inspection import inspect_model
+from fedbn_flwr.lab.setup import make_model
+
+CLIENTS = 5
+CIFAR = {"dataset": "cifar10", "model": "resnet20", "num-server-rounds": 10_000}
+MNIST = {"dataset": "mnist", "model": "mlp", "num-server-rounds": 500}
+
+
+def shares(settings: dict, synchronised: int, left_out: int = 0) -> tuple[float, float, float]:
+    """Return the run's bytes, and in per cent the exchanges and the bytes beyond FedAvg's; without floats left out."""
+    config = Config.make({**settings, "strategy": "fedtan2", "fedtan-rounds": synchronised, "num-clients": CLIENTS})
+    found = inspect_model(make_model(config), "fedtan2", CLIENTS, config)
+    assert sum(phase.rounds or 0 for phase in found.phases) == settings["num-server-rounds"]
+    total, rounds = found.total(), settings["num-server-rounds"]
+    less = left_out * 4 * (CLIENTS + 1)
+    size, plain = total.megabytes * 2**20 - rounds * less, found.plain.megabytes * 2**20 - less
+    return size, 100 * (1 - rounds / total.exchanges), 100 * (1 - rounds * plain / size)
+
+
+@pytest.mark.parametrize(
+    ("synchronised", "gigabytes", "more_rounds", "more_bits"),
+    [
+        (1000, 60.6563, 85.07, 0.1014),
+        (2000, 60.7178, 91.94, 0.2027),
+        (4000, 60.8408, 95.80, 0.4045),
+        (10_000, 61.2100, 98.28, 1.0051),
+    ],
+)
+def test_inspect_gives_the_papers_table_4(
+    synchronised: int, gigabytes: float, more_rounds: float, more_bits: float
+) -> None:
+    """ResNet-20 on CIFAR-10, 10,000 rounds; the paper multiplies rounded megabytes, hence the tolerance."""
+    size, rounds, bits = shares(CIFAR, synchronised)
+    assert size / 2**30 == pytest.approx(gigabytes, abs=5e-4)
+    assert round(rounds, 2) == more_rounds
+    assert bits == pytest.approx(more_bits, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("synchronised", "gigabits", "more_rounds", "more_bits"),
+    [
+        (10, 2.1388, 5.66, 0.0100),
+        (50, 2.1397, 23.08, 0.0501),
+        (100, 2.1408, 37.50, 0.1002),
+        (500, 2.1493, 75.00, 0.4992),
+    ],
+)
+def test_inspect_gives_the_papers_table_5(
+    synchronised: int, gigabits: float, more_rounds: float, more_bits: float
+) -> None:
+    """The MLP on MNIST, 500 rounds; the paper leaves out the 60 running statistics, which travel.
+
+    Its GB are 2^30 bits. Its last total, 2.1386, is that of FedAvg; 2.1493 is meant.
+    """
+    size, rounds, bits = shares(MNIST, synchronised, left_out=60)
+    assert size * 8 / 2**30 == pytest.approx(gigabits, abs=5e-4)
+    assert round(rounds, 2) == more_rounds
+    assert bits == pytest.approx(more_bits, abs=5e-4)

@@ -1,0 +1,363 @@
+"""An interrupted run continues from its checkpoint and ends in the bits of an uninterrupted one, for every strategy."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import RecordDict
+from safetensors.numpy import load_file
+
+from fedbn_flwr.checked_file import read_checked
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output.folder import lock_folder
+from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.runs import node_count
+from fedbn_flwr.lab.runs.app import client_app
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.transport import polling_grid
+
+ROUNDS = 6
+BASE: Mapping[str, Any] = {
+    **{"num-clients": 3, "num-server-rounds": ROUNDS, "local-steps": 2, "batch-size": 8, "learning-rate": 0.2},
+    **{"checkpoint-every": 2, "eval-every": 3},
+}
+NEEDS = {
+    "fedavg": {"variance": "pooled"},
+    "fedbs": {"fedbs-rounds": 2, "fedbs-eps": 9.0},
+    "fedwon": {"norm": "wsconv", "model": "lenet"},
+    "hbn": {"share-alpha": True, "fraction-train": 0.4, "num-clients": 5},  # the server has alpha for new clients
+}
+AUTO = {"freeze-window": 4, "freeze-tau": 1e9}  # frozen after round 4
+MOMENTUM = {"sgd-momentum": 0.9, "momentum-scope": "local"}
+CASES = {
+    **{name: {"strategy": name, **NEEDS.get(name, {})} for name in STRATEGIES},
+    "fixbn, auto": {"strategy": "fixbn", "freeze-at": "auto", **AUTO},
+    "fedtan2, auto": {"strategy": "fedtan2", "fedtan-rounds": "auto", **AUTO},
+    "local momentum": {"strategy": "fedavg", **MOMENTUM},
+    "local momentum beside local parts": {"strategy": "fedbn", **MOMENTUM},
+    "global momentum": {"strategy": "silobn", **MOMENTUM, "momentum-scope": "global"},
+    "tests with averaged BN": {
+        **{"strategy": "fedbn", "eval-on": "personal-own,averaged-bn", "fraction-train": 0.34},  # one client a round
+    },
+    "recalibrated, then frozen": {"strategy": "fixbn", "recalibrate": True, "eval-every": 2},
+    "fixbn and fedprox": {"strategy": "fixbn", "client-hooks": "fedprox", "freeze-at": 3},
+    "fixbn and scaffold": {"strategy": "fixbn", "client-hooks": "scaffold", "freeze-at": 3},
+    "fixbn by the variance of each client": {
+        **{"strategy": "fixbn", "freeze-at": "auto", **AUTO, "freeze-rule": "clients"},
+    },
+    "mtfl and fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
+    "fedbn, scaffold": {"strategy": "fedbn", "client-hooks": "scaffold", "agc": 0.1},
+    "feature norm": {"strategy": "fedavg", "norm": "layer", "feature-norm": True},
+    "test-time BN": {"strategy": "fedbn", "eval-on": "personal-own,averaged-bn-test-bn", "test-bn": "momentum"},
+    "centralized": {"strategy": CENTRALIZED, "sgd-momentum": 0.9},
+    "centralized with adam": {"strategy": CENTRALIZED, "optimizer": "adam", "learning-rate": 0.01},
+    "half of the clients": {"strategy": "fedbn", "fraction-train": 0.5, "num-clients": 4},
+    "half of the clients, scaffold": {"strategy": "scaffold", "fraction-train": 0.5, "num-clients": 4},
+    "half of the clients, bn-scaffold by a pass": {
+        **{"strategy": "bn-scaffold", "bn-variates": "pass", "fraction-train": 0.5, "num-clients": 4},
+    },
+}
+
+
+class Cut(Exception):
+    """The power fails."""
+
+
+def cut_after(last: int) -> OnRound:
+    def on_round(line: Mapping[str, Any]) -> None:
+        if line["round"] == last:
+            raise Cut
+
+    return on_round
+
+
+def start(out: Path, *, cut: int = 0, resume: bool = False, **settings: Any) -> dict[str, Any]:
+    config = Config.make({**BASE, **settings, "resume": resume})
+    return run(config, out, on_round=cut_after(cut) if cut else None)
+
+
+def same(cut: Path, whole: Path) -> None:
+    """Everything but times and places."""
+
+    def read(out: Path) -> Any:
+        summary = json.loads((out / "summary.json").read_text())
+        lines = [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(out / "metrics.jsonl")]
+        return {k: v for k, v in summary.items() if k not in ("seconds", "resumed-after")}, lines
+
+    assert read(cut) == read(whole)
+    models = [load_file(out / "model.safetensors") for out in (cut, whole)]
+    assert all(np.array_equal(models[0][name], models[1][name]) for name in models[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(case: str, tmp_path: Path) -> None:
+    """Cut in round 5, past the checkpoint of round 4 and the client files of round 5; and again in round 3."""
+    start(tmp_path / "whole", **CASES[case])
+    for last in (3, 5):
+        with pytest.raises(Cut):
+            start(tmp_path / "cut", cut=last, resume=True, **CASES[case])
+        assert [line["round"] for line in read_metrics(tmp_path / "cut/metrics.jsonl")] == list(range(1, last + 1))
+    summary = start(tmp_path / "cut", resume=True, **CASES[case])
+    assert summary["resumed-after"] == [2, 4]
+    same(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_every_strategy_is_in_the_test_of_resumed_runs() -> None:
+    assert {settings["strategy"] for settings in CASES.values()} == {*STRATEGIES, CENTRALIZED}
+
+
+def test_a_finished_run_can_be_moved_and_extended(tmp_path: Path) -> None:
+    start(tmp_path / "whole", strategy="fedbn")
+    start(tmp_path / "short", strategy="fedbn", **{"num-server-rounds": 3})
+    (tmp_path / "short").rename(tmp_path / "moved")
+    start(tmp_path / "moved", strategy="fedbn", resume=True)
+    same(tmp_path / "moved", tmp_path / "whole")
+    start(tmp_path / "moved", strategy="fedbn", resume=True)  # nothing left to do
+    same(tmp_path / "moved", tmp_path / "whole")
+    assert not (tmp_path / "short").exists()
+
+
+def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path: Path) -> None:
+    """Killed while it goes on, it must not pass for the shorter run that it was."""
+    start(tmp_path / "out", **{"num-server-rounds": 2})
+    with pytest.raises(Cut):
+        start(tmp_path / "out", cut=3, resume=True)
+    assert not (tmp_path / "out/summary.json").exists()
+
+
+def test_a_longer_run_says_that_its_schedule_changes(tmp_path: Path, caplog) -> None:
+    cosine = {"learning-rate-schedule": "cosine", "eval-every": 1, "num-server-rounds": 2}
+    start(tmp_path / "cosine", **cosine)
+    start(tmp_path / "steps", **{"lr-decay-at": "0.5,3", "eval-every": 1, "num-server-rounds": 2})
+    assert "now has" not in caplog.text
+    with caplog.at_level(logging.WARNING, "flwr"):
+        start(tmp_path / "cosine", resume=True, **{**cosine, "num-server-rounds": 4})
+        start(tmp_path / "steps", resume=True, **{"lr-decay-at": "0.5,3", "eval-every": 1, "num-server-rounds": 4})
+    text = (
+        "the run began with 2 rounds and now has 4: %s is of the new number, also where earlier rounds followed the old"
+    )
+    for what in ("learning-rate-schedule=cosine", "lr-decay-at=0.5"):
+        assert text % what in caplog.text
+
+
+def test_a_resume_never_shortens_a_run(tmp_path: Path, quick_config) -> None:
+    """The start, round 0, is a checkpoint from which one round could be done, over the results of six."""
+    start(tmp_path / "run", **{"checkpoint-every": ROUNDS})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as caught:
+        start(tmp_path / "run", resume=True, **{"num-server-rounds": 1, "checkpoint-every": ROUNDS})
+    assert str(caught.value) == (
+        f"num-server-rounds=1 is below the 6 of the run in out={str(tmp_path / 'run')!r}: a resume may lengthen a run, "
+        "never shorten it. Set 6 or more, or choose another folder for a new run."
+    )
+    config = Config.load(tmp_path / "run/config.yaml", ["resume=true", "num-server-rounds=1"])
+    with (
+        InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid,
+        pytest.raises(ConfigError, match="never shorten it"),
+    ):
+        serve(grid, config, tmp_path / "run")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
+    """Also where the run was killed before its first checkpoint, or its first file."""
+    start(tmp_path / "whole")
+    for name, files in {"absent": None, "torn": [".config.yaml.9.tmp"], "early": ["config.yaml", "flower.log"]}.items():
+        if files is not None:
+            (tmp_path / name).mkdir()
+            for file in files:
+                (tmp_path / name / file).write_text("")
+        summary = start(tmp_path / name, resume=True)
+        assert "resumed-after" not in summary
+        same(tmp_path / name, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": 1}, "seed=0, now 1"),
+        ({"strategy": "fedprox", "proximal-mu": 0.5}, "proximal-mu=0.01, now 0.5; strategy='fedavg', now 'fedprox'"),
+        ({"series": "b"}, "series='', now 'b'"),
+        ({"num-server-rounds": 3}, "num-server-rounds=3 is below the 6 of the run in out=.*may lengthen a run, never"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    start(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=message):
+        start(tmp_path, resume=True, **settings)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_used_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    start(tmp_path / "run", **{"checkpoint-every": 0})
+    assert not (tmp_path / "run/checkpoint").exists()
+    with pytest.raises(ConfigError, match=r"run'? .*no checkpoint"):
+        start(tmp_path / "run", resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is in use"):
+        start(tmp_path / "other", resume=True)
+
+
+def test_a_history_shortened_by_hand_is_refused(tmp_path: Path) -> None:
+    start(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(ConfigError, match="lacks some of the rounds 1 to 6"):
+        start(tmp_path, resume=True)
+
+
+def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
+    with pytest.raises(Cut):
+        start(tmp_path, cut=3)
+    with lock_folder(tmp_path), pytest.raises(ConfigError, match="another process is still writing this run"):
+        start(tmp_path, resume=True)
+    start(tmp_path, resume=True)
+    (tmp_path / "reference").mkdir()
+    with lock_folder(tmp_path / "reference"), pytest.raises(ConfigError, match="another process is still writing"):
+        start(tmp_path / "reference", strategy=CENTRALIZED, **{"checkpoint-every": 10})
+
+
+def test_an_incomplete_first_line_is_gone_after_a_resume(tmp_path: Path) -> None:
+    with pytest.raises(Cut):
+        start(tmp_path, cut=1)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:40])
+    for path in (tmp_path / "checkpoint").glob("round-*.safetensors"):
+        if "000000" not in path.name:
+            path.unlink()
+    start(tmp_path, resume=True)
+    assert [line["round"] for line in read_metrics(metrics)] == list(range(1, BASE["num-server-rounds"] + 1))
+
+
+def test_a_run_continues_while_a_node_is_gone(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
+    """Over a network, where a node's data is its own; elsewhere two nodes would share all the data."""
+    monkeypatch.setattr(node_count, "RETURN_GRACE", 0.3)
+    monkeypatch.setattr(node_count, "NODE_GRACE", 0.3)
+    out = tmp_path / "out"
+
+    def go(num_nodes: int, rounds: int) -> None:
+        keys = {"num-clients": 0, "num-server-rounds": rounds, "checkpoint-every": 1, "resume": num_nodes == 2}
+        keys |= {"eval-every": 1, "eval-on": "personal-own"}
+        config = Config.make({**quick_config().to_mapping(), **keys})
+        own = [{"num-partitions": 3}] * num_nodes
+        with (
+            caplog.at_level(logging.WARNING, logger="flwr"),
+            InProcessGrid(client_app, num_nodes, run_config=config.to_mapping(), node_configs=own) as grid,
+        ):
+            serve(grid, config, out)
+
+    go(3, 2)
+    with pytest.raises(ConfigError, match=r"num-clients=3, but the federation has 2 node.*the run began with 3"):
+        go(2, 4)
+    monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
+    go(2, 4)
+    assert "the run began with 3 nodes and continues with 2: the others may come back" in caplog.text
+    lines = read_metrics(out / "metrics.jsonl")
+    assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2 + [[0, 1]] * 2
+    sizes = [[line["clients"][name]["own-num-examples"] for name in ("0", "1")] for line in lines]
+    assert sizes == sizes[:1] * 4
+
+
+def test_a_run_continues_with_nodes_that_came_later(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
+    """Over a network, where it takes nodes that join; unless it has a number of clients."""
+    monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
+    values = np.random.default_rng(0).integers(0, 256, (20, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", x_train=values, y_train=np.arange(20) % 10, x_test=values, y_test=np.arange(20) % 10)
+
+    def go(num_nodes: int, rounds: int, num_clients: int = 0) -> None:
+        keys = {"num-clients": num_clients, "num-server-rounds": rounds, "checkpoint-every": 1}
+        keys |= {"resume": num_nodes > 1, "eval-on": "personal-own"}
+        config = Config.make({**quick_config().to_mapping(), **keys})
+        own = [{"data-path": str(tmp_path / "own.npz")}] * num_nodes
+        with (
+            caplog.at_level(logging.WARNING, logger="flwr"),
+            InProcessGrid(client_app, num_nodes, run_config=config.to_mapping(), node_configs=own) as grid,
+        ):
+            serve(grid, config, tmp_path / "out")
+
+    go(1, 1)
+    with pytest.raises(ConfigError, match=r"num-clients=1, but the federation has 3 node.*Start 1 SuperNodes"):
+        go(3, 2, num_clients=1)
+    go(3, 2)
+    assert "the run began with 1 nodes and continues with 3" in caplog.text
+    assert [line["participants"] for line in read_metrics(tmp_path / "out/metrics.jsonl")] == [[0], [0, 1, 2]]
+
+
+def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, quick_config, caplog) -> None:
+    """As under ``flwr run`` without a state-dir: a warning at the first checkpoint, an error before a resumed run."""
+    config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path)})
+    with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
+        serve(grid, config, tmp_path)
+    assert caplog.text.count("client(s) 0, 1, 2 keep their part in memory only: this run cannot be resumed") == 1
+    with pytest.raises(ConfigError, match=r"cannot resume: client\(s\) 0, 1, 2 kept their part in memory only"):
+        start(tmp_path, strategy="scaffold", resume=True)
+
+
+def test_a_series_without_a_state_folder_is_named(tmp_path: Path, caplog) -> None:
+    """Under ``flwr run``, where only the clients know their folders, and without checkpoints, too."""
+    settings = {"strategy": "fedbn", "series": "a", "checkpoint-every": 0, "num-server-rounds": 2}
+    config = Config.make({**BASE, **settings, "out": str(tmp_path)})
+    own = [{"state-dir": str(tmp_path / "clients")}, {}, {}]
+    with (
+        InProcessGrid(client_app, 3, run_config=config.to_mapping(), node_configs=own) as grid,
+        caplog.at_level("WARNING", "flwr"),
+    ):
+        serve(grid, config, tmp_path / "out")
+    assert [text for text in caplog.messages if "in memory only" in text] == [
+        "client(s) 1, 2 keep their part in memory only: series=a has no effect for them. Set state-dir, in the run's "
+        "config or in each node's."
+    ]
+
+
+def test_a_restarted_node_continues_with_its_part(tmp_path: Path) -> None:
+    """Its context is lost, its folder is not. Without a folder SCAFFOLD's variate would silently start at zero."""
+    whole = start(tmp_path / "whole", strategy="scaffold")
+    config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path / "run")})
+    for folder, expected in ((str(tmp_path / "clients"), True), ("", False)):
+        node = [{"state-dir": folder}, {}, {}]
+        out = tmp_path / f"run-{expected}"
+        with InProcessGrid(client_app, 3, run_config=config.to_mapping(), node_configs=node) as grid:
+
+            def restart(line: Mapping[str, Any], grid: InProcessGrid = grid) -> None:
+                if line["round"] == 3:
+                    grid.context(0).state = RecordDict()
+
+            assert (serve(grid, config, out, restart)["sha256"] == whole["sha256"]) == expected
+
+
+def test_a_new_run_of_an_experiment_starts_from_the_clients_parts(tmp_path: Path) -> None:
+    own = {"strategy": "fedbn", "state-dir": str(tmp_path / "clients"), "num-server-rounds": 2}
+    for experiment, expected in (("hospitals", 4), ("hospitals", 8), ("", 4), ("others", 4)):
+        out = tmp_path / f"{experiment}-{expected}"
+        start(out, series=experiment, **own)
+        folder = max((tmp_path / "clients").iterdir(), key=lambda path: path.stat().st_mtime)
+        newest = max((folder / "partition-0").iterdir())
+        kept = read_checked(newest)["kept"]["fedbn-flwr.local"]
+        assert [int(v) for k, v in kept.items() if k.endswith("num_batches_tracked")] == [expected], experiment
+
+
+def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path / "run"), "num-server-rounds": 2})
+    node = [{}, {"state-dir": str(tmp_path / "file")}, {}]
+    with InProcessGrid(client_app, 3, run_config=config.to_mapping(), node_configs=node) as grid:
+        serve(grid, config, tmp_path / "run")
+    for line in read_metrics(tmp_path / "run/metrics.jsonl"):
+        assert line["participants"] == [0, 2]
+        (reason,) = [why for why in line["rejected"] if "evaluation" not in why]
+        assert "(partition 1): error 2" in reason
+        assert f"state folder {tmp_path}/file/" in reason
+        assert "cannot be written: [Errno 20] Not a directory" in reason

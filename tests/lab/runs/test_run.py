@@ -1,0 +1,351 @@
+"""Runs on digits from config to folder, for every strategy: the files of the folder, the traffic, and the seeds."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from matplotlib import image
+from matplotlib.figure import Figure
+from safetensors import safe_open
+from torch.nn import Sequential
+
+from fedbn_flwr import global_state
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.lab import setup
+from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output import recorder
+from fedbn_flwr.lab.output.curves import draw_curves
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs.app import client_app
+from fedbn_flwr.lab.runs.centralized import centralized
+from fedbn_flwr.lab.runs.inspection import inspect_model
+from fedbn_flwr.lab.runs.run import preflight, run
+from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.setup import make_model
+from fedbn_flwr.messages.records import state_sha256, to_state
+from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training.evaluation import evaluate
+from tests.support.pictures import drawn
+from tests.support.versioned import Versioned
+
+METHODS = [*STRATEGIES, CENTRALIZED]
+DRAWN = ("fedavg", "fedbn", "fixbn", CENTRALIZED)
+"""With a test of the server, with tests of clients, with a phase, and with one loop over all data."""
+REESTIMATED = "re-estimated from the clients' data under these weights"
+FILES = {"config.yaml", "split.json", "metrics.jsonl", "metrics.csv", "summary.json"}
+FILES |= {"model.safetensors", "curves.png"}
+TRAFFIC = ("exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
+
+pytestmark = pytest.mark.xdist_group("runs")  # one process, and so one run of every method
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
+    """One short run of every method."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = {"num-clients": 3, "num-server-rounds": 3, "local-steps": 4, "batch-size": 16, "learning-rate": 0.2}
+    made = {}
+    for name in METHODS:
+        both_phases = {"fedtan-rounds": 1} if name == "fedtan2" else {}
+        config = Config.make({**settings, **needs(name), **both_phases, "strategy": name})
+        with drawn() if name in DRAWN else nullcontext():
+            if name == CENTRALIZED:
+                summary = run(config, folder / name)
+            else:  # two threads, on any machine
+                config, out = preflight(config, folder / name)
+                with InProcessGrid(client_app, 3, run_config=config.to_mapping(), threads=2) as grid:
+                    summary = serve(grid, config, out)
+        made[name] = summary, folder / name
+    return made
+
+
+def test_the_matrix_has_every_strategy(runs) -> None:
+    assert set(runs) == set(STRATEGIES) | {"centralized"}
+    strategies = Path(__file__).parents[3] / "fedbn_flwr/strategies"
+    sources = "\n".join(path.read_text() for path in strategies.glob("*.py"))
+    named = {line.split('"')[1] for line in sources.splitlines() if line.startswith('    name = "')} | {"fedavg"}
+    assert named == set(STRATEGIES), "a strategy with a file and no line in the registry"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_writes_its_folder(name: str, runs) -> None:
+    summary, out = runs[name]
+    more = {"clients"} if name in STRATEGIES and STRATEGIES[name].local else set()
+    assert {path.name for path in out.iterdir()} == FILES | {"checkpoint"} | more
+    assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    config = Config.load(out / "config.yaml")
+    assert (config.strategy, config.num_clients, config.out) == (name, 3, str(out))
+    lines = read_metrics(out / "metrics.jsonl")
+    assert [line["round"] for line in lines] == [1, 2, 3]
+    assert all(line["rejected"] == [] for line in lines)
+    assert all(np.isfinite(line["train-loss"]) and 0 <= line["train-accuracy"] <= 1 for line in lines)
+    assert summary["rounds"] == 3
+    assert summary["ledger"]["examples"] == sum(line["examples"] for line in lines)
+    headline = "test-accuracy" if name == CENTRALIZED or not STRATEGIES[name].local else "personal-own-accuracy"
+    assert summary["headline"] == headline
+    assert summary["final"][headline] == lines[-1][headline]
+    assert summary["best"][headline] == max(line[headline] for line in lines)
+    assert summary["final"][headline] > 0.3, "it learns: a tenth is chance"
+    if name in DRAWN:
+        assert image.imread(io.BytesIO((out / "curves.png").read_bytes())).shape == (400, 1000, 4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
+    summary, out = runs[name]
+    config = Config.load(out / "config.yaml")
+    model = make_model(config)
+    if name in STRATEGIES and STRATEGIES[name].local:  # see test_evaluations.py
+        return
+    model.load_state_dict(global_state(out))
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert {file.metadata()[part] for part in Part} <= {"global", REESTIMATED}
+    result = evaluate(model, partitioned_data(config, 3).test_view())
+    assert result.accuracy == summary["final"]["test-accuracy"]
+    if name == "fedavg":  # where nothing stays with the clients, the hash is that of the model
+        assert state_sha256(to_state(model.state_dict())) == summary["sha256"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_traffic_is_what_inspect_predicts(name: str, runs) -> None:
+    summary, out = runs[name]
+    lines = read_metrics(out / "metrics.jsonl")
+    config = Config.load(out / "config.yaml")
+    found = inspect_model(make_model(config), name, 3, config)
+    reestimation = found.reestimation.traffic if found.reestimation else Traffic()  # every round is tested
+    predicted = [phase.traffic.plus(reestimation) for phase in found.phases for _ in range(phase.rounds or 0)]
+    for line, cost in zip(lines, predicted, strict=True):
+        expected = (cost.exchanges, cost.down, cost.up, cost.counters_down, cost.counters_up)
+        assert tuple(line[key] for key in TRAFFIC) == expected, line["round"]
+    assert {key: summary["ledger"][key] for key in TRAFFIC} == {
+        key: sum(line[key] for line in lines) for key in TRAFFIC
+    }
+
+
+def test_centralized_exchanges_nothing(runs) -> None:
+    summary, out = runs[CENTRALIZED]
+    assert [line["exchanges"] for line in read_metrics(out / "metrics.jsonl")] == [0, 0, 0]
+    assert summary["ledger"]["bytes-down"] == summary["ledger"]["bytes-up"] == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_config_of_a_run_repeats_it_with_one_worker_too(name: str, runs, tmp_path: Path) -> None:
+    """``config.yaml`` is fully resolved: the same bits from it alone, whatever the threads and the node ids."""
+    summary, out = runs[name]
+    config = Config.load(out / "config.yaml")
+    if name == CENTRALIZED:
+        again = centralized(config, tmp_path / "again")
+    else:
+        with InProcessGrid(client_app, 3, run_config=config.to_mapping(), seed=9) as grid:
+            again = serve(grid, config, tmp_path / "again")
+    assert again["sha256"] == summary["sha256"]
+    assert again["final"] == summary["final"]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedtan", CENTRALIZED])
+def test_another_seed_gives_another_result(name: str, runs, tmp_path: Path) -> None:
+    """The seed is read where all methods share the code; the reference has its own."""
+    summary, out = runs[name]
+    other = run(Config.load(out / "config.yaml", ["seed=1"]), tmp_path / name)
+    assert other["sha256"] != summary["sha256"]
+    assert other["seed"] == 1
+
+
+def test_partial_participation_keeps_absent_clients_parts(quick_run) -> None:
+    settings = {"fraction-train": 0.5, "num-clients": 4, "num-server-rounds": 4}
+    first, out = quick_run(strategy="fedbn", **settings)
+    participants = [line["participants"] for line in read_metrics(out / "metrics.jsonl")]
+    assert all(len(ids) == 2 for ids in participants)
+    assert len({tuple(ids) for ids in participants}) > 1
+    assert quick_run(strategy="fedbn", **settings)[0]["sha256"] == first["sha256"]
+
+
+def test_a_model_that_reads_the_version_of_its_state(quick_run, monkeypatch) -> None:
+    """Clients load it to train and to re-estimate its statistics, and the server to test it."""
+    build = setup.build_model
+    monkeypatch.setattr(setup, "build_model", lambda *args, **named: Sequential(build(*args, **named), Versioned()))
+    summary, _ = quick_run(strategy="staticbn")
+    assert summary["rejected"] == 0
+
+
+def test_tests_run_every_eval_every_rounds_and_in_the_last(quick_run) -> None:
+    for strategy, key in (
+        ("fedavg", "test-accuracy"),
+        ("fedbn", "personal-own-accuracy"),
+        ("centralized", "test-accuracy"),
+    ):
+        _, out = quick_run(strategy=strategy, **{"eval-every": 3, "num-server-rounds": 4})
+        assert [key in line for line in read_metrics(out / "metrics.jsonl")] == [False, False, True, True], strategy
+
+
+def test_every_requested_evaluation_is_reported(quick_run) -> None:
+    summary, out = quick_run(strategy="fedbn", **{"eval-on": "personal-global,personal-own,global"})
+    assert summary["headline"] == "personal-global-accuracy"
+    line = read_metrics(out / "metrics.jsonl")[-1]
+    for what in ("own", "global"):
+        each = [client[f"{what}-accuracy"] for client in line["clients"].values()]
+        assert line[f"personal-{what}-accuracy"] == pytest.approx(np.mean(each), abs=1e-12)
+    assert len(line["clients"]) == 3
+    assert "test-accuracy" in line
+
+
+def test_standalone_equals_training_alone(quick_run) -> None:
+    """With one client there is nobody to average with: standalone, fedavg and fedbn end in the same model."""
+    finals = {}
+    for name in ("standalone", "fedavg", "fedbn"):
+        summary, _ = quick_run(strategy=name, **{"num-clients": 1, "classes-per-client": 10, "eval-on": "personal-own"})
+        finals[name] = summary["final"]["personal-own-loss"]
+    assert finals["standalone"] == finals["fedavg"] == finals["fedbn"]
+
+
+def test_fixbn_reports_its_freeze_round(quick_run) -> None:
+    summary, out = quick_run(strategy="fixbn", **{"num-server-rounds": 4, "freeze-at": 0.5})
+    assert summary["frozen-after"] == 2
+    assert [line["phase"] for line in read_metrics(out / "metrics.jsonl")] == ["train", "train", "frozen", "frozen"]
+
+
+def test_lr_decay_at_freeze_follows_the_freeze_round(quick_run) -> None:
+    plain, _ = quick_run(strategy="fixbn")
+    decayed, _ = quick_run(strategy="fixbn", **{"lr-decay-at": "freeze"})
+    by_round, _ = quick_run(strategy="fixbn", **{"lr-decay-at": "1"})
+    assert decayed["sha256"] == by_round["sha256"] != plain["sha256"]
+
+
+def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> None:
+    """Every client refuses to work: the command must not end as if the model had been trained."""
+    other = Config.make({**quick_config().to_mapping(), "num-classes": 11})
+    with (
+        InProcessGrid(client_app, 3, run_config=other.to_mapping()) as grid,
+        pytest.raises(
+            EngineError, match=r"nothing was trained: no round had min-replies=1 usable replies\. First refused"
+        ),
+    ):
+        serve(grid, quick_config(), tmp_path / "out")
+    assert not (tmp_path / "out" / "summary.json").exists()
+
+
+def test_on_round_is_called_with_the_line_of_each_round(quick_config, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    run(quick_config(), tmp_path / "out", on_round=seen.append)
+    assert [line["round"] for line in seen] == [1, 2]
+    assert seen[-1]["test-accuracy"] == read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["test-accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines", "final", "said"),
+    [
+        ({}, 2, (2, None), "the result is that of round 2, which has no test-accuracy"),
+        (
+            {"num-server-rounds": 4, "eval-every": 2},
+            3,
+            (2, 0),
+            "of round 2, the last test; the model is of round 3",
+        ),
+    ],
+    ids=["the tests are lost", "the run ends between two tests"],
+)
+def test_the_result_is_that_of_the_last_test(
+    settings: Mapping[str, Any], lines: int, final: tuple[int, float | None], said: str, quick_config, tmp_path: Path
+) -> None:
+    """Where the replies of the last test were lost, an earlier round's accuracy stood beside the last round's model."""
+    real = recorder.read_metrics
+
+    def cut(path: Path) -> list[dict[str, Any]]:
+        *kept, last = real(path)[:lines] or [{}]
+        return [*kept, {k: v for k, v in last.items() if not k.startswith("test-")}] if last else []
+
+    with patch.object(recorder, "read_metrics", cut), patch.object(recorder.logger, "warning") as warning:
+        summary = run(quick_config(strategy="fedavg", **settings), tmp_path / "out")
+    server_round, value = final
+    tested = read_metrics(tmp_path / "out" / "metrics.jsonl")[server_round - 1]["test-accuracy"]
+    assert summary["final"]["round"] == server_round
+    assert summary["final"]["test-accuracy"] == (None if value is None else tested)
+    assert summary["definitions"].keys() == summary["final"].keys() - {"round"}
+    assert summary["rounds"] == lines
+    assert said in " ".join(str(call.args[0] % call.args[1:]) for call in warning.call_args_list)
+
+
+def test_curves_without_points_are_still_a_picture() -> None:
+    for runs in ({}, {"": []}, {"a": [{"round": 1, "train-loss": None}], "b": []}):
+        assert image.imread(io.BytesIO(draw_curves(runs, "title"))).shape == (400, 1000, 4)
+    private = {"": [{"round": 1, "test-accuracy": 0.5, "epsilon": 2.0}]}
+    assert image.imread(io.BytesIO(draw_curves(private))).shape == (400, 1500, 4)  # a panel for epsilon
+
+
+def test_runs_with_other_scores_have_a_panel_each_and_their_own_colours(monkeypatch) -> None:
+    """Splits of a study may be of two tasks; the score of the first run was that of all, and the legend, too."""
+    shown: dict[str, str] = {}
+    panels: list[Any] = []
+
+    def legend(figure: Figure, handles: list[Any], labels: list[str], **_: Any) -> None:
+        shown.update({label: handle.get_color() for label, handle in zip(labels, handles, strict=True)})
+        panels.extend(figure.axes)
+
+    monkeypatch.setattr(Figure, "legend", legend)
+    about = {"round": 1, "test-loss": 1.0}
+    draw_curves({"a": [about | {"test-accuracy": 0.1}], "b": [about | {"test-r2": 0.2}]}, scores=["accuracy", "r2"])
+    colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in panels]
+    assert [panel.get_ylabel() for panel in panels] == ["accuracy", "r2", "loss"]
+    assert [[*names] for names in colours] == [["a"], ["b"], ["a", "b"]]
+    assert {**colours[0], **colours[1]} == colours[2] == shown
+    assert colours[2]["a"] != colours[2]["b"]
+
+
+def test_names_are_in_the_picture_as_they_are(monkeypatch) -> None:
+    """Matplotlib leaves out a label that begins with "_", and a formula that it cannot set ends the study."""
+    shown: list[str] = []
+    monkeypatch.setattr(Figure, "legend", lambda _, handles, labels, **_kw: shown.extend(labels))
+    line = {"round": 1, "test-accuracy": 0.5, "test-loss": 0.1}
+    draw_curves({"_ours": [line], r"$\foo$ and $\eta": [line]}, title=r"cost $5 \foo and $6")
+    assert [name.strip().replace("\\$", "$") for name in shown] == ["_ours", r"$\foo$ and $\eta"]
+
+
+def test_the_curve_of_a_study_is_that_of_the_headline(monkeypatch) -> None:
+    shown: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.plot", lambda _, x, y, *args, label, **_kw: shown.setdefault(label, []).extend(y)
+    )
+    line = {"round": 1, "test-accuracy": 0.1, "personal-own-accuracy": 0.2, "test-averaged-bn-accuracy": 0.3}
+    line |= {key.replace("accuracy", "loss"): 1 + value for key, value in line.items() if key != "round"}
+    runs = {"a": [line], "b": [line]}
+    draw_curves(runs, headlines={"a": "test-averaged-bn-accuracy", "b": "test-accuracy"})
+    assert shown == {"a (test-averaged-bn)": [0.3, 1.3], "b (test)": [0.1, 1.1]}
+    shown.clear()
+    draw_curves(runs, headlines=dict.fromkeys(runs, "personal-own-accuracy"))
+    assert shown == {"a": [0.2, 1.2], "b": [0.2, 1.2]}
+
+
+def test_yaml_of_the_config_is_plain(runs) -> None:
+    for _, out in runs.values():
+        values = yaml.safe_load((out / "config.yaml").read_text())
+        assert all(isinstance(value, (str, int, float, bool)) for value in values.values())
+
+
+def test_the_number_of_torch_threads_is_restored(quick_run) -> None:
+    before = torch.get_num_threads()
+    quick_run(strategy="centralized", **{"torch-threads": 2})
+    assert torch.get_num_threads() == before
+
+
+def test_every_engine_has_the_rate_of_the_schedule(quick_run) -> None:
+    """One client, one step a round on all data: the bits of the centralized reference, and SCAFFOLD's rate."""
+    one = {"num-clients": 1, "partition": "iid", "local-steps": 1, "batch-size": 0, "num-server-rounds": 4}
+    schedule = {"learning-rate-schedule": "cosine", "learning-rate-warm-up": 1}
+    found = [quick_run(strategy=name, **one, **schedule)[0] for name in ("fedavg", "centralized", "scaffold")]
+    assert found[0]["sha256"] == found[1]["sha256"]
+    assert found[2]["final"]["test-loss"] == pytest.approx(found[0]["final"]["test-loss"], rel=1e-5)
+    assert quick_run(strategy="fedavg", **one)[0]["sha256"] != found[0]["sha256"]

@@ -1,0 +1,146 @@
+"""The studies of the papers: each file can run, says how, and has a small twin."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.sweep import sweep
+
+FOLDER = Path(__file__).parents[3] / "studies"
+FULL = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-small"))
+OF_A_DOMAIN = {"digits-five": 7291, "office-caltech10": 112}  # training examples of the smallest domain
+LONGER = {"fedwon-table-1-office-small"}  # it has results, so it stays as it is
+SIZES = {"imagenet": 1281167, "tiny-imagenet": 100000, "cityscapes": 2975, "office-caltech10": 2021}
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    return {"splits": {"all": {}}, "skip": [], "seeds": [0], **content}
+
+
+def checked(path: Path, tmp_path: Path) -> None:
+    """Load each method and each split once, with the first seed: other cells have the same keys.
+
+    This checks that every key is known and has an effect, and that `paper` and `skip` name runs.
+    """
+    content = read(path)
+    names = [(method, split) for method in content["methods"] for split in content["splits"]]
+    names = [name for name in names if "/".join(name) not in content["skip"]]
+    methods, splits, chosen = set(content["methods"]), set(content["splits"]), []
+    for method, split in names:
+        if method in methods or split in splits:
+            chosen.append((method, split))
+        methods.discard(method)
+        splits.discard(split)
+    assert not methods | splits, "a method or split that is never run"
+    for method, split in names:
+        settings = {**content["base"], **content["splits"][split], **content["methods"][method]}
+        assert settings.get("domain-share", 1) <= OF_A_DOMAIN.get(settings["dataset"], 1), f"{method}/{split}"
+    left_out = ["/".join(name) for name in names if name not in chosen]
+    thin = {**content, "seeds": content["seeds"][:1], "skip": content["skip"] + left_out}
+    (tmp_path / path.name).write_text(yaml.safe_dump(thin, sort_keys=False))
+    load_study(tmp_path / path.name)
+
+
+def examples(path: Path) -> float:
+    """Return the training examples of all runs, roughly."""
+    content, total = read(path), 0.0
+    for split, of_split in content["splits"].items():
+        for method, of_method in content["methods"].items():
+            c = {**content["base"], **of_split, **of_method}
+            clients = c["num-clients"] * c.get("fraction-train", 1)
+            whole = 5 * c["domain-share"] if "domain-share" in c else SIZES.get(c["dataset"], 50000)
+            epochs = c.get("local-epochs", 0) * whole * c.get("fraction-train", 1)
+            once = c["num-server-rounds"] * (c.get("local-steps", 0) * c["batch-size"] * clients or epochs)
+            total += once * (f"{method}/{split}" not in content["skip"])
+    return total * len(content["seeds"])
+
+
+def head_of(path: Path) -> str:
+    return " ".join(line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# "))
+
+
+@pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
+def test_a_study_can_run_says_how_and_has_a_small_twin(full: Path, tmp_path: Path) -> None:
+    small = full.with_name(f"{full.stem}-small.yaml")
+    for path in (full, small):
+        checked(path, tmp_path)
+        command = rf"^#   fedbn-flwr sweep studies/{path.name} --set data-dir=FOLDER --out runs/{path.stem}$"
+        assert re.search(command, path.read_text(), re.MULTILINE)
+        assert f"]({path.name})" in (FOLDER / "README.md").read_text()
+    for word in ("Expected: ", "Open in the paper, chosen here: ", "Time: "):
+        assert word in head_of(full)
+    for word in (f"What differs from {full.name}: ", "Expected: ", "The paper's numbers"):
+        assert word in head_of(small)
+    assert examples(small) < examples(full)
+
+
+@pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
+def test_the_time_of_a_study(full: Path) -> None:
+    """The head counts the runs; its time is that of the page; a small study takes an hour at most."""
+    page = (FOLDER / "README.md").read_text()
+    for path, about in ((full, "some"), (full.with_name(f"{full.stem}-small.yaml"), "about")):
+        found = re.search(rf"Time: (\d+) runs.*?, {about} ((\d+) (minutes|hours|days)) on two cores", head_of(path))
+        assert found, "no time"
+        runs, time, number, unit = found.groups()
+        content = read(path)
+        pairs = len(content["methods"]) * len(content["splits"]) - len(content["skip"])
+        assert int(runs) == pairs * len(content["seeds"])
+        assert path == full or path.stem in LONGER or (unit == "minutes" and int(number) <= 60)
+        row = next(line for line in page.splitlines() if f"[{full.stem}]({full.name}) | [small]" in line)
+        assert row.split(" | ")[5 if path == full else 6] == time
+
+
+def test_each_study_has_a_name_of_its_own() -> None:
+    names = [read(path)["name"] for path in FOLDER.glob("*.yaml")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_a_head_that_names_t_star_has_a_method_that_freezes() -> None:
+    for path in FULL:
+        methods = {settings["strategy"] for settings in read(path)["methods"].values()}
+        assert "T* = R/2" not in head_of(path) or methods & {"fixbn", "fedtan2"}, path.name
+
+
+def test_every_small_twin_has_its_study() -> None:
+    assert {path.stem for path in FOLDER.glob("*-small.yaml")} == {f"{path.stem}-small" for path in FULL}
+
+
+LENGTHS = ("local-epochs", "fedtan-rounds", "freeze-at", "fedbs-rounds")  # longer than two rounds
+DATA = os.environ.get("FEDBN_DATA", "")  # the FOLDER of the commands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", FULL, ids=lambda path: path.stem)
+def test_two_rounds_of_a_small_study_run(full: Path, tmp_path: Path) -> None:
+    """Each method and each split once, two steps a round, where the data are at hand."""
+    path = full.with_name(f"{full.stem}-small.yaml")
+    checked(path, tmp_path)
+    content = yaml.safe_load((tmp_path / path.name).read_text())
+    content.pop("tune", None)
+    for settings in (content["base"], *content["methods"].values(), *content["splits"].values()):
+        for key in (*LENGTHS, "lr-decay-at", "lr-decay-factor", "watch-statistics"):
+            settings.pop(key, None)
+        settings.update({key: 2 for key in ("num-server-rounds", "local-steps", "eval-every") if key in settings})
+    content["base"] |= {"num-server-rounds": 2, "local-steps": 2, "eval-every": 2, "data-dir": DATA}
+    content.pop("target", None)
+    (tmp_path / path.name).write_text(yaml.safe_dump(content, sort_keys=False))
+    study = load_study(tmp_path / path.name)
+    cells = list(study.cells())
+    if not DATA:
+        pytest.skip("FEDBN_DATA names no folder with the data")
+    try:
+        partitioned_data(cells[0].config, count_clients(cells[0].config))
+    except DataError as error:
+        pytest.skip(str(error).splitlines()[0])
+    sweep(study, tmp_path / "out")
+    assert all((cell.folder(tmp_path / "out") / "summary.json").is_file() for cell in cells)

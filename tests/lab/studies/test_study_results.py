@@ -1,0 +1,310 @@
+"""The numbers of a study: paired comparisons, rounds to a target, and settings chosen by trials."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_rel
+
+from fedbn_flwr.errors import ConfigError, RunFailedError
+from fedbn_flwr.lab.studies import results
+from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_markdown, left_out
+from fedbn_flwr.lab.studies.done import finished
+from fedbn_flwr.lab.studies.numbers import PaperNumber, table_line
+from fedbn_flwr.lab.studies.results import StudyResults
+from fedbn_flwr.lab.studies.selection import Selection
+from fedbn_flwr.lab.studies.study import Study
+from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.sweep import sweep
+from fedbn_flwr.lab.studies.tables import table_rows, write_tables
+from fedbn_flwr.lab.studies.tuning import tuned, tuning_markdown
+
+
+def load(folder: Path, text: str, *overrides: str) -> Study:
+    (folder / "study.yaml").write_text(text)
+    return load_study(folder / "study.yaml", overrides)
+
+
+def row(method: str, seed: int, final: float | None, **more: object) -> dict[str, object]:
+    about = {"method": method, "split": "all", "seed": seed, "metric": "test-accuracy", "main": True}
+    return about | {"status": "finished", "final": final} | more
+
+
+def test_differences_are_paired_by_seed_as_scipy_does() -> None:
+    rng = np.random.default_rng(0)
+    values = {"A": rng.normal(60, 3, 5), "B": rng.normal(62, 3, 5), "C": rng.normal(40, 3, 5)}
+    rows = [row(method, seed, value) for method, own in values.items() for seed, value in enumerate(own)]
+    rows += [row("A", 5, 99.0), row("B", 6, 0.0), row("B", 7, None), row("C", 8, 1.0, status="diverged")]
+    found = comparisons(rows)
+    assert [(pair["method"], pair["other"], pair["seeds"]) for pair in found] == [
+        ("A", "B", 5), ("A", "C", 5), ("B", "C", 5)
+    ]  # fmt: skip
+    for pair in found:
+        test = ttest_rel(values[pair["method"]], values[pair["other"]])
+        interval = test.confidence_interval(0.95)
+        assert (pair["low"], pair["high"]) == pytest.approx((interval.low, interval.high))
+        assert pair["p"] == pytest.approx(test.pvalue)
+    smallest, middle, largest = sorted(found, key=lambda pair: pair["p"])
+    assert smallest["p-holm"] == pytest.approx(3 * smallest["p"])
+    assert middle["p-holm"] == pytest.approx(max(2 * middle["p"], 3 * smallest["p"]))
+    assert largest["p-holm"] == pytest.approx(max(largest["p"], middle["p-holm"]))
+    text = comparisons_markdown("s", found)
+    assert [line.count("\\*\\*") for line in text.splitlines()[-3:]] == [0, 1, 1]
+    equal = [row("A", seed, 50.0 + seed) for seed in (0, 1)] + [row("B", seed, 50.25 + seed) for seed in (0, 1)]
+    right = {"A": (330, 291, 322), "B": (331, 292, 323)}  # of 360: 1 apart in each, and in float64 not quite
+    counted = [row(method, seed, 100 * (n / 360)) for method, own in right.items() for seed, n in enumerate(own)]
+    for unknown in (rows[:1] + rows[5:6], equal, counted):
+        (pair,) = comparisons(unknown)
+        assert (pair["low"], pair["p"], pair["p-holm"]) == (None, None, None)
+    alone = comparisons_markdown("s", comparisons(rows[:1] + rows[5:6]))
+    assert "need two seeds" in alone
+    assert "|" not in alone
+
+
+def test_methods_with_different_tests_are_compared_by_the_main_metric_of_each() -> None:
+    """FedBN is tested with the clients' models, the others with the global one: this is the papers' comparison."""
+    own, more = {"metric": "personal-own-accuracy"}, {"metric": "test-loss", "main": False}
+    rows = [row("A", 0, 50.0), row("A", 1, 51.0), row("FedBN", 1, 54.0, **own), row("FedBN", 0, 52.0, **own)]
+    rows += [
+        row(name, seed, value, **more) for seed in (0, 1) for name, value in (("A", 1.0), ("B", 0.5))
+    ]  # named in ``metrics`` of the study
+    rows += [row("B", seed, 0.9, metric="test-mae") for seed in (0, 1)]
+    found = comparisons(rows)
+    names = ("method", "metric", "other", "other-metric", "seeds", "difference")
+    assert [tuple(pair[name] for name in names) for pair in found] == [
+        ("A", "test-accuracy", "FedBN", "personal-own-accuracy", 2, -2.5),
+        ("A", "test-loss", "B", "test-loss", 2, 0.5),
+    ]
+    text = comparisons_markdown("s", found)
+    assert "| all | A | test-accuracy | FedBN | personal-own-accuracy | -2.50 |" in text
+    assert "different tests" in text
+    assert "different tests" not in comparisons_markdown("s", found[1:])
+
+
+def test_holms_correction_counts_pairs_that_are_shown_with_the_main_metrics() -> None:
+    """A and B have the main metric test-accuracy, C another one: of test-accuracy there are three pairs."""
+    values = {"A": (50.0, 51.0, 53.0), "B": (54.0, 56.5, 57.0), "C": (49.0, 52.5, 52.0)}
+    rows = [row(name, seed, v, main=name != "C") for name, own in values.items() for seed, v in enumerate(own)]
+    rows += [row("C", seed, 90.0 + seed, metric="personal-own-accuracy") for seed in range(3)]
+    own = [pair for pair in comparisons(rows) if pair["metric"] == pair["other-metric"] == "test-accuracy"]
+    assert [(pair["method"], pair["other"]) for pair in own] == [("A", "B"), ("A", "C"), ("B", "C")]
+    p = sorted(pair["p"] for pair in own)
+    holm = {p[0]: 3 * p[0], p[1]: max(3 * p[0], 2 * p[1]), p[2]: max(3 * p[0], 2 * p[1], p[2])}
+    for pair in own[1:]:  # A and B are corrected in the family of the main metrics
+        assert pair["p-holm"] == pytest.approx(min(1.0, holm[pair["p"]]))
+    assert own[2]["p-holm"] > 2 * own[2]["p"], "a family of two pairs would give less"
+
+
+def test_a_bar_in_a_name_ends_no_cell() -> None:
+    assert table_line(["FedBN | p=1", "two\nlines", 3]) == "| FedBN \\| p=1 | two lines | 3 |"
+
+
+def test_a_method_that_is_compared_with_none_is_named_with_the_reason() -> None:
+    rows = [row("A", 0, 50.0), row("A", 1, 51.0), row("B", 0, 50.0), row("Other", 0, 0.1, metric="test-mae")]
+    rows += [row("Late", 2, 60.0), *(row("Wild", seed, 9.0, status="diverged") for seed in (0, 1))]
+    rows.append(row("Lame", 0, None, status="failed", metric=None, main=None))
+    pairs = [("all", name) for name in ("A", "B", "Other", "Late", "Wild", "Lame", "New")]
+    found = left_out(rows, pairs)
+    assert found == [
+        "Other, all: its main metric, test-mae, measures something else than those of the other methods.",
+        "Late, all: it shares no finished seed with another method.",
+        "Wild, all: no run has a final result (2 diverged).",
+        "Lame, all: no run has a final result (1 failed).",
+        "New, all: no run has a final result.",
+    ]
+    assert comparisons_markdown("s", comparisons(rows), found).endswith(
+        "Left out:\n\n" + "".join(f"- {line}\n" for line in found)
+    )
+    assert left_out(rows[:3], pairs[:2]) == []
+    assert left_out(rows[:1], pairs[:1]) == [], "nothing to compare it with"
+
+
+TARGETS = """
+name: targets
+base: {num-server-rounds: 4, num-clients: 2}
+methods: {A: {strategy: fedavg}, B: {strategy: fedavg, norm: group}}
+seeds: [0, 1]
+target: 60
+paper: {A/all: 70 ± 2.5}
+"""
+
+
+def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
+    # These folders have no config.
+    monkeypatch.setattr(results, "is_done", lambda cell, out: finished(cell.folder(out)))
+    study = load(tmp_path, TARGETS)
+    accuracies = {
+        "A/seed-0": [0.2, None, 0.61, 0.5],
+        "A/seed-1": [0.2, 0.6, 0.7, 0.9],
+        "B/seed-0": [0.2, 0.3, 0.4, 0.5],
+    }
+    for name, values in accuracies.items():
+        folder = tmp_path / "out" / name.replace("/", "/all/")
+        folder.mkdir(parents=True)
+        lines = [
+            {"round": r, "exchanges": r, "bytes-down": 10, "bytes-up": 20}
+            | ({} if value is None else {"test-accuracy": value})
+            for r, value in enumerate(values, 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        summary = {"headline": "test-accuracy", "final": {"test-accuracy": values[-1]}, "rounds": 4, "sha256": "x"}
+        ledger = {"exchanges": 10, "bytes-down": 40, "bytes-up": 80}
+        lost = {} if name == "A/seed-0" else {"rejected": 2 * (name == "A/seed-1")}  # the first is of an older version
+        (folder / "summary.json").write_text(json.dumps({**summary, "ledger": ledger, **lost}))
+    rows = StudyResults(study, tmp_path / "out").rows()
+    assert [(r["method"], r["seed"], r["rejected"]) for r in rows] == [("A", 0, 0), ("B", 0, 0), ("A", 1, 2)]
+    to_target = [(r["rounds-to-target"], r["exchanges-to-target"], r["bytes-to-target"]) for r in rows]
+    assert to_target == [(3, 6, 90), (None, None, None), (2, 3, 60)]
+    assert [(r["best"], r["best-round"]) for r in rows] == [(61.0, 3), (50.0, 4), (90.0, 4)]
+    first, second = table_rows(study, rows)
+    assert (first["reached"], first["rounds-to-target"], first["difference"]) == (2, 2.5, pytest.approx(0.0))
+    assert (first["with-rejected"], second["with-rejected"]) == (1, 0)
+    (undefined,) = table_rows(study, [row | {"final": row["final"] if not row["seed"] else None} for row in rows[::2]])
+    assert (undefined["runs"], undefined["without-value"], undefined["mean"]) == (1, 1, rows[0]["final"])
+    text = write_tables(StudyResults(study, tmp_path / "out"))
+    assert "| 2, 1 with lost replies |" in text
+    assert "| 70.00 ± 2.50 | +0.00 |" in text
+    assert (second["reached"], second["rounds-to-target"], second["paper"]) == (0, None, None)
+    losses = study.model_copy(update={"metrics": ["test-accuracy-x", "test-loss"]})
+    for folder, values in ((tmp_path / "out/A/all" / f"seed-{seed}", (2.5, 0.9, 1.0, 1.1)) for seed in (0, 1)):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | {"test-loss": value} for line, value in zip(lines, values, strict=True)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["final"]["test-loss"] = 1.1
+        (folder / "summary.json").write_text(json.dumps(summary))
+    rows = StudyResults(losses, tmp_path / "out").rows()
+    found = [(r["metric"], r["best"], r["best-round"], r["paper"]) for r in rows if r["method"] == "A"]
+    assert found[:2] == [("test-accuracy", 61.0, 3, 70.0), ("test-loss", 0.9, 2, None)]
+    assert study.paper_numbers("A/all") == {"": PaperNumber(70, 2.5)}
+    for wrong in ("high", "70 ± 1 ± 2", "70 ±", "70 ± -1", ".nan", "{cat: 70 +- 1}"):
+        with pytest.raises(ConfigError, match=r"paper: A/all.*: '.*' is no number of a paper; write 53.97 or 53.97"):
+            load(tmp_path, TARGETS.replace("70 ± 2.5", wrong))
+    with pytest.raises(ConfigError, match=r"paper: A/all, cat: 'x' is no .*; A/all, dog: '\[1\]' is no number"):
+        load(tmp_path, TARGETS.replace("70 ± 2.5", "{cat: x, dog: [1]}"))
+    with pytest.raises(ConfigError, match="target: 'none' is not one of splits"):
+        load(tmp_path, TARGETS.replace("target: 60", "target: {none: 60}"))
+
+
+def finish(folder: Path, lines: list[dict[str, Any]], headline: str = "test-accuracy") -> None:
+    """Write the files of a finished run that the results are read from."""
+    folder.mkdir(parents=True)
+    whole = [{"round": r, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, **line} for r, line in enumerate(lines, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in whole))
+    summary = {"headline": headline, "final": whole[-1], "rounds": len(whole), "sha256": "x", "ledger": {}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.mark.parametrize("beside", ["", "paper: {A/all: 70}", "target: {all: 60}"])
+def test_a_number_beside_a_result_does_not_change_what_is_compared(beside: str, tmp_path: Path, monkeypatch) -> None:
+    """A paper's number of one method compared its test-accuracy with the other's personal-own-accuracy."""
+    monkeypatch.setattr(results, "is_done", lambda cell, out: finished(cell.folder(out)))
+    own = TARGETS.replace("target: 60\npaper: {A/all: 70 ± 2.5}", f"metrics: [personal-own-accuracy]\n{beside}")
+    study = load(tmp_path, own)
+    for cell in study.cells():
+        personal = 0.8 + 0.05 * (cell.method == "B") + 0.01 * cell.seed**2
+        finish(cell.folder(tmp_path), [{"test-accuracy": 0.7, "personal-own-accuracy": personal}])
+    rows = StudyResults(study, tmp_path).rows()
+    assert {row["metric"] for row in rows if row["main"]} == {"personal-own-accuracy"}
+    assert any(row["metric"] == "test-accuracy" for row in rows) == bool(beside), "which the number is about"
+    pair = comparisons(rows)[0]
+    assert (pair["metric"], pair["other-metric"]) == ("personal-own-accuracy", "personal-own-accuracy")
+    assert pair["difference"] == pytest.approx(-5)
+
+
+def test_the_numbers_of_each_client_are_not_kept(tmp_path: Path, monkeypatch) -> None:
+    """A sweep kept 245 MB of a run of 64,000 rounds."""
+    monkeypatch.setattr(results, "is_done", lambda cell, out: True)
+    cell = next(load(tmp_path, TARGETS).cells())
+    finish(cell.folder(tmp_path), [{"test-accuracy": 0.5, "clients": {"0": {"own-loss": 1.0}}, "participants": [0]}])
+    (line,) = StudyResults(load(tmp_path, TARGETS), tmp_path).history(cell)
+    assert line == {"round": 1, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, "test-accuracy": 0.5}
+
+
+def test_runs_that_all_failed_have_no_cost(tmp_path: Path, monkeypatch) -> None:
+    study = load(tmp_path, TARGETS)
+    failed = [row("A", seed, None, status="failed", metric=None, main=None) for seed in (0, 1)]
+    rows = [dict.fromkeys(results.FIELDS) | one for one in failed]
+    (found,) = table_rows(study, rows)
+    assert (found["rounds"], found["exchanges"], found["megabytes"], found["failed"]) == (None, None, None, 2)
+    monkeypatch.setattr(StudyResults, "rows", lambda _: rows)
+    assert "| A | all | - | - | - | - | - | - | 0, 2 failed |" in write_tables(StudyResults(study, tmp_path))
+
+
+def test_a_target_that_is_reached_exactly_is_reached() -> None:
+    """5013 right of 10,000 are 50.13 %; in float64 50.13 / 100 is a little more."""
+    line = {"round": 2, "exchanges": 2, "bytes-down": 1, "bytes-up": 1, "accuracy": 5013 / 10_000}
+    assert line["accuracy"] < 50.13 / 100
+    assert results._until([line], "accuracy", 50.13 / 100, up=True)["rounds-to-target"] == 2
+    assert results._until([line], "accuracy", 50.14 / 100, up=True)["rounds-to-target"] is None
+
+
+TUNE = """
+name: tuned
+base: {num-server-rounds: 3, num-clients: 2, local-steps: 2, batch-size: 8}
+methods: {BN: {strategy: fedavg}, FedBN: {strategy: fedbn, sgd-momentum: 0.5}}
+seeds: [0, 1]
+tune: {grid: {learning-rate: [1.0e-5, 0.1, 1.0e-6]}, base: {validation-share: 0.3, num-server-rounds: 2}}
+overrides: {BN/all: {sgd-momentum: 0.1}}
+"""
+
+
+def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "flwr")
+    study, out = load(tmp_path, TUNE), tmp_path / "out"
+    trials = list(study.trials())
+    assert [cell.name for cell in trials[:2]] == [f"tune/{m}/all/learning-rate=1e-05/seed-0" for m in ("BN", "FedBN")]
+    sweep(study, out, selection=Selection(methods=["FedBN"], seeds=[1]))
+    own = [*(trial for trial in trials if trial.method == "FedBN"), [*study.cells()][-1]]
+    assert sorted(out.rglob("summary.json")) == sorted(cell.folder(out) / "summary.json" for cell in own)
+    assert Study.read(out / "study.yaml").overrides == {**study.overrides, "FedBN/all": {"learning-rate": 0.1}}
+    caplog.clear()
+    table = sweep(study, out)
+    rates = {cell.config.learning_rate for cell in load_study(out / "study.yaml").cells()}
+    assert rates == {0.1}
+    for cell in trials:
+        assert (cell.config.validation_share, cell.config.num_server_rounds) == (0.3, 2)
+        assert cell.config.sgd_momentum == {"BN": 0.1, "FedBN": 0.5}[cell.method]
+        score = json.loads((cell.folder(out) / "summary.json").read_text())["final"]
+        metric = {"BN": "validation-accuracy", "FedBN": "personal-validation-accuracy"}[cell.method]
+        shown = f"{'**' if '0.1/' in cell.name else ''}{100 * score[metric]:.2f} %"
+        assert shown in (out / "tuning.md").read_text()
+    ends = "learning-rate=0.1 is best and ends the grid; a larger grid may do better"
+    assert [m for m in caplog.messages if "grid" in m] == [f"BN/all: {ends}", f"FedBN/all: {ends}"]
+    made = {path: path.read_bytes() for path in out.rglob("summary.json")}
+    assert len(made) == 10
+    assert sweep(study, out) == table, "nothing is left to do"
+    assert {path: path.read_bytes() for path in made} == made
+    path = trials[2].folder(out) / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rejected": 3}))
+    caplog.clear()
+    found, _ = tuned(study, out)
+    assert found[0].rejected == {"learning-rate=1e-05": 0, "learning-rate=0.1": 3, "learning-rate=1e-06": 0}
+    assert found[1].rejected["learning-rate=0.1"] == 0
+    text = tuning_markdown("t", found)
+    assert text.count(" %**, lost replies |") == text.count("lost replies |") == 1
+    assert caplog.messages[0] == (
+        "BN/all: replies of clients were lost or refused in the trial learning-rate=0.1: its score is not one of all "
+        "clients. To repeat the trial, remove its folder."
+    )
+    (trials[3].folder(out) / "summary.json").unlink()
+    found, chosen = tuned(study, out)
+    assert ([row.name for row in found], chosen) == (["BN/all"], {"BN/all": {"learning-rate": 0.1}})
+    with pytest.raises(RunFailedError, match=r"1 of 6 trials of tune failed: tune/FedBN/all/learning-rate=0.1/seed-0"):
+        sweep(study, out, runner=lambda cells, out, follower: (_ for _ in ()))
+    with pytest.raises(ConfigError, match=r"tune\.grid: learning-rate: 0\.1 is listed twice"):
+        load(tmp_path, TUNE.replace("1.0e-6", "0.1"))
+    with pytest.raises(ConfigError, match=r"tune/BN/all/.*: tune chooses by validation examples; set validation-share"):
+        load(tmp_path, TUNE.replace("validation-share: 0.3, ", ""))
+
+
+def test_fedbs_is_tuned_by_the_loss_of_its_runs(tmp_path: Path) -> None:
+    study = TUNE.replace("strategy: fedavg", "strategy: fedbs", 1)
+    with pytest.raises(ConfigError, match=r"fedbs weighs by .* set validation-share for the runs, too"):
+        load(tmp_path, study)
+    load(tmp_path, study.replace("strategy: fedbs", "strategy: fedbs, validation-share: 0.1"))

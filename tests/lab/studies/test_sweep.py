@@ -1,0 +1,626 @@
+"""Studies: the grid, what is skipped and set aside, and the tables."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import statistics
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import yaml
+from matplotlib import image
+
+from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
+from fedbn_flwr.lab.output.folder import lock_folder
+from fedbn_flwr.lab.studies import one_run, tables
+from fedbn_flwr.lab.studies import sweep as module
+from fedbn_flwr.lab.studies.cell import Cell
+from fedbn_flwr.lab.studies.done import is_done, summary_of
+from fedbn_flwr.lab.studies.one_run import do_cell
+from fedbn_flwr.lab.studies.parallel import _Watched, in_parallel, memory_need
+from fedbn_flwr.lab.studies.results import StudyResults
+from fedbn_flwr.lab.studies.selection import Selection
+from fedbn_flwr.lab.studies.study import Study, Tuning
+from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
+from fedbn_flwr.lab.studies.tables import table_rows
+from tests.support.pictures import drawn
+
+TEXT = """
+name: small
+base: {num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4, learning-rate: 0.3}
+methods:
+  FedAvg: {strategy: fedavg}
+  FedBN/own: {strategy: fedbn, learning-rate: 0.1}
+splits:
+  iid: {partition: iid, learning-rate: 0.2}
+  two classes: {partition: classes}
+seeds: [0, 1]
+skip: [FedBN/own/iid]
+paper: {FedAvg/iid: 91.35}
+"""
+
+
+class Noted(LogFollower):
+    """Notes the runs that began, their rounds, and their ends."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.rounds: list[tuple[str, int]] = []
+        self.ended: dict[str, str] = {}
+
+    def begin(self, cell: Cell):
+        self.begun.append(cell.name)
+        return lambda line: self.rounds.append((cell.name, line["round"]))
+
+    def end(self, cell: Cell, error: str) -> None:
+        self.ended[cell.name] = error
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    return load_study(written(tmp_path, TEXT))
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "study.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (TEXT.replace("learning-rate: 0.3}", "learning-rate: 0.3, series: ties}"), r"FedAvg/iid/seed-0 and \d+ other"),
+        (TEXT.replace("seeds: [0, 1]", "seeds: [0]\noverrides: {FedAvg/iid: {series: ties}}"), "FedAvg/iid/seed-0"),
+    ],
+    ids=["base", "one pair"],
+)
+def test_a_study_whose_runs_would_start_with_the_parts_of_others_is_refused(
+    tmp_path: Path, text: str, named: str
+) -> None:
+    """Seed 1 would start with what the clients of seed 0 kept, and parallel runs with whatever is there."""
+    with pytest.raises(ConfigError, match=rf"{named}.*series=ties.*one after another with `fedbn-flwr run`") as caught:
+        load_study(written(tmp_path, text))
+    assert len(str(caught.value).splitlines()) == 1, "once for all runs"
+
+
+def test_a_key_of_base_without_effect_is_left_out_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = TEXT.replace("learning-rate: 0.3}", "learning-rate: 0.3, variance: pooled}").replace(
+        "seeds: [0, 1]", "seeds: [0]"
+    )
+    study = load_study(written(tmp_path, text))
+    assert {cell.method: cell.config.variance for cell in study.cells()} == {"FedAvg": "pooled", "FedBN/own": "mean"}
+    sweep(study, tmp_path / "out")
+    assert [m for m in caplog.messages if "left out" in m] == [
+        "FedBN/own/two classes: variance of base is left out: fedbn averages no running variances"
+    ]
+    wrong = text.replace("{strategy: fedbn, ", "{strategy: fedbn, variance: pooled, ")
+    with pytest.raises(ConfigError, match="variance='pooled' has no effect: fedbn averages"):
+        load_study(written(tmp_path, wrong))
+
+
+def test_an_override_that_every_run_overrides_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, TEXT)
+    with pytest.raises(ConfigError) as caught:
+        load_study(path, ["seed=7", "strategy=fedbn", "num-clients=3"])
+    assert str(caught.value).split("\n") == [
+        f"study {path}: --set seed has no effect: every run has its own, in seeds; --seed 7 does the runs of that one",
+        f"study {path}: --set strategy has no effect: every run has its own, in methods or splits",
+    ]
+
+
+def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
+    cells = list(study.cells())
+    assert [cell.name for cell in cells] == [
+        "FedAvg/iid/seed-0",
+        "FedAvg/two classes/seed-0",
+        "FedBN/own/two classes/seed-0",
+        "FedAvg/iid/seed-1",
+        "FedAvg/two classes/seed-1",
+        "FedBN/own/two classes/seed-1",
+    ]
+    assert [cell.config.learning_rate for cell in cells[:3]] == [0.2, 0.3, 0.1], "method over split over base"
+    assert [cell.config.seed for cell in cells] == [0, 0, 0, 1, 1, 1]
+    assert cells[2].folder(tmp_path).relative_to(tmp_path).parts == ("FedBN", "own", "two_classes", "seed-0")
+    assert len({cell.folder(tmp_path) for cell in cells}) == len(cells)
+
+
+def test_overrides_replace_the_base(tmp_path: Path) -> None:
+    study = load_study(written(tmp_path, TEXT), ["num-server-rounds=3", "learning-rate=0.9"])
+    assert {cell.config.num_server_rounds for cell in study.cells()} == {3}
+    assert next(study.cells()).config.learning_rate == 0.2, "under the split"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("skip: [FedBN/own/iid]", "skip: [FedBN/idd]"), "'FedBN/idd' names no METHOD/SPLIT"),
+        (("FedAvg/iid: 91", "FedAvg: 91"), "'FedAvg' names no METHOD/SPLIT"),
+        (("strategy: fedbn", "strategy: silobm"), "FedBN/own/two classes/seed-0: unknown strategy 'silobm'"),
+        (("seeds: [0, 1]", "seeds: [0, 0]"), "seeds: 0 is listed twice"),
+        (("seeds: [0, 1]", "seeds: []"), "seeds: list should have at least 1 item"),
+        (("name: small", "nome: small"), "nome: extra inputs are not permitted"),
+        (("num-clients: 2", "num-clients: [2]"), "base.num-clients"),
+        ((TEXT, "- a"), "study .*study.yaml"),
+        ((TEXT, "a: ["), "study .*study.yaml"),
+        (("name: small", "name: small\nname: large"), "study .*study.yaml: line 3: 'name' is also in line 2"),
+        (("strategy: fedavg}", "strategy: fedavg}\n  FedAvg: {}"), "line 6: 'FedAvg' is also in line 5"),
+        ((TEXT, "{name: a, methods: {A: {}}, splits: {}}"), "splits: dictionary should have at least 1 item"),
+        ((TEXT, "{name: a, methods: {A: {}}, skip: [A/all]}"), "skip leaves out every run: A/all"),
+        (("FedAvg/iid: 91.35", "FedAvg/iid: true"), "'True' is no number of a paper"),
+        (("91.35", "-91 ± 2"), "paper: FedAvg/iid: -91 is not from 0 to 100, as a share is"),
+        (("91.35", "{amazon: 913}"), "paper: FedAvg/iid, amazon: 913 is not from 0 to 100"),
+        (("seeds: [0, 1]", "seeds: [0, 1]\ntarget: .nan"), "target.*finite number"),
+        (("FedAvg:", f"{'A' * 300}:"), "A{40}... would name a folder, with 300 characters; at most 200"),
+        (("FedBN/own:", "table.md:"), r"method 'table.md' ends as a file of the study \(.csv"),
+    ],
+)
+def test_a_wrong_study_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_study(written(tmp_path, TEXT.replace(*change)))
+
+
+def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cells = list(study.cells())
+    half = cells[1].folder(out)
+    half.mkdir(parents=True)
+    (half / "config.yaml").write_text("half")
+    noted = Noted()
+    table = sweep(study, out, follower=noted)
+    assert noted.begun == [cell.name for cell in cells]
+    assert noted.rounds == [(cell.name, 1) for cell in cells]
+    assert noted.ended == dict.fromkeys(noted.begun, "")
+    aside = half.with_name("seed-0.unfinished-1")
+    assert (aside / "config.yaml").read_text() == "half"
+    assert table.startswith((out / "table.md").read_text())
+    made = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.parent != out}
+    with drawn():
+        assert sweep(study, out, follower=(again := Noted())) == table
+    assert again.begun == []
+    assert {path: path.read_bytes() for path in made} == made
+    check_tables(study, out)
+    again = load_study(out / "study.yaml")
+    assert [cell.config for cell in again.cells()] == [cell.config for cell in cells]
+
+
+def test_a_part_of_a_study_is_done_and_the_rest_later(study: Study, tmp_path: Path, monkeypatch) -> None:
+    out, noted, shown = tmp_path / "out", Noted(), []
+
+    def draw(curves, *_) -> bytes:
+        shown[:] = curves
+        return b""
+
+    monkeypatch.setattr(tables, "draw_curves", draw)
+    sweep(study, out, follower=noted, selection=Selection(methods=["FedAvg"], splits=["iid"], seeds=[1]))
+    assert noted.begun == ["FedAvg/iid/seed-1"]
+    assert shown == ["FedAvg, iid"]
+    sweep(study, out, follower=noted, selection=Selection(seeds=[1]))
+    assert noted.begun[1:] == ["FedAvg/two classes/seed-1", "FedBN/own/two classes/seed-1"]
+    with drawn():
+        sweep(study, out, follower=(rest := Noted()))
+    assert rest.begun == [cell.name for cell in study.cells() if cell.seed == 0]
+    check_tables(study, out)
+    with pytest.raises(ConfigError) as caught:
+        sweep(study, out, selection=Selection(["FedAvg", "FedProx"], ["all"], [7]))
+    assert str(caught.value).split("\n") == [
+        "--method FedProx: study 'small' has FedAvg, FedBN/own",
+        "--split all: study 'small' has iid, two classes",
+        "--seed 7: study 'small' has 0, 1",
+    ]
+    with pytest.raises(ConfigError, match="skip leaves out every run that is selected: FedBN/own/iid"):
+        sweep(study, out, selection=Selection(["FedBN/own"], ["iid"]))
+
+
+def test_finished_runs_that_a_part_of_a_changed_study_leaves_out_are_named(tmp_path: Path, caplog) -> None:
+    text = """
+name: changed
+base: {num-server-rounds: 1, num-clients: 2, local-steps: 1, batch-size: 8}
+methods: {BN: {strategy: fedavg}}
+seeds: [0, 1]
+"""
+    (path := tmp_path / "study.yaml").write_text(text)
+    sweep(load_study(path), tmp_path / "out")
+    path.write_text(text.replace("local-steps: 1", "local-steps: 2"))
+    caplog.clear()
+    sweep(load_study(path), tmp_path / "out", selection=Selection(seeds=[1]))
+    left_out = "1 finished runs have other settings than the study, and the tables leave them out: BN/all/seed-0. "
+    assert [message for message in caplog.messages if message.startswith(left_out)] != []
+    caplog.clear()
+    sweep(load_study(path), tmp_path / "out")
+    assert not any("leave them out" in message for message in caplog.messages)
+
+
+def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path: Path, caplog) -> None:
+    class Cut(KeyboardInterrupt):
+        pass
+
+    class Cutting(LogFollower):
+        def begin(self, cell: Cell):
+            def on_round(line):
+                if line["round"] == 2:
+                    raise Cut
+
+            return on_round
+
+    text = "{name: s, base: {num-clients: 2, local-steps: 1, batch-size: 4, checkpoint-every: 1, num-server-rounds: 3}"
+    study = load_study(written(tmp_path, text + ", methods: {FedBN: {strategy: fedbn}}}"))
+    for changed in (False, True):
+        out = tmp_path / f"out-{changed}"
+        with pytest.raises(Cut):
+            sweep(study, out, follower=Cutting())
+        then = load_study(tmp_path / "study.yaml", ["learning-rate=0.3"] * changed)
+        sweep(then, out)
+        (folder,) = (cell.folder(out) for cell in then.cells())
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary.get("resumed-after") == (None if changed else [1])
+        assert folder.with_name("seed-0.unfinished-1").exists() == changed
+    assert "starts from the beginning: it belongs to a run with other settings: " in caplog.text
+    assert "learning-rate=0.1, now 0.3" in caplog.text
+
+
+def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(study: Study, tmp_path: Path, caplog) -> None:
+    out = tmp_path / "out"
+    table = sweep(study, out)
+    changed = TEXT.replace("learning-rate: 0.2", "learning-rate: 0.25")
+    changed = changed.replace("two classes: {", "two classes: {eval-every: 1, ")  # the default, written out
+    former = (out / "FedAvg/iid/seed-0/summary.json").read_bytes()
+    sweep(load_study(written(tmp_path, changed)), out, follower=(noted := Noted()))
+    assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
+    assert (out / "FedAvg/iid/seed-0.earlier-1/summary.json").read_bytes() == former
+    assert (
+        "FedAvg/iid/seed-0 is repeated, its settings are not the study's: learning-rate=0.2, now 0.25"
+        in caplog.messages
+    )
+    # Places and timeouts make no other run, and the reference's own tests are no change.
+    assert sweep(study, out, follower=(noted := Noted())) == table
+    assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
+    again = load_study(written(tmp_path, TEXT), ["round-timeout=9", "tensorboard=false", "checkpoint-every=3"])
+    noted = Noted()
+    assert sweep(again, out, follower=noted) == table
+    reference = "{name: r, base: {num-server-rounds: 1, eval-on: personal-own}, methods: {C: {strategy: centralized}}}"
+    for _ in range(2):
+        sweep(load_study(written(tmp_path, reference)), tmp_path / "reference", follower=noted)
+    assert noted.begun == ["C/all/seed-0"]
+
+
+def test_two_sweeps_cannot_write_one_folder(study: Study, tmp_path: Path) -> None:
+    with lock_folder(tmp_path / "out"), pytest.raises(ConfigError, match="another process is still writing this study"):
+        sweep(study, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def check_tables(study: Study, out: Path) -> None:
+    """Mean, sample standard deviation and the paper's number, from the summaries."""
+    with (out / "table.csv").open() as file:
+        rows = {(row["method"], row["split"]): row for row in csv.DictReader(file)}
+    assert list(rows) == [("FedAvg", "iid"), ("FedAvg", "two classes"), ("FedBN/own", "two classes")]
+    for (method, split), row in rows.items():
+        folders = [cell.folder(out) for cell in study.cells() if (cell.method, cell.split) == (method, split)]
+        summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+        final = [100 * summary["final"][summary["headline"]] for summary in summaries]
+        assert float(row["mean"]) == statistics.fmean(final)
+        assert float(row["std"]) == pytest.approx(abs(final[0] - final[1]) / 2**0.5)
+        assert (row["runs"], float(row["rounds"])) == ("2", 1)
+        traffic = summaries[0]["ledger"]
+        assert float(row["megabytes"]) == (traffic["bytes-down"] + traffic["bytes-up"]) / 2**20
+        assert row["metric"] == ("personal-own-accuracy" if method == "FedBN/own" else "test-accuracy")
+        assert row["paper"] == ("91.35" if (method, split) == ("FedAvg", "iid") else "")
+    lines = (out / "table.md").read_text().splitlines()
+    assert lines[0] == "# small"
+    mean, std = float(rows["FedAvg", "iid"]["mean"]), float(rows["FedAvg", "iid"]["std"])
+    assert f"{mean:.2f} ± {std:.2f}" in lines[4]
+    assert lines[4].endswith(f"| 2 | 91.35 | {mean - 91.35:+.2f} |")
+    assert image.imread(io.BytesIO((out / "curves.png").read_bytes())).shape == (400, 1000, 4)
+
+
+def test_a_failed_run_is_recorded_and_tried_again(study: Study, tmp_path: Path, monkeypatch) -> None:
+    real, out = one_run.run, tmp_path / "out"
+
+    def one_fails(config, folder, *arguments):
+        if folder == out / "FedAvg/iid/seed-1":
+            raise ZeroDivisionError("out of luck")
+        return real(config, folder, *arguments)
+
+    monkeypatch.setattr(one_run, "run", one_fails)
+    with pytest.raises(RunFailedError, match="1 of 6 runs failed or diverged: FedAvg/iid/seed-1") as caught:
+        sweep(study, out, follower=(noted := Noted()))
+    assert [name for name, error in noted.ended.items() if error] == ["FedAvg/iid/seed-1"]
+    assert "| 1, 1 failed |" in caught.value.result
+    failure = json.loads((out / "FedAvg/iid/seed-1/failed.json").read_text())
+    assert (failure["error"], failure["type"]) == ("out of luck", "ZeroDivisionError")
+    assert "one_fails" in failure["traceback"]
+    statuses = [json.loads(line)["status"] for line in (out / "results.jsonl").read_text().splitlines()]
+    assert sorted(statuses) == ["failed", *["finished"] * 5]
+    monkeypatch.setattr(one_run, "run", real)
+    sweep(study, out, follower=(noted := Noted()))
+    assert noted.begun == ["FedAvg/iid/seed-1"]
+    assert sorted(path.name for path in (out / "FedAvg/iid").iterdir()) == ["seed-0", "seed-1"]
+
+
+def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(study, tmp_path: Path, monkeypatch) -> None:
+    """A full disk and a lock are no reason to begin a run anew: its checkpoints are good."""
+    out, cell = tmp_path / "out", next(study.cells())
+    folder = cell.folder(out)
+    (folder / "checkpoint").mkdir(parents=True)
+    with lock_folder(folder):
+        assert "another process is still writing this run" in do_cell(cell, out, "in-process")
+    assert [path.name for path in folder.parent.iterdir()] == ["seed-0"], "nothing was renamed"
+
+    def full(*arguments):
+        raise ConfigError("no space left on device")
+
+    monkeypatch.setattr(one_run, "changed", lambda config, folder: "")
+    monkeypatch.setattr(one_run, "run", full)
+    assert do_cell(cell, out, "in-process") == "no space left on device"
+    assert [path.name for path in folder.parent.iterdir()] == ["seed-0"]
+
+
+def test_data_that_cannot_be_split_is_an_error_before_any_run(study: Study, tmp_path: Path) -> None:
+    many = load_study(written(tmp_path, TEXT), ["num-clients=900"])
+    with pytest.raises(ConfigError, match=r"FedBN/own/two classes/seed-0: .*leaves clients without examples"):
+        sweep(many, tmp_path / "out", follower=(noted := Noted()))
+    assert noted.begun == []
+
+
+def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_ones(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    rows = [f"{k},{k * k % 7},{k % 2}" for k in range(20)]
+    table.write_text("\n".join(["a,b,y", *rows]) + "\n")
+    base = {"dataset": f"csv:{table}", "label-column": "y", "num-clients": 2, "num-server-rounds": 1, "local-steps": 1}
+    small = {"name": "own", "base": {**base, "batch-size": 4}, "methods": {"FedAvg": {"strategy": "fedavg"}}}
+
+    def loaded(seeds: list[int]) -> Study:
+        return load_study(written(tmp_path, json.dumps({**small, "seeds": seeds})))
+
+    sweep(loaded([0]), tmp_path / "out")
+    table.write_text("\n".join(["a,b,y", *rows[:-1]]) + "\n")
+    sweep(loaded([0]), tmp_path / "out")  # nothing is left to do
+    with pytest.raises(ConfigError, match=r"1 finished runs of the study in .*FedAvg/all/seed-0\) are of other data"):
+        sweep(loaded([0, 1]), tmp_path / "out")
+
+
+@pytest.mark.simulation
+def test_runs_in_parallel_have_the_bits_of_runs_in_series(study: Study, tmp_path: Path, monkeypatch, caplog) -> None:
+    changed = TEXT.replace("seeds: [0, 1]", "seeds: [0]").replace("FedAvg: {", "FedAvg: {fraction-train: 0.1, ")
+    study = load_study(written(tmp_path, changed))
+    tables = [sweep(study, tmp_path / "series")]
+    monkeypatch.chdir(tmp_path)
+    tables.append(sweep(study, Path("parallel"), in_parallel(2, 8.0), noted := Noted()))
+    assert tables[0] == tables[1]
+    same = [(tmp_path / name / "results.jsonl").read_bytes() for name in ("series", "parallel")]
+    assert same[0] == same[1]
+    assert sorted(noted.ended.items()) == [(cell.name, "") for cell in sorted(study.cells(), key=lambda c: c.name)]
+    assert set(noted.rounds) <= {(cell.name, 1) for cell in study.cells()}
+    need = memory_need(next(study.cells()).config)
+    with pytest.raises(ConfigError, match=r"the memory for runs is 0\.5 GiB, and 3 run"):
+        sweep(study, tmp_path / "small", in_parallel(2, 0.5))
+    assert need > 2**29
+
+
+@pytest.mark.parametrize("earlier", [0, 3])
+def test_a_run_that_is_watched_tells_its_first_lines(earlier: int, study: Study, tmp_path: Path) -> None:
+    """Those written before the first look, of a run that begins or goes on; those of the former try are not new."""
+    cell, noted = next(study.cells()), Noted()
+    lines = [json.dumps({"round": number}) + "\n" for number in range(1, 6)]
+    (folder := cell.folder(tmp_path)).mkdir(parents=True)
+    if earlier:
+        (folder / "config.yaml").write_text("earlier")
+        (folder / "metrics.jsonl").write_text("".join(lines[:earlier]))
+    watched = _Watched(cell, folder, noted)
+    watched.look()
+    assert noted.begun == []
+    (folder / "config.yaml").write_text("now")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(lines[earlier:])
+    watched.look()
+    assert noted.rounds == [(cell.name, number) for number in range(earlier + 1, 6)]
+
+
+def test_a_run_that_begins_again_in_a_new_folder_is_watched_from_its_first_line(study: Study, tmp_path: Path) -> None:
+    """The former folder was renamed between two looks."""
+    cell, noted = next(study.cells()), Noted()
+    lines = [json.dumps({"round": number}) + "\n" for number in range(1, 6)]
+    for config, rounds in (("earlier", 5), ("now", 3)):
+        (folder := cell.folder(tmp_path)).mkdir(parents=True)
+        (folder / "config.yaml").write_text(config)
+        (folder / "metrics.jsonl").write_text("".join(lines[:rounds]))
+        if config == "earlier":
+            watched = _Watched(cell, folder, noted)
+            folder.rename(folder.with_name("former"))
+    watched.look()
+    assert noted.rounds == [(cell.name, number) for number in (1, 2, 3)]
+
+
+def test_damaged_lines_of_a_former_try_do_not_end_the_watch(study: Study, tmp_path: Path) -> None:
+    cell = next(study.cells())
+    (folder := cell.folder(tmp_path)).mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("damaged\n")
+    _Watched(cell, folder, Noted()).look()
+
+
+KILLER = """
+import os, signal
+from pathlib import Path
+from torch import nn
+
+def net(num_classes, channels, size):
+    if Path("fatal").exists() and os.getpid() != int(Path("fatal").read_text()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    inputs = channels * size * size
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
+"""
+
+
+@pytest.mark.simulation
+def test_a_process_that_is_killed_is_recorded_and_the_other_runs_go_on(tmp_path: Path, monkeypatch) -> None:
+    base = {"num-clients": 2, "num-server-rounds": 1, "local-steps": 1, "batch-size": 8}
+    methods = {"dies": {"model": "sweep_killer:net"}, "lives": {}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump({"name": "kill", "base": base, "methods": methods}))
+    (tmp_path / "sweep_killer.py").write_text(KILLER)
+    (tmp_path / "fatal").write_text(str(os.getpid()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    study, out = load_study(tmp_path / "study.yaml"), tmp_path / "out"
+    with pytest.raises(RunFailedError, match="1 of 2 runs failed or diverged: dies/all/seed-0"):
+        sweep(study, out, in_parallel(2, 8.0), noted := Noted())
+    assert noted.ended["dies/all/seed-0"].startswith("its process ended: ")
+    assert noted.ended["lives/all/seed-0"] == ""
+    assert json.loads((out / "dies/all/seed-0/failed.json").read_text())["type"] == "WorkerCrashedError"
+    (tmp_path / "fatal").unlink()
+    sweep(study, out, follower=(noted := Noted()))
+    assert noted.ended == {"dies/all/seed-0": ""}
+
+
+def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None:
+    for name in ("..", ".", "a/../..", "a//b"):
+        folder = Cell(name, "all", 0, {}, {}).folder(tmp_path)
+        assert ".." not in folder.relative_to(tmp_path).parts
+        assert len(folder.relative_to(tmp_path).parts) == name.count("/") + 3
+    study = tmp_path / "study.yaml"
+    study.write_text('name: dots\nmethods: {"..": {}, "__": {}}\n')
+    with pytest.raises(ConfigError, match=r"'\.\.' on split 'all' and method '__' on split 'all' would share the"):
+        load_study(study)
+
+
+def test_names_that_share_a_folder_are_refused(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    study.write_text('name: twins\nmethods: {"M=1 a": {}, "M=1_a": {}}\n')
+    with pytest.raises(ConfigError, match="'M=1 a' on split 'all' and method 'M=1_a' on split 'all' would share the"):
+        load_study(study)
+    study.write_text("name: twins\nmethods: {A: {}, A/b: {}}\nsplits: {b/c: {}, c: {partition: iid}}\n")
+    with pytest.raises(ConfigError, match="'A/b' on split 'c' would share the folder A/b/c/seed-0"):
+        load_study(study)
+
+
+def test_a_seed_among_the_settings_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    study.write_text(
+        "name: seeds\nbase: {seed: 7}\nmethods: {A: {}, B: {seed: 3}}\n"
+        "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        load_study(study)
+    said = str(raised.value)
+    assert all(f"{what}: seed has no effect here; list the seeds under" in said for what in ("base", "methods.B"))
+    assert "tune.grid: seed has no effect here; list the seeds under tune.seeds" in said
+
+
+def test_equal_points_of_a_grid_are_found_however_they_are_written(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    grid = "tune: {grid: {learning-rate: [1e-2, 0.01, 0.1]}, base: {validation-share: 0.2}}\n"
+    study.write_text(f"name: grid\nmethods: {{A: {{}}}}\n{grid}")
+    with pytest.raises(ConfigError, match=r"grid: learning-rate: 0\.01 is listed twice"):
+        load_study(study)
+
+
+def test_the_tables_of_a_repeated_run_have_its_new_results(study: Study, tmp_path: Path, monkeypatch) -> None:
+    """Tables are drawn between the runs, too, when the former results are still in the folders."""
+    monkeypatch.setattr(module, "_BETWEEN_TABLES", 0.0)
+    sweep(study, tmp_path / "out")
+    other = study.model_copy(update={"base": {**study.base, "local-steps": 3}})
+    first = next(iter(other.cells()))
+    assert not is_done(first, tmp_path / "out")
+    files = StudyResults(other, tmp_path / "out")
+    assert files.rows() == [], "these are results of other settings"
+    sweep(other, tmp_path / "out")
+    rows = json.loads(f"[{','.join((tmp_path / 'out/results.jsonl').read_text().splitlines())}]")
+    for cell, row in zip(other.cells(), rows, strict=True):
+        assert row["sha256"] == summary_of(cell.folder(tmp_path / "out"))["sha256"]
+
+
+def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(study: Study, tmp_path: Path) -> None:
+    """The tables beside ``study.yaml`` are those of its settings, also before the first run has ended."""
+
+    def stopped(*_: object) -> Generator[tuple[Cell, str]]:
+        raise KeyboardInterrupt
+        yield
+
+    out = tmp_path / "out"
+    sweep(study, out)
+    (out / "tuning.md").write_text("of a former study with tune\n")
+    other = study.model_copy(update={"base": {**study.base, "local-steps": 3}})
+    with pytest.raises(KeyboardInterrupt):
+        sweep(other, out, runner=stopped)
+    assert (out / "results.jsonl").read_text() == ""
+    assert not (out / "comparisons.md").exists()
+    assert not (out / "tuning.md").exists()
+    assert all(StudyResults(other, out).history(cell) == [] for cell in other.cells()), "nor curves"
+    with pytest.raises(KeyboardInterrupt):  # trials: what is there is of the settings that it names
+        sweep(other.model_copy(update={"tune": Tuning(grid={"local-steps": [1]})}), out, runner=stopped)
+    assert "tune" not in (out / "study.yaml").read_text()
+
+
+def test_what_is_damaged_is_named_or_repeated(study: Study, tmp_path: Path, caplog) -> None:
+    out = tmp_path / "out"
+    sweep(study, out)
+    first, second = (out / f"FedAvg/iid/seed-{seed}" for seed in (0, 1))
+    (first / "config.yaml").write_text("strategy: [fedavg")
+    assert not is_done(next(study.cells()), out), "nobody knows its settings"
+    assert (
+        sweep(study, out, follower=(noted := Noted()))
+        == (out / "table.md").read_text() + "\n" + (out / "comparisons.md").read_text()
+    )
+    assert noted.begun == ["FedAvg/iid/seed-0"]
+    lines = (second / "metrics.jsonl").read_text()
+    (second / "metrics.jsonl").unlink()
+    caplog.clear()
+    row = table_rows(aimed := study.model_copy(update={"target": 0.0}), (rows := StudyResults(aimed, out).rows()))[0]
+    assert [row["best"] is None for row in rows if row["split"] == "iid"] == [False, True]
+    assert (row["runs"], row["reached"]) == (2, None), "its final result is known"
+    assert [m for m in caplog.messages if "seed-1/metrics.jsonl has 0 of 1 rounds" in m]
+    (second / "metrics.jsonl").write_text(f"{{\n{lines}")
+    with pytest.raises(
+        StateError, match=r"seed-1/metrics\.jsonl, line 1, is damaged: Expecting .*or remove the run's f"
+    ):
+        sweep(study, out)
+    (second / "metrics.jsonl").write_text(lines)
+    (second / "summary.json").write_text("[]")
+    with pytest.raises(StateError, match=r"seed-1/summary\.json is damaged: it holds no mapping"):
+        sweep(study, out)
+
+
+def test_the_folder_of_a_run_or_of_another_study_is_refused(study: Study, tmp_path: Path) -> None:
+    (out := tmp_path / "out").mkdir()
+    (out / "study.yaml").write_text("name: other")
+    with pytest.raises(ConfigError, match=r"out=.* has the study 'other', whose tables those of 'small' would replace"):
+        sweep(study, out)
+    (out / "study.yaml").rename(out / "config.yaml")
+    with pytest.raises(ConfigError, match=r"out=.* is the folder of a run; choose another folder for a study"):
+        sweep(study, out)
+    assert [path.name for path in out.iterdir()] == ["config.yaml"]
+
+
+def test_a_full_disk_ends_no_run_and_is_named(study: Study, tmp_path: Path, monkeypatch, caplog) -> None:
+    def full(_: StudyResults) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_BETWEEN_TABLES", 0.0)
+    monkeypatch.setattr(module, "write_tables", full)
+    with pytest.raises(EngineError, match=r"out=.* cannot be written: .*No space.*and give the same command again"):
+        sweep(study, tmp_path / "out")
+    assert all(is_done(cell, tmp_path / "out") for cell in study.cells())
+    assert sum("No space left" in message for message in caplog.messages) == 6
+
+
+def test_a_papers_number_that_stands_beside_no_result_is_named(study: Study, tmp_path: Path, caplog) -> None:
+    papers = {"FedAvg/iid": 91.35, "FedBN/own/iid": 92.0, "FedAvg/two classes": {"amazon": 60.0}}
+    sweep(study.model_copy(update={"paper": papers}), tmp_path / "out")
+    assert "paper: no result stands beside the numbers of FedBN/own/iid, FedAvg/two classes" in caplog.messages
+
+
+def test_a_refused_study_leaves_that_of_the_folder(study: Study, tmp_path: Path) -> None:
+    sweep(study, tmp_path / "out")
+    before = (tmp_path / "out/study.yaml").read_text()
+    absent = {"dataset": "mnist", "data-dir": str(tmp_path / "nowhere")}
+    other = study.model_copy(update={"base": {**study.base, **absent}})
+    with pytest.raises(ConfigError, match="nowhere"):
+        sweep(other, tmp_path / "out")
+    assert (tmp_path / "out/study.yaml").read_text() == before

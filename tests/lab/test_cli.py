@@ -1,0 +1,446 @@
+"""The command line: exit codes, help with examples, lists, inspect, run and sweep."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner
+
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.cli.console import Bar, EngineChoice, bars, complaints, progress
+from fedbn_flwr.lab.cli.evaluate import PartChoice
+from fedbn_flwr.lab.cli.listing import Kind
+from fedbn_flwr.lab.cli.sweep import Display
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import DATASETS, KINDS, PARTITIONS
+from fedbn_flwr.lab.finished_runs.evaluate import DataPart
+from fedbn_flwr.lab.models import MODELS
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs import run as run_module
+from fedbn_flwr.norms import NORMS
+from fedbn_flwr.strategies import STRATEGIES
+
+COMMANDS = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+SMALL = ["--set", "num-clients=2", "--set", "num-server-rounds=2", "--set", "local-steps=1", "--set", "batch-size=4"]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+# --- help and usage --------------------------------------------------------------------------------------------------
+
+
+def test_the_commands() -> None:
+    assert COMMANDS == ["run", "sweep", "report", "doctor", "list", "inspect", "partition", "evaluate", "export"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_that_parses(command: str) -> None:
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    (example,) = [line.strip() for line in result.output.splitlines() if "Example: " in line]
+    words = example.removeprefix("Example: ").split()
+    assert words[:2] == ["fedbn-flwr", command]
+    parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    parsed.make_context(command, words[2:], resilient_parsing=False)
+
+
+def test_the_file_of_the_sweep_example_exists() -> None:
+    (path,) = [word for word in call("sweep", "--help").output.split() if word.endswith(".yaml")]
+    assert (Path(__file__).parents[2] / path).is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run", "--engine", "cloud"], ["list"], ["list", "strategy"], ["sweep"], ["fly"], ["run", "--sett", "a=1"]],
+)
+def test_bad_usage_ends_with_2(arguments: list[str]) -> None:
+    assert call(*arguments).exit_code == 2
+
+
+def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:
+    script = Path(sys.executable).parent / "fedbn-flwr"
+    bad = subprocess.run([script, "run", "--set", "sed=1"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == "unknown key 'sed'. Did you mean 'seed'?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- list and inspect ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("strategies", [*STRATEGIES, "centralized"]),
+        ("norms", [*NORMS]),
+        ("models", [*MODELS]),
+        ("datasets", [*DATASETS, *(form.split(",")[0] for form in KINDS.values())]),
+        ("partitions", [*PARTITIONS]),
+    ],
+)
+def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
+    result = call("list", kind)
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert [line.split()[0] for line in lines] == names
+    assert all(len(line.split("  ")) >= 3 for line in lines), "name, what, source"
+
+
+def test_every_kind_is_listed_above() -> None:
+    assert {kind.value for kind in Kind} == {"strategies", "norms", "models", "datasets", "partitions"}
+    assert {engine.value for engine in EngineChoice} == set(get_args(run_module.Engine))
+    assert {part.value for part in PartChoice} == set(get_args(DataPart))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inspect(strategy: str) -> None:
+    chosen = ["--model", "resnet20", "--strategy", strategy, "--num-clients", "5"]
+    if strategy == "fedwon":  # refuses a model with BatchNorm, and has none to show
+        assert call("inspect", *chosen).exit_code == 2
+        assert (
+            "resnet20 (norm=wsconv), fedwon, 5 clients: 0 BN layers"
+            in call("inspect", *chosen, "--norm", "wsconv").output
+        )
+        return
+    result = call("inspect", *chosen)
+    assert result.exit_code == 0
+    assert f"resnet20 (norm=batch), {strategy}, 5 clients: 19 BN layers" in result.output
+    assert "layer3.2.norm2" in result.output
+    assert "271,098" in result.output
+    assert "1,376" in result.output
+    kept = result.output.count("stays with the client")
+    assert kept == len(STRATEGIES[strategy].local)
+
+
+def test_inspect_shows_the_papers_megabytes() -> None:
+    tens = ("--set", "num-clients=10", "--dataset", "digits")
+    assert "6.2049" in call("inspect").output
+    result = call("inspect", "--norm", "group")
+    assert "6.1734" in result.output
+    assert "269,722" in result.output
+    assert "fedavg, 2 clients" in call("inspect", "--model", "mlp", "--set", "fraction-train=0.25", *tens).output
+    quiet = call("inspect", "--no-layers").output
+    assert "layer3.2.norm2" not in quiet
+
+
+def test_inspect_takes_strategy_and_clients_by_set_too() -> None:
+    one = call("inspect", "--model", "mlp", "--dataset", "digits", "--strategy", "fedbn", "--num-clients", "20").output
+    other = call(
+        "inspect", "--model", "mlp", "--dataset", "digits", "--set", "strategy=fedbn", "--set", "num-clients=20"
+    )
+    assert one == other.output
+    assert "fedbn, 20 clients" in one
+    assert "stays with the client" in one
+
+
+def test_inspect_warns_if_a_run_is_refused() -> None:
+    result = call("inspect", "--norm", "group", "--strategy", "silobn")
+    assert result.exit_code == 0
+    assert "warning: strategy 'silobn' needs BatchNorm; the model has none: a run is refused" in result.output
+
+
+def test_inspect_warns_of_a_freeze_that_never_comes() -> None:
+    result = call("inspect", "--strategy", "fixbn", "--set", "freeze-at=30", "--set", "lr-decay-at=20")
+    assert "warning: lr-decay-at=20: the run has 20 rounds; only a resumed run may reach it" in result.output
+    assert "warning: fixbn: freeze-at=30 means after round 30, and the run has 20: BN is never frozen" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "fedbnn"], "unknown strategy 'fedbnn'. Did you mean 'fedbn'?"),
+        (["--model", "resnet18"], "unknown model 'resnet18'. Did you mean 'torchvision:resnet18'?"),
+        (["--norm", "grup"], "unknown norm 'grup'. Did you mean 'group'?"),
+        (["--num-clients", "0"], "num-clients"),
+    ],
+)
+def test_inspect_refuses(arguments: list[str], message: str) -> None:
+    result = call("inspect", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+# --- partition -------------------------------------------------------------------------------------------------------
+
+
+def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("{partition: classes, classes-per-client: 3, num-clients: 9}")
+    result = call("partition", str(path), "--set", "num-clients=4")
+    assert result.exit_code == 0, result.output
+    title, head, *rows = result.output.strip().splitlines()
+    assert title == "training examples by class"
+    assert head.split() == ["client", *map(str, range(10)), "all"]
+    split = partitioned_data(Config.make({"partition": "classes", "classes-per-client": 3}), 4)
+    for client, (row, own) in enumerate(zip(rows[:-1], split.train, strict=True)):
+        classes = [int((split.dataset.train.targets[own] == label).sum()) for label in range(10)]
+        assert row.split() == [str(client), *map(str, classes), str(len(own))]
+        assert sum(map(bool, classes)) == 3
+
+
+def test_partition_shows_the_warnings_of_a_run(tmp_path: Path) -> None:
+    lacking = call("partition", "--set", "num-clients=3", "--set", "classes-per-client=2", "--set", "partition=classes")
+    assert "warning: 4 of 10 classes have no client (2, 5, 8, 9): their 571 training examples are not used" in (
+        lacking.output
+    )
+    (tmp_path / "t.csv").write_text("one,x,y\n" + "".join(f"1,{k},{k % 2}\n" for k in range(40)))
+    own = {"dataset": f"csv:{tmp_path / 't.csv'}", "label-column": "y", "num-clients": "2", "partition": "iid"}
+    result = call("partition", *(part for key, value in own.items() for part in ("--set", f"{key}={value}")))
+    assert result.output.count("warning: ") == 1
+    assert "warning: the same value in all training examples: one; leave it out\n" in result.output
+
+
+def test_partition_shows_domains_and_makes_a_client_of_each() -> None:
+    result = call("partition", "--set", "dataset=digits-domains", "--set", "partition=natural")
+    tables = result.output.split("training examples by ")
+    assert [table.split()[0] for table in tables[1:]] == ["class", "group"]
+    head, *rows = [line.split() for line in tables[2].strip().splitlines()[1:]]
+    assert head == ["client", "inverted", "blurred", "noisy", "coloured", "rotated", "all"]
+    for client, row in enumerate(rows[:5]):
+        assert [i for i, count in enumerate(row[1:-1]) if count != "0"] == [client]
+
+
+def test_partition_draws_a_png_and_never_overwrites_it(tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "split.png"
+    arguments = ["partition", "--set", "num-clients=3", "--out", str(picture)]
+    result = call(*arguments)
+    assert result.output.splitlines()[-1] == f"picture: {picture}"
+    drawn = picture.read_bytes()
+    with Image.open(picture) as image:
+        assert image.format == "PNG"
+    again = call(*arguments, "--set", "seed=1")
+    assert again.exit_code == 2
+    assert f"out='{picture}' is there; results are never overwritten. Choose another file." in again.stderr
+    assert picture.read_bytes() == drawn
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["partition=naturl"], "unknown partition 'naturl'. Did you mean 'natural'?"),
+        (["partition=natural"], "partition 'natural' needs a data set with groups"),
+        (
+            ["dataset=digits-domains", "partition=natural", "num-clients=4"],
+            "5 groups with training examples (inverted, blurred, noisy, coloured, rotated); num-clients=4. Use "
+            "num-clients=5.",
+        ),
+        (
+            ["dataset=digits-domains", "partition=domain", "num-clients=4"],
+            "num-clients=4 is fewer than the 5 domains (inverted, blurred, noisy, coloured, rotated). Use 5 or more.",
+        ),
+    ],
+)
+def test_partition_refuses(settings: list[str], message: str) -> None:
+    result = call("partition", *(argument for setting in settings for argument in ("--set", setting)))
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+# --- run and sweep ---------------------------------------------------------------------------------------------------
+
+
+def test_run_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("{strategy: fedbn, num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}")
+    result = call("run", str(path), "--set", "num-server-rounds=2", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert f"results: {tmp_path / 'out'}" in result.stdout
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["strategy"], summary["rounds"]) == ("fedbn", 2)
+    assert f"{summary['final']['personal-own-accuracy']:.4f}" in result.stdout
+    assert summary["model-note"].startswith("model.safetensors has no affine, statistics, counters entries")
+    assert summary["model-note"] in result.stdout
+
+
+def test_out_in_the_config_and_by_default(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("run", *SMALL, "--set", "out=mine").exit_code == 0
+    assert (tmp_path / "mine" / "summary.json").is_file()
+    assert call("run", *SMALL).exit_code == 0
+    (made,) = (tmp_path / "runs").iterdir()
+    assert made.name.endswith("-fedavg")
+
+
+def test_a_failed_run_ends_with_1(tmp_path: Path, monkeypatch) -> None:
+    def fails(*_):
+        raise EngineError("the federation fell over")
+
+    monkeypatch.setattr(run_module, "run", fails)
+    result = call("run", *SMALL, "--out", str(tmp_path / "out"))
+    assert (result.exit_code, result.stderr.strip().splitlines()[-1]) == (1, "the federation fell over")
+
+
+def interrupt_in_round(number: int, monkeypatch) -> None:
+    """Ctrl-C while this round's line is shown."""
+
+    def pressed(line: Mapping[str, Any]) -> None:
+        if line["round"] == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bar, "__call__", lambda self, line: pressed(line))
+    monkeypatch.setattr(Display, "begin", lambda self, cell: pressed if cell.method == "B" else None)
+
+
+def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkeypatch) -> None:
+    out = tmp_path / "my run"
+    interrupt_in_round(3, monkeypatch)
+    rounds = ["--set", "num-server-rounds=5", "--set", "num-clients=2", "--set", "local-steps=1"]
+    result = call("run", *rounds, "--set", "checkpoint-every=2", "--out", str(out))
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-2:] == [
+        f"interrupted. Saved in {out}: the results of round 3 of 5, and a checkpoint of round 2.",
+        f"Go on from there: fedbn-flwr run --out '{out}' --resume",
+    ]
+    monkeypatch.undo()
+    assert call("run", "--out", str(out), "--resume").exit_code == 0
+    assert json.loads((out / "summary.json").read_text())["resumed-after"] == [2]
+    interrupt_in_round(1, monkeypatch)
+    result = call("run", *rounds, "--set", "checkpoint-every=0", "--out", str(tmp_path / "bare"))
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-2:] == [
+        f"interrupted. Saved in {tmp_path / 'bare'}: the results of round 1 of 5, and no checkpoint.",
+        "It cannot be continued: start a new run in another folder.",
+    ]
+
+
+def test_an_interrupted_reference_goes_on(tmp_path: Path, monkeypatch) -> None:
+    out, settings = str(tmp_path / "reference"), ["--set", "strategy=centralized", "--set", "num-server-rounds=3"]
+    interrupt_in_round(2, monkeypatch)
+    result = call("run", *settings, "--set", "local-steps=1", "--out", out)
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-1] == f"Go on from there: fedbn-flwr run --out {out} --resume"
+    monkeypatch.undo()
+    assert call("run", "--out", out, "--resume").exit_code == 0
+    assert "resumed-after" in json.loads((tmp_path / "reference/summary.json").read_text())
+
+
+def stopped(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_sweep_says_how_many_runs_are_done(tmp_path: Path, monkeypatch) -> None:
+    study = tmp_path / "study.yaml"
+    base = "{num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4}"
+    study.write_text(f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy: fedbn}}}}\n")
+    with monkeypatch.context() as patch:  # before the folder has anything
+        patch.setattr("fedbn_flwr.lab.studies.sweep.sweep", stopped)
+        result = call("sweep", str(study), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 130
+    assert f"interrupted. Finished in {tmp_path / 'out'}: 0 of 2 runs.\n" in result.stderr
+    interrupt_in_round(1, monkeypatch)
+    result = call("sweep", str(study), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-2:] == [
+        f"interrupted. Finished in {tmp_path / 'out'}: 1 of 2 runs.",
+        "The same command goes on with the others, and with an unfinished run from its last checkpoint.",
+    ]
+
+
+def test_an_interrupted_sweep_that_tunes_counts_the_runs_with_what_was_chosen(tmp_path: Path, monkeypatch) -> None:
+    (study := tmp_path / "study.yaml").write_text(
+        "name: t\nbase: {num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4}\n"
+        "methods: {A: {strategy: fedavg}}\nseeds: [0]\n"
+        "tune: {grid: {learning-rate: [0.3, 0.01]}, base: {validation-share: 0.2}}\n"
+    )
+    command = ("sweep", str(study), "--out", str(tmp_path / "out"))
+    other = call(*command, "--method", "B", "--seed", "1")
+    assert (other.exit_code, other.stderr.count("study 't' has")) == (2, 2)
+    assert call(*command, "--method", "A").exit_code == 0
+
+    monkeypatch.setattr("fedbn_flwr.lab.studies.sweep.sweep", stopped)
+    assert ": 3 of 3 runs.\n" in call(*command).stderr, "with the learning rate that was chosen"
+    next((tmp_path / "out/tune").rglob("summary.json")).unlink()
+    assert ": 1 of 2 trials of tune, before the runs.\n" in call(*command).stderr
+
+
+def test_square_brackets_in_a_name_are_no_markup(capsys) -> None:
+    with bars() as shown:
+        shown.add_task("FedAvg [/x]", total=1, shown="[bold]")
+    assert "FedAvg [/x]" in capsys.readouterr().err
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The seconds that the progress bars read."""
+    now = [0.0]
+    monkeypatch.setattr(complaints, "get_time", lambda: now[0])
+    return now
+
+
+def test_the_remaining_time_of_rounds_that_take_minutes(clock: list[float]) -> None:
+    with progress(10, "slow") as bar:
+        for server_round in (5, 6, 7):  # resumed
+            clock[0] += 400
+            bar({"round": server_round})
+        (task,) = bar._progress.tasks
+        assert task.time_remaining == 3 * 400
+
+
+def test_the_remaining_time_of_a_sweep_leaves_out_rounds_that_were_done_before_or_never_will_be(
+    clock: list[float],
+) -> None:
+    config = SimpleNamespace(num_server_rounds=10, learning_task=lambda: SimpleNamespace(score="accuracy"))
+    cells = [SimpleNamespace(name=name, trial="", config=config) for name in ("resumed", "whole")]
+    with bars() as shown:
+        display = Display(shown, "study")
+        display.plan(cells, cells)
+        everything = shown.tasks[0]
+        for cell, rounds, error in zip(cells, [(5, 6, 7), (1, 2)], ["fell over", ""], strict=True):
+            move = display.begin(cell)
+            for server_round in rounds:
+                clock[0] += 400
+                move({"round": server_round})
+            left = {"resumed": 3 + 10, "whole": 8}[cell.name]
+            assert (everything.remaining, everything.time_remaining) == (left, 400 * left)
+            display.end(cell, error)
+        assert everything.finished
+
+
+def test_an_interrupted_command_ends_with_130(monkeypatch) -> None:
+    def pressed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Config, "load", pressed)
+    result = call("partition")
+    assert (result.exit_code, result.stderr.strip()) == (130, "interrupted")
+
+
+def test_sweep(tmp_path: Path) -> None:
+    study = tmp_path / "study.yaml"
+    base = "{num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}"
+    study.write_text(f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy: fedbn}}}}\n")
+    out = tmp_path / "out"
+    result = call("sweep", str(study), "--set", "num-server-rounds=1", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert (out / "table.md").read_text().strip() in result.stdout
+    assert "1/2 A/all/seed-0: loss " in result.stderr
+    several = ["--parallel", "2"]
+    for wrong in (["--ray-address", "127.0.0.1:6379", *several], ["--engine", "simulation", *several]):
+        refused = call("sweep", str(study), "--out", str(out), *wrong)
+        assert (refused.exit_code, "leave" in refused.stderr) == (2, True)
+    refused = call("sweep", str(study), "--out", str(out), "--parallel", "1", "--memory-gib", "2")
+    assert (refused.exit_code, "--memory-gib is for several runs" in refused.stderr) == (2, True)
+    assert json.loads((out / "A/all/seed-0/summary.json").read_text())["rounds"] == 1
+    study.write_text("name: wrong\nmethods: {A: {strategy: fedbnn}}\n")
+    refused = call("sweep", str(study), "--out", str(tmp_path / "other"))
+    assert refused.exit_code == 2
+    assert "A/all/seed-0: unknown strategy 'fedbnn'. Did you mean 'fedbn'?" in refused.stderr
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,303 @@
+"""``fedbn-flwr doctor``: runs with a planted fault, healthy runs, models with data, saved states."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torchvision.models import resnet18
+from typer.testing import CliRunner
+
+from fedbn_flwr.doctor import Finding, remedies
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, fitting, training_of
+from fedbn_flwr.lab.report.run import run_warnings
+from fedbn_flwr.lab.report.run_files import RunFiles
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.setup import make_model
+from tests.support.versioned import Versioned
+
+BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
+CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
+FEW = {
+    "label skew, E = 1": {"num-server-rounds": 20, "eval-every": 20, "watch-statistics": 2},
+    "feature-shifted domains": {"num-server-rounds": 1, "eval-every": 1, "local-steps": 10},
+    "batch size 2": {"num-server-rounds": 1, "eval-every": 1, "local-steps": 60},
+}
+"""Rounds that are enough to see the fault; the benchmark has more."""
+
+
+def call(*arguments: Any):
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def start(out: Path, **settings: Any) -> Path:
+    run(Config.make(settings), out, workers=0)
+    return out
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory) -> Path:
+    settings = {**CASES["label skew, E = 1"].settings, **FEW["label skew, E = 1"]}
+    return start(tmp_path_factory.mktemp("doctor") / "skewed", **settings)
+
+
+def test_label_skew_with_one_local_step(skewed: Path, tmp_path: Path) -> None:
+    done = call(skewed, "--json", "--out", tmp_path / "out", "--max-examples", 100)
+    assert done.exit_code == 0
+    found = json.loads(done.output)
+    assert found["findings"][0]["id"] == "label-skew"
+    assert found["findings"][0]["remedies"][0]["setting"] == "strategy=fedtan"
+    assert found["findings"][0]["numbers"]["local-steps"] == 1
+    history = found["measures"]["history"]
+    assert history["rounds"] == list(range(2, 21, 2))
+    assert list(history["local-l1"]) == ["0", "1", "2", "3", "4"]
+    assert all(value > max(history["change-l1"]) for row in history["local-l1"].values() for value in row)
+    assert history["window-variance"]["0"][0] is None
+    assert history["window-variance"]["0"][-1] > 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("doctor.json", "doctor.md", "distances.png", "history.png")
+    }
+    assert json.loads((tmp_path / "out/doctor.json").read_text()) == found
+    assert call(skewed, "--strict", "--max-examples", 100).exit_code == 1
+
+
+def test_what_the_report_warns_of_is_noted_and_a_divergence_found(skewed: Path, tmp_path: Path) -> None:
+    """A run that diverged may keep finite weights, and damaged lines of its statistics say nothing."""
+    folder = Path(shutil.copytree(skewed, tmp_path / "run"))
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "diverged-at": 3}))
+    line = {"diverged": ["train-loss of client 2 is inf"], "kept-previous": True, "rejected": ["NaN"]}
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[2] = json.dumps({**json.loads(lines[2]), **line})
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with (folder / "statistics.jsonl").open("a") as file:
+        file.write("{}\n")
+    found = diagnose_run(folder, 50)
+    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == ("diverged", "lower learning-rate")
+    assert found.findings[0].evidence == ["In round 3: train-loss of client 2 is inf."]
+    assert found.notes[: len(run_warnings(RunFiles.read(folder)))] == run_warnings(RunFiles.read(folder))
+    assert "Too few replies were usable in 1 rounds (the first is 3): the model stayed." in found.notes
+    assert found.measures["history"]["rounds"] == list(range(2, 21, 2))
+
+
+@pytest.mark.parametrize("name", ["feature-shifted domains", "batch size 2"])
+def test_a_planted_fault_and_its_remedy(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    found = diagnose_run(start(tmp_path / "run", **{**case.settings, **FEW[name]}), 200)
+    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (case.finding, case.remedy)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
+    short = {**HEALTHY, "num-server-rounds": 4, "eval-every": 4}
+    assert diagnose_run(start(tmp_path / "run", **short, seed=seed), 200).findings == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_found_in_ten_healthy_runs(seed: int, tmp_path: Path) -> None:
+    assert diagnose_run(start(tmp_path / "run", **HEALTHY, seed=seed)).findings == []
+
+
+def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
+    """A remedy that reads ``key=value ...`` is a config that can run; the others are calls or sentences."""
+    lists = [value for value in vars(remedies).values() if isinstance(value, list) and value != remedies.__all__]
+    lists += [remedies.label_skew(steps) for steps in (1, 2)]
+    keys = {field.alias or name for name, field in Config.model_fields.items()}
+    tried = set()
+    for setting in {remedy.setting for found in lists for remedy in found}:
+        pairs = [word.partition("=") for word in setting.split()]
+        if all(key in keys and value for key, _, value in pairs):
+            Config.make({key: yaml.safe_load(value) for key, _, value in pairs})
+            tried.add(pairs[0][0])
+    assert tried >= {"strategy", "norm", "batch-size", "recalibrate", "bn-momentum", "gradient-clip-norm"}
+
+
+ACCUSED = [Finding("a", "", [], {}, remedies.MISMATCH), Finding("b", "", [], {}, remedies.SMALL_BATCH)]
+EVERY = ["recalibrate=true", "bn-momentum=0.3", "strategy=fixbn lr-decay-at=freeze", "batch-size=16", "norm=group"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({}, []),
+        ({"recalibrate": True}, ["recalibrate=true"]),
+        ({"strategy": "staticbn"}, ["recalibrate=true", "bn-momentum=0.3", "norm=group"]),
+        ({"strategy": "fedbn"}, ["recalibrate=true", "norm=group"]),
+        ({"strategy": "centralized"}, ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze"]),
+        ({"batch-size": 0, "bn-momentum": 0.3}, ["batch-size=16", "bn-momentum=0.3"]),
+    ],
+)
+def test_remedies_that_the_run_has_or_cannot_take_are_left_out(settings: dict[str, Any], lost: list[str]) -> None:
+    run_settings = {"num-clients": 3} if settings.get("strategy") != "centralized" else {}
+    found = fitting(ACCUSED, Config.make({"dataset": "digits", "model": "mlp", **run_settings, **settings}))
+    left = {remedy.setting for finding in found for remedy in finding.remedies}
+    assert sorted({*EVERY} - left) == sorted(lost)
+    assert ("strategy=fedavg norm=group" in left) == ("norm=group" in lost), "FedBN refuses a model without BatchNorm"
+
+
+def test_a_remedy_whose_second_setting_does_not_fit_is_its_first() -> None:
+    config = Config.make({"dataset": "digits", "model": "mlp", "learning-rate-schedule": "cosine"})
+    assert fitting(ACCUSED[:1], config)[0].remedies[-1].setting == "strategy=fixbn"
+
+
+@pytest.mark.parametrize(
+    ("finding", "settings", "handled"),
+    [
+        ("label-skew", {"strategy": "fedtan", "local-steps": 1}, True),
+        ("label-skew", {"strategy": "fedtan", "local-steps": 5}, False),  # it synchronises the first of them alone
+        ("label-skew", {"strategy": "fedtan"}, False),
+        ("train-test-mismatch", {"recalibrate": True}, True),
+        ("train-test-mismatch", {"strategy": "staticbn"}, True),
+        ("train-test-mismatch", {"eval-on": "global,recalibrated"}, False),  # the first test is of the running ones
+    ],
+)
+def test_what_a_method_is_a_remedy_for(finding: str, settings: dict[str, Any], handled: bool) -> None:
+    config = Config.make({"dataset": "digits", "model": "mlp", **settings})
+    assert (finding in training_of(config).handled) == handled
+
+
+def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
+    run(quick_config(**{"eval-on": "global-batch-statistics"}), tmp_path / "run", workers=0)
+    found = diagnose_run(tmp_path / "run", 100)
+    assert found.findings[0].id == "tested-with-batch-statistics"
+    assert "The run's first test is global-batch-statistics" in found.findings[0].evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("phase", "settings", "handled"),
+    [
+        ("frozen", {}, True),
+        ("train", {}, False),
+        ("frozen", {"freeze-statistics": False, "freeze-affine": True}, False),  # gamma and beta alone
+    ],
+)
+def test_after_t_star_small_batches_are_no_fault(
+    phase: str, settings: dict[str, Any], handled: bool, tmp_path: Path
+) -> None:
+    """The last line of the run says whether training still uses the batch's statistics."""
+    (tmp_path / "metrics.jsonl").write_text(f'{{"round": 1, "phase": "train"}}\n{{"round": 2, "phase": "{phase}"}}\n')
+    config = Config.make({"dataset": "digits", "model": "mlp", "strategy": "fixbn", **settings})
+    assert ("small-batch" in training_of(config, tmp_path).handled) == handled
+
+
+def test_an_unfinished_run_whose_clients_keep_batchnorm(tmp_path: Path, quick_config) -> None:
+    """The checkpoint and the clients' folders are read; the fault of one client is named with it."""
+
+    class Cut(Exception):
+        pass
+
+    def cut(line: Any) -> None:
+        raise Cut
+
+    settings = {"strategy": "fedbn", "partition": "iid", "checkpoint-every": 1}
+    with pytest.raises(Cut):
+        run(quick_config(**settings), tmp_path / "run", on_round=cut, workers=0)
+    found = diagnose_run(tmp_path / "run", 100)
+    assert "the run is not finished: its checkpoint of round 0 was used." in found.notes
+    assert any("average of 3 clients was used" in note for note in found.notes)
+
+    run(quick_config(**settings, resume=True), tmp_path / "run", workers=0)
+    file = tmp_path / "run/clients/client-1.safetensors"
+    save_file({**load_file(file), "norm.running_var": torch.full((30,), -1.0)}, file, {"format": "pt", "client": "1"})
+    found = diagnose_run(tmp_path / "run", 100)
+    assert any(f.what.startswith("Client 1: the state holds running variances below 0") for f in found.findings)
+
+
+def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(tmp_path: Path, quick_config) -> None:
+    """FedBN is no remedy for them: the client is tested with its own running statistics."""
+    settings = {"strategy": "fedbn", "partition": "iid", "num-server-rounds": 4, "local-steps": 20}
+    run(quick_config(**settings), tmp_path / "run", workers=0)
+    own = "running statistics do not fit the client's own model"
+    assert not any(own in finding.what for finding in diagnose_run(tmp_path / "run", 200).findings)
+    for k in (0, 2):
+        file = tmp_path / f"run/clients/client-{k}.safetensors"
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata()
+        entries = load_file(file)
+        entries["norm.running_mean"] += 5 * entries["norm.running_var"].sqrt()
+        save_file(entries, file, about)
+    found = [finding for finding in diagnose_run(tmp_path / "run", 200).findings if own in finding.what]
+    assert [finding.what for finding in found] == [f"Clients 0, 2: the {own}."]
+    assert found[0].evidence[0].startswith("Client 0, its own model on its own test examples: Accuracy ")
+
+
+def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(tmp_path: Path, quick_config) -> None:
+    run(quick_config(strategy="silobn", partition="iid"), tmp_path / "run", workers=0)
+    faults = {"model": {"norm.weight": torch.zeros(30)}}
+    faults |= {f"clients/client-{k}": {"norm.running_var": torch.full((30,), -1.0)} for k in (1, 2)}
+    for name, entries in faults.items():
+        file = tmp_path / f"run/{name}.safetensors"
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata()
+        save_file({**load_file(file), **entries}, file, about)
+    found = [f.what for f in diagnose_run(tmp_path / "run", 100).findings]
+    unusable = "the state holds running variances below 0, or values that are not finite."
+    assert [what for what in found if what.startswith("Client")] == [f"Clients 1, 2: {unusable}"]
+    assert found.count("A BatchNorm layer is dead.") == 1
+
+
+def test_a_model_with_data_and_its_saved_state(tmp_path: Path) -> None:
+    skew = [
+        *("--dataset", "digits", "--set", "num-clients=3", "--set", "mlp-hidden=16"),
+        *("--set", "partition=iid", "--max-examples", "60"),
+    ]
+    config = Config.make({"dataset": "digits", "model": "mlp", "mlp-hidden": "16"})
+    state = make_model(config).state_dict()
+    state["norm.num_batches_tracked"] = torch.tensor(2.5)
+    torch.save(state, tmp_path / "averaged.pt")
+    plain, given = (call("mlp", *skew, "--json", *more) for more in ([], ["--state", tmp_path / "averaged.pt"]))
+    assert (plain.exit_code, given.exit_code) == (0, 0)
+    assert "the model has its initial weights: --state gives it others." in json.loads(plain.output)["notes"]
+    assert json.loads(given.output)["findings"][0]["id"] == "averaged-counters"
+
+
+def test_a_model_whose_layers_read_the_version_of_their_state(tmp_path: Path, monkeypatch) -> None:
+    model = torch.nn.Sequential(Versioned(), torch.nn.BatchNorm2d(1), torch.nn.Flatten(), torch.nn.Linear(784, 10))
+    monkeypatch.setattr("fedbn_flwr.lab.doctor.make_model", lambda config: model)
+    save_file(model.state_dict(), tmp_path / "state.safetensors")
+    settings = {"num-clients": 2, "partition": "iid"}
+    found = diagnose_model("mlp", "digits", settings, tmp_path / "state.safetensors", max_examples=20)
+    assert "shift" in found.measures
+
+
+def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
+    state = resnet18().state_dict()
+    torch.save(state, tmp_path / "resnet18.pt")
+    (tmp_path / "local.txt").write_text("\n".join(name for name in state if "bn" in name))
+    done = call(tmp_path / "resnet18.pt", "--local-keys", tmp_path / "local.txt")
+    assert done.exit_code == 0
+    assert "3 of 20 BatchNorm layers are missed" in done.output
+    assert "1) fedbn_flwr.split_state(model):" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["nowhere"], 2, "nowhere is no folder of a run and no file. For a model give its data"),
+        (["mlp", "--state", "absent.pt"], 2, "absent.pt is no file of a saved state"),
+        (["study"], 2, "study is the folder of a study. Name one of its runs: study/METHOD/SPLIT/seed-N."),
+        (["nomodel", "--dataset", "digits"], 2, "unknown model 'nomodel'"),
+        ([".", "--dataset", "digits"], 2, "a run has its data, settings, state and split"),
+        (["saved.pt", "--set", "seed=3"], 2, "saved.pt is a saved state: for data and settings name the model"),
+        (["mlp", "--dataset", "digits", "--local-keys", "absent.txt"], 2, "the names in 'absent.txt' cannot be read"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], code: int, text: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saved.pt").touch()
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study/study.yaml").touch()
+    done = call(*arguments)
+    assert done.exit_code == code
+    assert text in done.stderr

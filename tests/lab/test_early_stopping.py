@@ -1,0 +1,193 @@
+"""Early stopping: a run ends when the validation score has stopped to improve, and its result is the best round's."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from fedbn_flwr import personal_state
+from fedbn_flwr.client.saved_state import metadata
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.early_stopping import EarlyStopping
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.finished_runs.export import export
+from fedbn_flwr.lab.finished_runs.saved_model import Choice
+from fedbn_flwr.lab.runs.app import client_app
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.runs.serve import serve
+
+BASE: Mapping[str, Any] = {
+    **{"num-clients": 3, "num-server-rounds": 30, "local-steps": 2, "batch-size": 8, "learning-rate": 0.5},
+    **{"validation-share": 0.05, "early-stopping": 3, "checkpoint-every": 100},
+}
+METHODS = {
+    "fedavg": "validation-accuracy",
+    "fedbn": "personal-validation-accuracy",
+    CENTRALIZED: "validation-accuracy",
+}
+# The best round has a checkpoint of its own, and it stays where later ones take the place of the others.
+EVERY = {"fedavg": {"checkpoint-every": 100}, "fedbn": {"checkpoint-every": 1}, CENTRALIZED: {"checkpoint-every": 100}}
+
+
+class Cut(Exception):
+    """The power fails."""
+
+
+def start(out: Path, cut: int = 0, **settings: Any) -> dict[str, Any]:
+    def on_round(line: Mapping[str, Any]) -> None:
+        if line["round"] == cut:
+            raise Cut
+
+    return run(Config.make({**BASE, **settings}), out, on_round=on_round)
+
+
+def files(out: Path) -> dict[str, Any]:
+    found = {path.name: load_file(path) for path in [out / "model.safetensors", *(out / "clients").glob("*")]}
+    return {name: {k: v.tolist() for k, v in entries.items()} for name, entries in found.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    outs = {strategy: tmp_path_factory.mktemp(strategy) / "out" for strategy in METHODS}
+    return {strategy: (out, start(out, strategy=strategy, **EVERY[strategy])) for strategy, out in outs.items()}
+
+
+@pytest.mark.parametrize("strategy", METHODS)
+def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(strategy: str, whole, tmp_path: Path) -> None:
+    """The global model, and with FedBN the parts that the clients kept in that round."""
+    out, summary = whole[strategy]
+    metric, lines = METHODS[strategy], read_metrics(out / "metrics.jsonl")
+    scores = [line[metric] for line in lines]
+    best = scores.index(max(scores)) + 1
+    assert summary["stopped-early"] is True
+    told = summary["definitions"]
+    for name in ("own", "validation") if strategy == "fedbn" else ():
+        words = f"weighted by their {name.replace('own', 'test')} examples"
+        assert told[f"personal-{name}-accuracy-weighted"].endswith(words)
+    assert summary["best-validation"] == {"round": best, metric: max(scores)}
+    assert summary["rounds"] == len(lines) == best + 3 < 30
+    assert summary["final"]["round"] == best
+    assert all(lines[best - 1][key] == value for key, value in summary["final"].items())
+    short = start(
+        tmp_path / "short", strategy=strategy, **EVERY[strategy], **{"early-stopping": 0, "num-server-rounds": best}
+    )
+    assert summary["sha256"] == short["sha256"]
+    assert files(out) == files(tmp_path / "short")
+    assert len(files(out)) == (4 if strategy == "fedbn" else 1)
+    assert personal_state(out, 0).keys() == personal_state(tmp_path / "short", 0).keys()
+
+
+def test_the_card_has_the_metrics_of_the_best_round(whole, tmp_path: Path) -> None:
+    out, summary = whole["fedbn"]
+    lines, best = read_metrics(out / "metrics.jsonl"), summary["best-validation"]["round"]
+    tested, last = (line["clients"]["0"]["own-loss"] for line in (lines[best - 1], lines[-1]))
+    assert f"{tested:.4f}" != f"{last:.4f}"
+    card = export(out, tmp_path / "model.safetensors", "torch", Choice(client=0)).card.read_text()
+    assert f"- rounds: {len(lines)}, the model is that of round {best}\n" in card
+    (row,) = (line for line in card.splitlines() if line.startswith("| 0 |"))
+    assert f" {tested:.4f} " in row
+    assert f" {last:.4f} " not in row
+
+
+def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(tmp_path: Path) -> None:
+    """Patience runs out in the last round, so the run did not end early."""
+    decay = {"lr-decay-at": "4", "lr-decay-factor": 1e30, "num-server-rounds": 7, "on-divergence": "continue"}
+    out = tmp_path / "out"
+    summary = start(out, **decay, **{"checkpoint-every": 1})
+    assert summary["best-validation"]["round"] == 4 < summary["diverged-at"]
+    assert (summary["rounds"], summary["stopped-early"]) == (7, False)
+    assert "diverged-at" not in metadata(out)
+    assert "- diverged:" not in export(out, tmp_path / "model.safetensors", "torch").card.read_text()
+
+
+@pytest.mark.parametrize("strategy", METHODS)
+def test_a_killed_run_ends_in_the_same_bits(strategy: str, whole, tmp_path: Path) -> None:
+    """Killed after the best round, in the round of the stop, and once more when all is done."""
+    out, summary = whole[strategy]
+    best = summary["best-validation"]["round"]
+    for cut in (best + 2, best + 3, 0):
+        try:
+            again = start(tmp_path / "cut", cut=cut, strategy=strategy, resume=True, **EVERY[strategy])
+        except Cut:
+            continue
+    assert again["resumed-after"][-1] >= best
+    longer = {"num-server-rounds": 40, **EVERY[strategy]}
+    finished = start(tmp_path / "cut", strategy=strategy, resume=True, **longer)
+    for found in (again, finished):
+        kept = ("sha256", "stopped-early", "best-validation", "final", "rounds", "ledger")
+        assert {key: found[key] for key in kept} == {key: summary[key] for key in kept}
+    assert files(tmp_path / "cut") == files(out)
+
+
+def test_the_best_round_is_the_first_with_the_best_score(quick_config) -> None:
+    config = Config.make({**BASE, "early-stopping": 2})
+    scores = [0.5, None, 0.7, 0.7, float("nan"), 0.6]
+    lines = [{"round": 2 * i, "validation-accuracy": score} for i, score in enumerate(scores, start=1)]
+    stopping = EarlyStopping(config, [*lines[:4], {"round": 9}])
+    assert (stopping.best(), stopping.stops) == (6, False)
+    stopping.add(lines[4])
+    assert (stopping.best(), stopping.stops) == (6, True)
+    assert [stopping.best(upto) for upto in (1, 2, 5, 100)] == [None, 2, 2, 6]
+    assert EarlyStopping(config, []).best() is None
+
+
+def test_a_round_costs_the_same_however_long_the_run_is() -> None:
+    """Each round went through all scores so far, several times: minutes of a run of 64,000 rounds."""
+    config = Config.make({**BASE, "early-stopping": 5000})
+    stopping = EarlyStopping(config, [{"round": r, "validation-accuracy": 0.5} for r in range(1, 2001)])
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        stopping.add({"round": 2001, "validation-accuracy": 0.4})
+        assert (stopping.best(), stopping.best(2000), stopping.stops) == (1, 1, False)
+    finally:
+        sys.settrace(before)
+    assert calls < 200, "lines of Python"
+
+
+def test_parts_of_the_best_round_that_were_in_memory_only_are_missed_by_name(tmp_path: Path, caplog) -> None:
+    """Under ``flwr run`` without a state-dir."""
+    config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path)})
+    with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level(logging.WARNING, "flwr"):
+        serve(grid, config, tmp_path)
+    assert "client(s) 0, 1, 2 kept their part in memory only: they go on with that of the last round" in caplog.text
+
+
+def test_a_missing_checkpoint_of_the_best_round_ends_the_run_with_an_error(tmp_path: Path, whole) -> None:
+    _, summary = whole["fedavg"]
+    best = summary["best-validation"]["round"]
+    with pytest.raises(Cut):
+        start(tmp_path, cut=best + 2, strategy="fedavg", **{"checkpoint-every": 1})
+    (tmp_path / f"checkpoint/round-{best:06d}.safetensors").write_bytes(b"")
+    with pytest.raises(EngineError, match=rf"round {best} has the best validation-accuracy, and its checkpoint cannot"):
+        start(tmp_path, strategy="fedavg", resume=True, **{"checkpoint-every": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"validation-share": 0.0}, "early-stopping=3 needs validation-share above 0"),
+        (
+            {"checkpoint-every": 0},
+            "early-stopping=3 goes back to the checkpoint of the best round: set checkpoint-every",
+        ),
+    ],
+)
+def test_early_stopping_needs_validation_examples_and_checkpoints(settings, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.make({**BASE, **settings})

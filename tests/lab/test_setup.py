@@ -1,0 +1,341 @@
+"""From a config to the parts of a run: shared data, the client of a context, the strategy with its parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from every_key import KEYS
+from flwr.app import Context, RecordDict
+from torch import nn
+
+from fedbn_flwr.client import client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import ConfigError, DataError, EngineError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs import simulation
+from fedbn_flwr.lab.runs.node import client_fn
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.runs.serve import _server_data, serve
+from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.lab.setup import (
+    local_training,
+    make_model,
+    make_strategy,
+    model_and_warnings,
+    pick_device,
+    training_model,
+)
+from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from fedbn_flwr.training.wrappers import unwrap
+
+
+def context(config: Config, partition_id: int = 1, **node_config: Any) -> Context:
+    own = node_config if node_config else {"partition-id": partition_id, "num-partitions": 3}
+    return Context(1, 7, own, RecordDict(), config.to_mapping())
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, 1 / 4),  # 8 cores, 2 GPUs: 8 of 20 clients at once, 4 on a GPU
+        ({"num-clients": 3}, 1 / 2),
+        ({"torch-threads": 8}, 1),
+        ({"strategy": "fedtan", "fedtan-transport": "channel"}, 1 / 10),  # all at once
+        ({"device": "cpu"}, None),
+    ],
+)
+def test_the_clients_of_a_simulation_get_gpus(tmp_path: Path, monkeypatch, settings, share: float | None) -> None:
+    """Ray hides the GPUs from an actor that asks for none."""
+    asked: dict[str, Any] = {}
+
+    def flower_run(app: Path, *, federation_config: dict[str, Any], **_: Any) -> None:
+        asked.update(federation_config)
+        (tmp_path / "summary.json").write_text("{}")
+
+    monkeypatch.setattr(simulation, "flower_run", flower_run)
+    monkeypatch.setattr(simulation, "num_cores", lambda: 8)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(EngineError, match="the run wrote no"):  # the summary above is empty
+        simulation.simulate(Config.make({"num-clients": 20, **settings}), tmp_path)
+    assert asked.get("client-resources-num-gpus") == share
+    with pytest.raises(ConfigError, match=r"device=cuda:1 names a GPU, and Ray chooses it. Set device=cuda or auto"):
+        simulation.simulate(Config.make({"num-clients": 2, "device": "cuda:1"}), tmp_path)
+
+
+def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None:
+    config = quick_config()
+    subsets = [
+        partitioned_data(config, 3).train_view(0),
+        partitioned_data(config, 3).train_view(2),
+        partitioned_data(config, 3).train_view(),
+    ]
+    clients = [client_fn(context(config, i)) for i in range(3)]
+    subsets += [client.train_data for client in clients]
+    assert len({subset.samples.inputs.untyped_storage().data_ptr() for subset in subsets}) == 1
+    tests = [client.test_sets[name] for client in clients for name in ("own", "global")]
+    assert len({subset.samples.inputs.untyped_storage().data_ptr() for subset in tests}) == 1
+    assert len({subset.samples.inputs.dtype for subset in (*subsets, *tests)} - {torch.uint8}) == 0
+
+
+def test_the_partitions_cover_the_training_set_once(quick_config) -> None:
+    data = partitioned_data(quick_config(partition="iid"), 4)
+    together = np.concatenate(data.train)
+    assert sorted(together.tolist()) == list(range(len(data.dataset.train)))
+    assert len(data.train_view()) == len(together)
+    assert sum(len(data.test_view(i)) for i in range(4)) == len(data.test_view()) == len(data.dataset.test)
+
+
+def test_a_client_depends_only_on_its_context(quick_config) -> None:
+    config = quick_config(**{"bn-momentum": 0.25, "sgd-momentum": 0.5, "weight-decay": 0.01, "seed": 4})
+    client = client_fn(context(config))
+    assert (client.partition_id, client.seed) == (1, 4)
+    assert client.settings == local_training(config)
+    assert (client.settings.local_steps, client.settings.batch_size, client.settings.sgd_momentum) == (2, 8, 0.5)
+    again = client_fn(context(config))
+    assert client.model is again.model, "a process builds one model"
+    model = client.model()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), make_model(config).state_dict()[name])
+    momenta = [m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
+    assert momenta == [0.25]
+    assert torch.equal(client.train_data.targets, partitioned_data(config, 3).train_view(1).targets)
+
+
+def test_augmentation_applies_to_training_only(quick_config) -> None:
+    data = partitioned_data(quick_config(augment="crop2,flip"), 3)
+    positions = torch.arange(16)
+    plain = data.train_view(0).batch(positions)[0]
+    assert not torch.equal(data.train_view(0).batch(positions, torch.Generator().manual_seed(0))[0], plain)
+    test = data.test_view(0)
+    assert torch.equal(test.batch(positions, torch.Generator().manual_seed(0))[0], test.batch(positions)[0])
+
+
+RANGE = "num-partitions must be a whole number from 1, and partition-id a smaller one from 0"
+
+
+@pytest.mark.parametrize(
+    ("node_config", "message"),
+    [
+        (
+            {"partition-id": 0},
+            "'num-partitions' is missing from the node's config. Start the SuperNode with --node-config "
+            "'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with --node-config "
+            "'partition-id=0 data-path=\"/its/own/data\"'.",
+        ),
+        (
+            {"partition-id": 2, "num-partitions": 2},
+            f"partition-id=2 num-partitions=2 in the node's config: {RANGE}",
+        ),
+        (
+            {"partition-id": 0, "num-partitions": 2.5},
+            f"partition-id=0 num-partitions=2.5 in the node's config: {RANGE}",
+        ),
+        (
+            {"partition-id": "a", "num-partitions": 2},
+            "partition-id='a' of the node's config must be a whole number from 0",
+        ),
+        (
+            {"partition-id": 0, "num-partitions": 2, "dataset-path": "of another app", "data_path": "/x.npz"},
+            "unknown key of the node's config 'data_path'. Did you mean 'data-path'? Allowed: data-classes, data-path, "
+            "num-partitions, partition-id, report-data, state-dir.",
+        ),
+        (
+            {"partition-id": 0, "num-partitions": 2, "state-dir": "parts"},
+            "state-dir='parts' is relative; write an absolute path",
+        ),
+    ],
+)
+def test_a_node_whose_config_cannot_be_is_refused_with_advice(node_config, message: str, quick_config) -> None:
+    """The text does not name the node: all nodes with the fault raise the same, which ends the run."""
+    with pytest.raises(ConfigError) as caught:
+        client_fn(context(quick_config(), **node_config))
+    assert str(caught.value) == message
+
+
+def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) -> None:
+    config = quick_config()
+    own = [{"state-dir": "parts"}] * 3
+    with (
+        InProcessGrid(client_app(client_fn), 3, run_config=config.to_mapping(), node_configs=own) as grid,
+        pytest.raises(ConfigError, match=r"state-dir='parts' is relative.*\n\(All 3 clients"),
+    ):
+        serve(grid, config, tmp_path / "out")
+
+
+CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
+    **KEYS,
+    "min-replies": (3, {}),
+    "on-divergence": ("continue", {}),
+    "fedtan-transport": ("channel", {}),
+    "fedtan-timeout": (7.0, {}),
+    "fedtan-bind": ("127.0.0.2:7", {"fedtan-transport": "channel"}),
+    "fedtan-address": ("server:7", {"fedtan-transport": "channel"}),
+    "fedtan-tls-dir": ("/certs", {"fedtan-transport": "channel"}),
+}
+"""Each key of a method: another value than below, and what it needs."""
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
+    """A key that is not handed on would be a setting without effect."""
+    changed = {"variance": "pooled", "min-replies": 2, "eval-every": 3, "seed": 5, "proximal-mu": 0.5, "freeze-at": 7}
+    own = {"strategy": name, "norm": "wsconv" if name == "fedwon" else "batch", "eval-on": "personal-own"}
+    shared = {**changed, **quick_config(strategy=name, norm=own["norm"]).to_mapping()}
+    shared |= {**changed, "fraction-train": 0.5, "fraction-evaluate": 0.25, "local-epochs": 0}
+    config, _ = Config.make_of_shared(shared, own)
+    strategy = make_strategy(config, make_model(config), 3)
+    assert type(strategy) is STRATEGIES[name]
+    assert (strategy.fraction_train, strategy.fraction_evaluate, strategy.min_available_nodes) == (0.5, 0.25, 2)
+    assert strategy.parts is not None
+    assert list(strategy.parts.names) == list(make_model(config).state_dict())
+    refused = set()
+    for field, info in strategy.Params.model_fields.items():
+        value, needs = CHANGED[key := field.replace("_", "-")]
+        given = {other.replace("-", "_"): setting for other, setting in {**needs, field: value}.items()}
+        try:
+            params = make_strategy(config.model_copy(update=given), make_model(config), 3).params
+        except ConfigError:
+            refused.add(key)
+        else:
+            assert getattr(params, field) == value != info.default, field
+    assert refused <= {"variance", "recalibrate", "momentum-scope", "agc"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cuda:99", r"device=cuda:99: \d+ CUDA device\(s\) found here. Use device=cpu, or device=auto."),
+        ("gpu", "device='gpu' must be auto, cpu, cuda or cuda:N"),
+        ("cuda:x", "device='cuda:x' must be auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_a_device_is_chosen_or_refused(name: str, message: str) -> None:
+    assert pick_device("cpu") == torch.device("cpu")
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ConfigError, match=message):
+        pick_device(name)
+
+
+@pytest.mark.parametrize("amp", [True, False])
+def test_bfloat16_that_this_machine_emulates_is_told(amp: bool, quick_config, monkeypatch) -> None:
+    config = quick_config(amp=amp, device="cpu")
+    for supported in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported)
+        lines = check(config)
+        assert len(lines) == (amp and not supported)
+        assert all("no instructions for bfloat16" in line and "Leave amp out" in line for line in lines)
+
+
+def test_a_relative_data_folder_is_refused_and_the_absolute_one_named(quick_config, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check(quick_config(**{"data-dir": "mnist", "dataset": "mnist"}))
+    assert str(caught.value) == (
+        "data-dir='mnist' is relative, and nodes run in other folders. Write the absolute path (seen from the folder "
+        f"of this process: {str(tmp_path / 'mnist')!r})."
+    )
+
+
+def test_a_round_waits_as_long_as_told_and_in_process_for_ever(quick_config, tmp_path: Path, monkeypatch: Any) -> None:
+    waited = []
+
+    class Begun(Exception):
+        """The strategy has begun."""
+
+    def start(self: Any, **arguments: Any) -> None:
+        waited.append(arguments["timeout"])
+        raise Begun
+
+    monkeypatch.setattr(FedAvg, "start", start)
+    for seconds in (77.0, 0.0):
+        with pytest.raises(Begun):
+            run(quick_config(**{"round-timeout": seconds}), tmp_path / f"{seconds}")
+    assert waited[0] == 77.0
+    assert waited[1] > 1e9
+
+
+def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:
+    with pytest.raises(DataError, match="data set 'mnist' is not embedded and data-dir is not set"):
+        partitioned_data(quick_config(dataset="mnist"), 3)
+
+
+def test_the_resolved_config_gives_the_same_run(quick_config, tmp_path: Path) -> None:
+    """What ``config.yaml`` holds goes through Flower's context unchanged."""
+    config = quick_config(strategy="fixbn")
+    with InProcessGrid(lambda message, context: None, 2, run_config=config.to_mapping()) as grid:
+        assert Config.make(grid.context(0).run_config, complete=True) == config
+
+
+def test_fedwons_mobilenet_on_cifar_at_32_pixels() -> None:
+    settings = {"strategy": "fedwon", "norm": "wsconv", "model": "torchvision:mobilenet_v2", "dataset": "cifar10"}
+    assert Config.make(settings).example_shape() == (3, 64, 64)
+    config = Config.make({**settings, "image-size": 32, "activation": "relu6"})
+    assert config.example_shape() == (3, 32, 32)
+    check(config)
+    with pytest.raises(ConfigError, match=r"image-size=48 has no effect: model=torchvision:alexnet takes images of 63"):
+        Config.make({**settings, "model": "torchvision:alexnet", "image-size": 48})
+
+
+def test_the_memory_format_of_a_config_is_that_of_its_models() -> None:
+    for memory_format, last in (("auto", True), ("contiguous", False), ("channels-last", True)):
+        config = Config.make({"model": "lenet", "memory-format": memory_format})
+        weight = next(p for p in training_model(config).parameters() if p.dim() == 4 and p.shape[1] > 1)
+        assert weight.is_contiguous(memory_format=torch.channels_last) == last
+        assert local_training(config).memory_format == memory_format
+    with pytest.raises(ConfigError, match="memory-format=channels-last has no effect: model 'mlp' has no 2-d"):
+        check(Config.make({"model": "mlp", "dataset": "digits", "memory-format": "channels-last"}))
+
+
+def test_a_compiled_model_has_the_names_and_weights_of_the_plain_one() -> None:
+    plain, compiled = (training_model(Config.make({"model": "lenet", "compile": on})) for on in (False, True))
+    assert type(compiled).__name__ == "OptimizedModule"
+    assert type(plain).__name__ != "OptimizedModule"
+    for (name, a), b in zip(unwrap(compiled).state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_momentum_of_the_model_that_is_replaced_is_told() -> None:
+    model, warnings = model_and_warnings(Config.make({"model": "torchvision:mobilenet_v3_small", "dataset": "cifar10"}))
+    assert len(warnings) == 1
+    assert "bn-momentum=0.1 replaces the momentum of 34 BatchNorm layers" in warnings[0]
+    assert "'features.0.1': 0.01" in warnings[0]
+    assert {m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm2d)} == {0.1}
+    assert model_and_warnings(Config.make({"bn-momentum": 0.2}))[1] == []
+
+
+def test_layers_that_a_method_does_not_reach_are_told(quick_config, monkeypatch, tmp_path: Path, caplog) -> None:
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n\n\ndef partly(num_classes):\n"
+        "    untracked = nn.BatchNorm1d(8, track_running_stats=False)\n"
+        "    layers = [nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), untracked, nn.Linear(8, num_classes)]\n"
+        "    return nn.Sequential(*layers)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run(quick_config(model="nets:partly", strategy="fixbn"), tmp_path / "out", workers=0)
+    assert "1 BN layer(s) track no running statistics and use the batch's own in testing: 3" in caplog.text
+
+
+def test_classes_without_a_client_are_told(quick_config, tmp_path: Path, caplog) -> None:
+    run(quick_config(**{"num-clients": 3, "classes-per-client": 2}), tmp_path / "some", workers=0)
+    assert "4 of 10 classes have no client (" in caplog.text
+    assert "Set classes-per-client to 4 or more, or use more clients." in caplog.text
+    caplog.clear()
+    run(quick_config(**{"num-clients": 5, "classes-per-client": 2}), tmp_path / "all", workers=0)
+    assert "have no client" not in caplog.text
+
+
+def test_held_out_clients_need_the_data_of_the_server(monkeypatch) -> None:
+    def missing(*_: Any) -> None:
+        raise DataError("no data here")
+
+    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.partitioned_data", missing)
+    settings = {"strategy": "fedbn", "eval-on": "personal-own"}
+    assert _server_data(Config.make(settings)) is None
+    with pytest.raises(DataError, match="no data here"):
+        _server_data(Config.make({**settings, "held-out-clients": "1"}))
