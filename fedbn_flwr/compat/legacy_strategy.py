@@ -31,7 +31,7 @@ from flwr.common import (
 )
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
-from flwr.server.strategy import Strategy
+from flwr.server.strategy import Strategy as FlowerLegacyStrategy
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import app_error
@@ -43,7 +43,7 @@ from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.server.strategy import Strategy
 
 __all__ = ["LegacyStrategy", "to_legacy"]
 
@@ -54,7 +54,7 @@ Failures = list[tuple[ClientProxy, Any] | BaseException]
 
 
 def to_legacy(
-    strategy: FedAvg[Any],
+    strategy: Strategy,
     initial_arrays: ArrayRecord,
     *,
     num_rounds: int | None = None,
@@ -93,14 +93,14 @@ def to_legacy(
         ConfigError: the method exchanges messages inside a round, settings do not fit, or an argument is of another
             type.
     """
-    if not isinstance(strategy, FedAvg):
+    if not isinstance(strategy, Strategy):
         raise ConfigError(
             f"to_legacy takes a strategy of fedbn_flwr.strategies, and strategy={strategy!r:.80} is none: write "
             "to_legacy(FedBN(), arrays), with the brackets"
         )
-    if strategy.synchronises:
+    if strategy.methods.whole.exchanges:
         _refuse(strategy, "exchanges statistics with its clients inside a local step")
-    if strategy.recalibrates or RECALIBRATED in strategy.tests:
+    if strategy.methods.reestimates or RECALIBRATED in strategy.methods.tests:
         _refuse(strategy, "re-estimates BN statistics from its clients before tests")
     if after := strategy.prepare(initial_arrays, num_rounds, timeout):
         raise ConfigError(f"Flower's legacy loop starts with round 1 and cannot continue after round {after}.")
@@ -114,7 +114,7 @@ def to_legacy(
     return LegacyStrategy(strategy, initial_arrays, evaluate_fn, config_fns, metrics_fns)
 
 
-class LegacyStrategy(Strategy):
+class LegacyStrategy(FlowerLegacyStrategy):
     """A strategy of this package with Flower's legacy interface; ``to_legacy`` makes it.
 
     Attributes:
@@ -123,7 +123,7 @@ class LegacyStrategy(Strategy):
 
     def __init__(
         self,
-        strategy: FedAvg[Any],
+        strategy: Strategy,
         initial_arrays: ArrayRecord,
         evaluate_fn: EvaluateFn | None,
         config_fns: tuple[ConfigFn | None, ConfigFn | None],
@@ -145,7 +145,7 @@ class LegacyStrategy(Strategy):
         """Return the initial arrays; Flower's loop calls this first, also for a second run of the same strategy."""
         self._fits += 1
         if self._fits > 1:
-            self.strategy.prepare(self._initial, self.strategy.run.num_rounds, self.strategy.dispatcher.timeout)
+            self.strategy.prepare(self._initial, self.strategy.run.num_rounds, self.strategy.run.timeout)
         # Another run on the same nodes may be of another object, or of another process.
         self.strategy.run.start_id = secrets.token_hex(8)
         return _parameters(self._initial)
@@ -334,7 +334,7 @@ class _NamingProxy(ClientProxy):
 class _ManagerGrid(Grid):
     """The parts of a Grid that configure a round: the node ids, and the properties of the clients."""
 
-    def __init__(self, client_manager: ClientManager, strategy: FedAvg[Any]) -> None:
+    def __init__(self, client_manager: ClientManager, strategy: Strategy) -> None:
         self._manager = client_manager
         self._strategy = strategy
 
@@ -382,7 +382,7 @@ def _parameters(arrays: ArrayRecord) -> Parameters:
     return ndarrays_to_parameters(list(from_record(arrays).values()))
 
 
-def _refuse(strategy: FedAvg[Any], does: str) -> NoReturn:
+def _refuse(strategy: Strategy, does: str) -> NoReturn:
     raise ConfigError(
         f"strategy {strategy.name!r} {does}, and Flower's legacy loop has one fit and one evaluate a round. Keep the "
         "NumPyClient, give it to fedbn_flwr.client_app(client_fn), and start the strategy from the Message API's "

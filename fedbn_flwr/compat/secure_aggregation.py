@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from flwr.common import FitRes
@@ -16,7 +15,9 @@ from flwr.common import FitRes
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.server.methods import declared
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import sums_suffice, together
 
 __all__ = ["check", "is_secure_average", "restored"]
 
@@ -29,21 +30,17 @@ def is_secure_average(results: Iterable[FitRes]) -> bool:
     return len(parameters) > 1 and all(own is parameters[0] for own in parameters)
 
 
-def check(strategy: FedAvg[Any]) -> None:
+def check(strategy: Strategy) -> None:
     """Refuse what secure aggregation cannot do, and warn of the counters, which it cannot carry.
 
     Raises:
         ConfigError: the method or a setting needs the arrays of each client, or an entry has no dimension.
     """
     parts, before = strategy.run.parts, strategy.run.before
-    does = ""
-    if strategy.params.variance == "pooled":
-        does = "variance='pooled'"
-    if any(_needs_each_reply(kind) for kind in type(strategy).__mro__ if issubclass(kind, FedAvg) and kind != FedAvg):
-        does = f"strategy {strategy.name!r}"
-    if does:
+    single = [method.title for method in strategy.methods if not sums_suffice(together(declared(method)))]
+    if single:
         raise ConfigError(
-            f"{does} needs the arrays of each client, and Flower's secure aggregation gives only their average, "
+            f"{single[-1]} needs the arrays of each client, and Flower's secure aggregation gives only their average, "
             "weighted by num-examples. Use another method, or a workflow without SecAggPlusWorkflow."
         )
     shared = [name for name in before if parts.part_of[name] not in strategy.local and before[name].ndim == 0]
@@ -58,11 +55,6 @@ def check(strategy: FedAvg[Any]) -> None:
             "...) stay as they were sent. Only layers with momentum=None use them.",
             shared[0],
         )
-
-
-def _needs_each_reply(kind: type[FedAvg[Any]]) -> bool:
-    own = vars(kind)
-    return bool(own.get("needs_each_reply", not own.keys().isdisjoint({"combine", "weights", "check"})))
 
 
 def restored(entries: State, before: State, parts: Parts) -> dict[str, Array]:

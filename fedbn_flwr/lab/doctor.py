@@ -42,7 +42,8 @@ from fedbn_flwr.lab.setup import make_model, on_device
 from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.strategies.fixbn import Freezing
+from fedbn_flwr.server.travels import model_needs
+from fedbn_flwr.strategies.fixbn import freeze_plan
 from fedbn_flwr.training.state_file import tensors_by_name
 from fedbn_flwr.training.wrappers import load_state
 
@@ -80,7 +81,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     lines = read_metrics(run / STATISTICS_FILE)
     files = RunFiles.read(run)
     of_clients = _of_clients(model, kept, found.findings)
-    if clients and config.strategy != CENTRALIZED and Part.STATISTICS in config.method().local:
+    if clients and config.strategy != CENTRALIZED and Part.STATISTICS in config.methods().local:
         of_clients += _mismatch_of_clients(model, kept, tests, config)
     findings = fitting([*_divergence(files), *of_clients, *found.findings], config)
     found = replace(found, findings=findings, notes=[*run_warnings(files), *found.notes])
@@ -236,7 +237,7 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
         full_batch, alone = not config.batch_size, config.strategy == CENTRALIZED
         if (full_batch and then.batch_size) or (alone and then.strategy != CENTRALIZED):
             return False  # a larger batch than all examples, and clients where there are none
-        if then.strategy != CENTRALIZED and then.method().needs_batchnorm and then.norm not in _BATCHNORM:
+        if then.strategy != CENTRALIZED and model_needs(then.methods().whole) and then.norm not in _BATCHNORM:
             return False
         return any(settings[key] != value for key, value in asked.items())
 
@@ -298,19 +299,22 @@ def training_of(config: Config, run: Path | None = None) -> Training:
     tested = config.evaluations()[0] == "global-batch-statistics"
     if config.strategy == CENTRALIZED:
         return Training(0, config.batch_size, CENTRALIZED, tested_by_batch=tested)
-    method, handled = config.method(), set[str]()
+    methods, handled = config.methods(), set[str]()
     steps = config.local_steps or (config.local_epochs if not config.batch_size else 0)  # else it differs by client
-    if method.freezes_bn or (method.synchronises and steps == 1):  # of more steps only the first one is synchronised
+    if methods.freezes_bn or (
+        methods.whole.exchanges and steps == 1
+    ):  # of more steps only the first one is synchronised
         handled |= {"label-skew", "clients-differ"}
-    if run and issubclass(method, Freezing) and Part.STATISTICS in method.freeze_plan(config.params()).parts:
+    plan = freeze_plan(methods)
+    if run and plan and Part.STATISTICS in plan.parts:
         lines = read_metrics(run / "metrics.jsonl")
         if lines and lines[-1]["phase"] == "frozen":  # training and test normalise by the same statistics by now
             handled |= {"small-batch", "train-test-mismatch"}
-    if Part.STATISTICS in method.local:
+    if Part.STATISTICS in methods.local:
         handled |= {"feature-shift", "clients-differ", "train-test-mismatch"}
-    if method.reestimates or config.recalibrate:
+    if methods.reestimates:
         handled |= {"train-test-mismatch"}
-    if Part.REST in method.local:
+    if Part.REST in methods.local:
         handled |= {"label-skew"}
     return Training(steps, config.batch_size, config.title, frozenset(handled), tested)
 
@@ -330,7 +334,7 @@ def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[st
         checkpoint = _newest_checkpoint(run)
         notes += filter(None, [code_changed(config.model, checkpoint.get("code", ""))])
         state, kept = tensors(checkpoint["state"]), _kept_in_checkpoint(run)
-        absent = [] if config.strategy == CENTRALIZED else sorted(config.method().local)
+        absent = [] if config.strategy == CENTRALIZED else sorted(config.methods().local)
         notes.append(f"the run is not finished: its checkpoint of round {checkpoint['server_round']} was used.")
     model = make_model(config)
     parts = split_state(model)

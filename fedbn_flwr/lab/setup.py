@@ -13,8 +13,9 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, Config, split
 from fedbn_flwr.lab.models import InitReport, build_model, load_initial
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
+from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.strategies import FedAvg, FedBS
+from fedbn_flwr.strategies import FedBS, Strategy
 from fedbn_flwr.training.freezing import train_only
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.settings import LocalTraining
@@ -114,13 +115,13 @@ def make_model(config: Config) -> nn.Module:
 def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     """Return the model as ``make_model``, and what a user may not expect of its BatchNorm, one line each."""
     model = build_model(**build_options(config))
-    warnings = [] if config.strategy == CENTRALIZED else partly_without_effect(split_state(model), config.method())
+    warnings = [] if config.strategy == CENTRALIZED else partly_without_effect(split_state(model), config.methods())
     layers = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
     replaced = {
         path: layer.momentum for path, layer in layers.items() if layer.momentum not in (0.1, config.bn_momentum)
     }
-    tracks = config.strategy == CENTRALIZED or "bn_momentum" not in config.method().unused(
-        config.params(), config.run_settings()
+    tracks = config.strategy == CENTRALIZED or all(
+        problem.key != "bn_momentum" for problem in config.problems("unused")
     )
     if replaced and tracks:
         path, momentum = next(iter(replaced.items()))
@@ -134,12 +135,12 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     return model, warnings
 
 
-def partly_without_effect(parts: Parts, method: type[FedAvg[Any]]) -> list[str]:
+def partly_without_effect(parts: Parts, methods: Methods) -> list[str]:
     """Return which BatchNorm layers lack entries that the method is about, one line each."""
     lines = []
     affine = frozenset(parts.affine)
     no_affine = [layer.path for layer in parts.layers if affine.isdisjoint(layer.entries.values())]
-    if no_affine and Part.AFFINE in method.local:
+    if no_affine and Part.AFFINE in methods.local:
         lines.append(f"{len(no_affine)} BN layer(s) have no gamma and beta to keep: {', '.join(no_affine[:3])}")
     no_statistics = [layer.path for layer in parts.layers if "running_mean" not in layer.entries]
     if no_statistics:
@@ -178,7 +179,7 @@ def local_training(config: Config) -> LocalTraining:
     )
 
 
-def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[Any]:
+def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
     """Return the strategy of a config for ``num_nodes`` nodes; the state is split by the model's layer types."""
     return config.method()(
         fraction_train=config.fraction_train,
@@ -195,7 +196,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[An
 
 def _tests(config: Config) -> dict[str, str]:
     """Return the tests that the strategy must know: those of held-out clients need the average of local BN parts."""
-    local = bool(config.method().local & {Part.AFFINE, Part.STATISTICS}) and Part.REST not in config.method().local
+    local = bool(config.methods().local & {Part.AFFINE, Part.STATISTICS}) and not config.shares_nothing()
     if not config.held_out_clients or not local or SHARED_BN in config.evaluations():
         return {}
     return {"eval_on": ",".join((*config.evaluations(), SHARED_BN))}

@@ -56,11 +56,11 @@ from fedbn_flwr.privacy.coordinates import Coordinates, norm
 from fedbn_flwr.privacy.differential_settings import DPSettings, conflicts
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.uncovered import beside_models
-from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply
-from fedbn_flwr.server.run_state import RunState
+from fedbn_flwr.server.run import Run
 
 __all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings"]
 
@@ -115,22 +115,22 @@ class ClientLevelDP(Protection):
         self._local: frozenset[Part] = frozenset()
         self._begin()
 
-    def begin(self, method: Method[Any]) -> None:
+    def begin(self, methods: Methods, weighted_by_key: str) -> None:
         """Start with the first clipping norm; check that nothing of the clients bypasses the noise.
 
         Raises:
             ConfigError: the method sends or uses more of a client than its update.
         """
         self._begin()
-        self._local = method.local
-        problems = beside_models(method, "the update")
-        if self.secret_sampling and method.local:
+        self._local = methods.local
+        problems = beside_models(methods)
+        if self.secret_sampling and methods.local:
             problems.append(
                 "dp-sampling=secret: a client's first message is larger than the next ones, so traffic tells who was "
                 "drawn before; use dp-sampling=known"
             )
         if problems:
-            subject = f"strategy {method.name!r} with dp={self.settings.dp}"
+            subject = f"strategy {methods.name!r} with dp={self.settings.dp}"
             raise ConfigError("\n".join(f"{subject}: {what}" for what in problems))
 
     def _begin(self) -> None:
@@ -145,7 +145,7 @@ class ClientLevelDP(Protection):
             return {}
         return {CLIP: self.clipping_norm, SCALE: self.settings.dp_statistics_scale}
 
-    def check(self, run: RunState, reply: Reply, before: State) -> None:
+    def check(self, run: Run, reply: Reply, before: State) -> None:
         """Refuse an update that its client should have clipped, or that has changed a fixed entry."""
         for name in self._fixed & reply.state.keys():
             if not np.array_equal(reply.state[name], before[name]):
@@ -163,7 +163,7 @@ class ClientLevelDP(Protection):
                     "dp=server."
                 )
 
-    def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
+    def pool(self, run: Run, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
         """Return one reply: the state of the average of the clipped updates, with noise."""
         self._release(run)
         asked, coordinates = run.report.asked, self._coordinates(run, before)
@@ -184,7 +184,7 @@ class ClientLevelDP(Protection):
         share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
         self.clipping_norm *= math.exp(-own.dp_clipping_rate * (min(max(share, 0), 1) - own.dp_clipping_quantile))
 
-    def _coordinates(self, run: RunState, before: State) -> Coordinates:
+    def _coordinates(self, run: Run, before: State) -> Coordinates:
         part_of = run.parts.part_of
         shared = {name: array for name, array in before.items() if part_of[name] not in self._local}
         return Coordinates(shared, run.parts, self.settings.dp_statistics_scale, self._fixed, self._tied)
@@ -196,7 +196,7 @@ class ClientLevelDP(Protection):
         of_bits = max(asked / 20, noise_multiplier)
         return of_bits, noise_multiplier / math.sqrt(1 - (noise_multiplier / (2 * of_bits)) ** 2)
 
-    def admits(self, run: RunState, asked: int) -> bool:
+    def admits(self, run: Run, asked: int) -> bool:
         """Return whether a round with so many clients keeps within the budget; choose the noise for a target epsilon.
 
         Raises:
@@ -222,7 +222,7 @@ class ClientLevelDP(Protection):
     def _exceeds(self, epsilon: float) -> bool:
         return epsilon > self._limit * (1 + 1e-9)  # a target is met up to rounding
 
-    def _choose_noise(self, run: RunState, asked: int) -> None:
+    def _choose_noise(self, run: Run, asked: int) -> None:
         """Choose z for a target epsilon, for rounds like this one to the end; not where the target is spent."""
         target = self.settings.dp_target_epsilon
         if self.noise_multiplier is None and self.accountant.epsilon() < target:
@@ -231,7 +231,7 @@ class ClientLevelDP(Protection):
             )
             logger.info("dp-target-epsilon=%g: noise multiplier %.4g", target, self.noise_multiplier)
 
-    def _tell_spent(self, run: RunState, asked: int, cost: float) -> None:
+    def _tell_spent(self, run: Run, asked: int, cost: float) -> None:
         """Log that the run ends before this round, which would bring epsilon to ``cost``; raise if it is the first."""
         if not self.accountant.releases:
             raise ConfigError(
@@ -246,7 +246,7 @@ class ClientLevelDP(Protection):
             self._limit,
         )
 
-    def _warn(self, run: RunState, asked: int) -> None:
+    def _warn(self, run: Run, asked: int) -> None:
         own = self.settings
         if self.tells and self.noise_multiplier and own.dp_delta * run.num_able >= 1:
             logger.warning(
@@ -265,7 +265,7 @@ class ClientLevelDP(Protection):
                 size,
             )
 
-    def _release(self, run: RunState) -> None:
+    def _release(self, run: Run) -> None:
         """Note the release of this round, before its result exists; report what it costs."""
         if self.noise_multiplier is None:
             raise ConfigError("no noise was chosen for this round: admits() was not called")

@@ -72,12 +72,12 @@ from fedbn_flwr.privacy.repeated_sums import RepeatedSums, has_one_batch
 from fedbn_flwr.privacy.ring import split
 from fedbn_flwr.privacy.round_sum import RoundSum
 from fedbn_flwr.privacy.uncovered import beside_sums
-from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.momentum import MOMENTUM
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply, Terms
-from fedbn_flwr.server.run_state import RunState
+from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.synchronised_step import Limits, with_config
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.polling_grid import polling
@@ -100,9 +100,9 @@ _ANSWERS_ARE_PUBLIC = (
 )
 
 
-def refusals(method: Method[Any]) -> list[str]:
-    """Return why the method does not work with masks, one line each."""
-    return [f"strategy {method.name!r} with masked-sums=true: {what}" for what in beside_sums(method)]
+def refusals(methods: Methods) -> list[str]:
+    """Return why the methods do not work with masks, one line each."""
+    return [f"strategy {methods.name!r} with masked-sums=true: {what}" for what in beside_sums(methods)]
 
 
 class MaskedSums(Protection):
@@ -127,29 +127,30 @@ class MaskedSums(Protection):
         self.publishes_metrics = settings.masked_metrics == "published" and self._inner.publishes_metrics
         self.secret_sampling = self._inner.secret_sampling
         self.always_releases = self._inner.always_releases
-        self._method: Method[Any] | None = None
+        self._methods: Methods | None = None
+        self._terms: Terms | None = None
         self._sum: RoundSum | None = None
         self._training, self._statistics, self._fresh = RepeatedSums(), RepeatedSums(), 0
 
-    def begin(self, method: Method[Any]) -> None:
+    def begin(self, methods: Methods, weighted_by_key: str) -> None:
         """Check that the method needs sums alone.
 
         Raises:
             ConfigError: it uses more of a client.
         """
-        problems = refusals(method)
-        if method.weighted_by_key != NUM_EXAMPLES:
+        problems = refusals(methods)
+        if weighted_by_key != NUM_EXAMPLES:
             problems.append(
-                f"weighted_by_key={method.weighted_by_key!r}: masked sums are weighted by {NUM_EXAMPLES}, which the "
+                f"weighted_by_key={weighted_by_key!r}: masked sums are weighted by {NUM_EXAMPLES}, which the "
                 "server knows before the round"
             )
         if problems:
             raise ConfigError("\n".join(problems))
-        self._method, self._sum = method, None
+        self._methods, self._sum = methods, None
         self._training, self._statistics, self._fresh = RepeatedSums(), RepeatedSums(), 0
-        self._inner.begin(method)
+        self._inner.begin(methods, weighted_by_key)
 
-    def admits(self, run: RunState, asked: int) -> bool:
+    def admits(self, run: Run, asked: int) -> bool:
         """Return whether differential privacy, if there is any, allows the round; masks allow each."""
         return self._inner.admits(run, asked)
 
@@ -158,7 +159,7 @@ class MaskedSums(Protection):
         return {**self._inner.config(), **({FRESH_BATCHES: self._fresh} if self._fresh else {})}
 
     def open_round(
-        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+        self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
     ) -> list[Message]:
         """Let the clients agree on masks (steps 1 and 2); return the messages to those that are left.
 
@@ -171,7 +172,7 @@ class MaskedSums(Protection):
         return self._agreed(run, messages, grid, timeout, any(known))
 
     def open_statistics(
-        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, before: State
+        self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, before: State
     ) -> list[Message]:
         """Do so for re-estimated statistics, with new keys; nobody is asked a second time for those of a model."""
         weights = _weights(run, before)
@@ -186,7 +187,7 @@ class MaskedSums(Protection):
         return self._agreed(run, messages, grid, timeout, trained)
 
     def _agreed(
-        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, again: bool
+        self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, again: bool
     ) -> list[Message]:
         """Return the messages to the clients that agree on masks; ``again``: without those that repeat their sums."""
         if not messages:
@@ -218,10 +219,11 @@ class MaskedSums(Protection):
 
     def terms(self, terms: Terms) -> Terms:
         """Ask for a masked vector in place of the entries."""
-        size = _size(self._like(terms.expected, terms.parts))
+        self._terms = terms
+        size = _size(self._like(terms.expected, terms.facts.parts))
         return dataclasses.replace(terms, expected={MASKED: np.broadcast_to(np.int64(0), size)})
 
-    def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
+    def pool(self, run: Run, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
         """Return one reply with the average (step 4), or none if the masks cannot be removed.
 
         With differential privacy such a round has a result, too: noise alone.
@@ -238,21 +240,22 @@ class MaskedSums(Protection):
             return self._inner.pool(run, [], before)
         return self._inner.pool(run, [average] * len(vectors), before) if self._dp else [average]
 
-    def _average(self, run: RunState, vectors: Mapping[int, Array], before: State) -> Reply:
+    def _average(self, run: Run, vectors: Mapping[int, Array], before: State) -> Reply:
         """Return a reply with the average of these clients' values, which the method accepts; it counts the round.
 
         Raises:
             MaskingError: the masks cannot be removed.
             ReplyError: the sum is out of range, or the method refuses the average.
         """
-        method, own = self._method_or_raise, self._sum_or_raise
-        shared = {name: before[name] for name in before if run.parts.part_of[name] not in method.local}
+        methods, own = self._methods_or_raise, self._sum_or_raise
+        shared = {name: before[name] for name in before if run.parts.part_of[name] not in methods.local}
         values = split(self._mean(vectors, self._training), self._like(shared, run.parts))
         state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
-        sends_buffers = method.params.momentum_scope == "global"
+        sends_buffers = methods.params.momentum_scope == "global"
         extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if sends_buffers else {}
         average = Reply(Node(0), own.weight(vectors.keys()), state, {}, extras)
-        method.check(run.report.server_round, average, before)
+        if self._terms is not None:
+            self._terms.check(average)
         state.update({name: state[name] + 1 for name in run.parts.counters if name in state})
         return average
 
@@ -265,15 +268,13 @@ class MaskedSums(Protection):
             if own.masks.revealing:  # the sum may be known, also if shares come late or it is out of range
                 sums.note_sum()
 
-    def check_statistics(self, run: RunState, state: State, before: State) -> None:
+    def check_statistics(self, run: Run, state: State, before: State) -> None:
         """Refuse anything but a masked vector."""
         size, vector = _size(statistics_like(before)), state.get(MASKED)
         if vector is None or len(state) > 1 or vector.dtype != np.int64 or vector.shape != (size,):
             raise ReplyError(f"a masked vector of {size} int64 needed, and {', '.join(sorted(state))} sent")
 
-    def statistics(
-        self, run: RunState, replies: Sequence[tuple[Node, State]], before: State
-    ) -> list[Mapping[str, Moments]]:
+    def statistics(self, run: Run, replies: Sequence[tuple[Node, State]], before: State) -> list[Mapping[str, Moments]]:
         """Return the moments of all clients' data together."""
         if not replies:
             return []
@@ -313,12 +314,12 @@ class MaskedSums(Protection):
         self._inner.load_state_dict(state)
 
     @property
-    def _method_or_raise(self) -> Method[Any]:
-        if self._method is None:
+    def _methods_or_raise(self) -> Methods:
+        if self._methods is None:
             raise ConfigError(
-                "MaskedSums has no method yet: call begin(method) first; a strategy does so when a run begins"
+                "MaskedSums has no methods yet: call begin(methods, ...) first; a strategy does so when a run begins"
             )
-        return self._method
+        return self._methods
 
     @property
     def _sum_or_raise(self) -> RoundSum:
@@ -329,11 +330,11 @@ class MaskedSums(Protection):
     def _like(self, shared: State, parts: Parts) -> dict[str, Array]:
         """Return arrays like the values of a client in training."""
         return model_values(
-            shared, shared, {} if self._method_or_raise.params.momentum_scope == "global" else None, parts
+            shared, shared, {} if self._methods_or_raise.params.momentum_scope == "global" else None, parts
         )
 
 
-def _weights(run: RunState, model: State) -> State:
+def _weights(run: Run, model: State) -> State:
     """Return what decides what clients send, if their batches are the same: not what BN has measured."""
     measured = {*run.parts.statistics, *run.parts.counters}
     return {name: array for name, array in model.items() if name not in measured}

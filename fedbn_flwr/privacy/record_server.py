@@ -37,11 +37,11 @@ from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP
 from fedbn_flwr.privacy.record_level import NOISE, RecordLevel, sampling_rate
 from fedbn_flwr.privacy.record_settings import TWO_NOISES
 from fedbn_flwr.privacy.uncovered import beside_models, kept_between_rounds
-from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Reply
-from fedbn_flwr.server.run_state import RunState
+from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.synchronised_step import with_config
 
 __all__ = ["RecordLevelDP"]
@@ -109,24 +109,24 @@ class RecordLevelDP(Protection):
         """See ``Protection``: with client-level noise in some rounds also in the others."""
         return self._until_frozen is not None
 
-    def begin(self, method: Method[Any]) -> None:
+    def begin(self, methods: Methods, weighted_by_key: str) -> None:
         """Check that nothing but the clients' models is used.
 
         Raises:
             ConfigError: the method sends or uses more of a client, or carries data without noise into DP-SGD.
         """
         if self._until_frozen:
-            self._until_frozen.begin(method)
+            self._until_frozen.begin(methods, weighted_by_key)
         self.noise_multiplier, self._spent, self._warned = self.settings.noise_multiplier, False, False
         self._restore([])
-        subject = f"strategy {method.name!r} with record-dp"
-        problems = [f"{subject}: {what}" for what in beside_models(method, "the model")]
+        subject = f"strategy {methods.name!r} with record-dp"
+        problems = [f"{subject}: {what}" for what in beside_models(methods)]
         if self._until_frozen:
-            problems += [f"{subject} until BN is frozen: {what}" for what in kept_between_rounds(method)]
+            problems += [f"{subject} until BN is frozen: {what}" for what in kept_between_rounds(methods)]
         if problems:
             raise ConfigError("\n".join(problems))
 
-    def admits(self, run: RunState, asked: int) -> bool:
+    def admits(self, run: Run, asked: int) -> bool:
         """Return whether a round keeps within the budget; choose the noise for a target epsilon.
 
         Raises:
@@ -150,7 +150,7 @@ class RecordLevelDP(Protection):
         """The largest epsilon of the run; 0 = none."""
         return self._max or self._target
 
-    def _planned(self, run: RunState) -> Steps:
+    def _planned(self, run: Run) -> Steps:
         """Return the steps of the smallest client in this round; choose z for a target epsilon that is not spent."""
         rate = sampling_rate(run.smallest, self._batch_size)
         if self.noise_multiplier is None and self._cost() < self._target:
@@ -159,7 +159,7 @@ class RecordLevelDP(Protection):
             logger.info("record-dp-target-epsilon=%g: noise multiplier %.4g", self._target, self.noise_multiplier)
         return Steps(self.noise_multiplier or 0.0, rate, self._steps)
 
-    def _tell_spent(self, run: RunState, epsilon: float) -> None:
+    def _tell_spent(self, run: Run, epsilon: float) -> None:
         """Log that the run ends before this round, which would cost ``epsilon`` in total; raise if it is the first."""
         if not self._counted:
             raise ConfigError(
@@ -178,7 +178,7 @@ class RecordLevelDP(Protection):
         return {NOISE: self.noise_multiplier} if self._target and self.noise_multiplier else {}
 
     def open_round(
-        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+        self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
     ) -> list[Message]:
         """Note what the round costs, before any client works; return the messages to clients whose cost is known.
 
@@ -221,7 +221,7 @@ class RecordLevelDP(Protection):
                 largest,
             )
 
-    def check(self, run: RunState, reply: Reply, before: State) -> None:
+    def check(self, run: Run, reply: Reply, before: State) -> None:
         """Refuse a reply of a client that does not say that it did what is counted.
 
         In a round with client-level noise refuse an update that its client should have clipped.
@@ -240,7 +240,7 @@ class RecordLevelDP(Protection):
                 "RecordLevelDP the same settings, steps and batch size."
             )
 
-    def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
+    def pool(self, run: Run, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
         """Return the replies; before BN is frozen, one reply with client-level noise."""
         if not self._until_frozen or not self.always_releases:
             return replies
@@ -248,7 +248,7 @@ class RecordLevelDP(Protection):
         self._tell(run)
         return pooled
 
-    def _tell(self, run: RunState) -> None:
+    def _tell(self, run: Run) -> None:
         if math.isfinite(epsilon := self.epsilon()):
             run.report.privacy |= {"epsilon": epsilon, "delta": self.delta}
             logger.info("%s", self.guarantee())

@@ -8,18 +8,19 @@ from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.differential_settings import DPSettings, unused
 from fedbn_flwr.privacy.noise import Noise
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.server.strategy import Strategy
 
 __all__ = ["DPWrapper"]
 
 
-class DPWrapper(Strategy):
+class DPWrapper(FlowerStrategy):
     """A strategy of this package with client-level differential privacy.
 
     ::
@@ -49,7 +50,7 @@ class DPWrapper(Strategy):
 
     def __init__(
         self,
-        strategy: FedAvg[Any],
+        strategy: Strategy,
         noise_multiplier: float = 0.0,
         clipping_norm: float = 1.0,
         *,
@@ -62,7 +63,7 @@ class DPWrapper(Strategy):
     ) -> None:
         named = {"noise_multiplier": noise_multiplier, "clipping_norm": clipping_norm, **settings}
         values: dict[str, Any] = {f"dp_{name}": value for name, value in named.items()}
-        if not isinstance(strategy, FedAvg):
+        if not isinstance(strategy, Strategy):
             raise ConfigError(
                 f"DPWrapper is for the strategies of fedbn_flwr.strategies, and {type(strategy).__name__} is none. "
                 "Flower's own wrappers are for Flower's strategies."

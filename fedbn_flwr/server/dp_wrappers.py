@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import calling_dp_wrapper
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.methods import Methods
+from fedbn_flwr.server.sent_beside import sent_beside
 
 __all__ = ["check_wrapper"]
 
@@ -17,24 +17,24 @@ logger = logging.getLogger("flwr")
 _INSTEAD = "fedbn_flwr.privacy.DPWrapper weighs all clients alike and knows the parts of the model"
 
 
-def check_wrapper(method: Method[Any], parts: Parts, warn: bool) -> None:
+def check_wrapper(methods: Methods, parts: Parts, warn: bool) -> None:
     """Check that Flower's wrapper, if it calls the strategy, does with this method what it says.
 
     ``warn``: warn of the weights of the clients, and of counters, which the wrapper treats as weights of the model.
 
     Raises:
-        ConfigError: something of the clients bypasses the wrapper, or the wrapper would fail or break the method.
+        ConfigError: something of the clients bypasses the wrapper, or the wrapper would fail or break the methods.
     """
     wrapper = calling_dp_wrapper()
     if not wrapper:
         return
-    reasons = list(method.beside_updates().values())
-    if method.local and "ServerSide" in wrapper:
+    reasons = [beside.text for beside in sent_beside(methods)]
+    if methods.local and "ServerSide" in wrapper:
         reasons.append("it needs the whole model in each reply, and the clients keep a part of it")
-    if method.freezes_bn:
+    if methods.freezes_bn:
         reasons.append("it would add noise to frozen statistics")
     if reasons:
-        raise ConfigError(f"{wrapper} around strategy {method.name!r}: {'; '.join(reasons)}. {_INSTEAD}.")
+        raise ConfigError(f"{wrapper} around strategy {methods.name!r}: {'; '.join(reasons)}. {_INSTEAD}.")
     if not warn:
         return
     logger.warning(
@@ -42,7 +42,7 @@ def check_wrapper(method: Method[Any], parts: Parts, warn: bool) -> None:
         "can move the average by more than its noise is for: an epsilon from its noise multiplier alone would be too "
         "small. %s.",
         wrapper,
-        method.name,
+        methods.name,
         _INSTEAD,
     )
     if parts.counters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Parts
@@ -32,7 +32,7 @@ class Facts:
     parts: Parts
     before: State
     phase: str = ""
-    travels: Travels = Travels()
+    travels: Travels = field(default_factory=Travels)
     num_able: int = 0
     keep: frozenset[str] = frozenset()
 

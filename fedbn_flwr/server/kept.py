@@ -62,7 +62,7 @@ class Kept:
         return replace(self, answered=self.answered | labels)
 
     def after_receipt(self, received: Received, usable: Usable, undo: bool) -> Kept:
-        """Note what the senders of a round's replies keep; where rounds are undone, that is known when they are used."""
+        """Note what the senders of replies keep; where rounds are undone, that is known when the replies are used."""
         return self if undo else self._noted(received, usable)
 
     def after_use(self, usable: Usable, undo: bool) -> Kept:
@@ -100,5 +100,3 @@ class Kept:
         """Return what ``saved`` holds, at the start of a resumed run."""
         hashes = dict(saved["hashes"])
         return cls(hashes, frozenset(saved["volatile"]), LatestBN(saved["shared"]), to_restore=dict(hashes))
-
-

@@ -36,7 +36,7 @@ from fedbn_flwr.server.travels import Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 
-__all__ = ["Ask", "Facts", "HookContext", "HookFactory", "Method", "Problem", "Role", "RunSettings"]
+__all__ = ["ROLES", "Ask", "Facts", "HookContext", "HookFactory", "Method", "Problem", "Role", "RunSettings"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ class HookContext:
 
 
 HookFactory = Callable[[HookContext], ClientHook]
+ROLES = ("local-part", "client-hooks", "server-step")
+"""What a method may add to another one; each is a config key."""
 Role = Literal["", "local-part", "client-hooks", "server-step", "option"]
 P = TypeVar("P", bound=Params, default=Params)
 S = TypeVar("S", default=None)
@@ -176,9 +178,7 @@ class Method(Generic[P, S]):
         """Return the client hooks of the round, in order."""
         return []
 
-    def aggregate(
-        self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]
-    ) -> tuple[dict[str, Any], S]:
+    def aggregate(self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]) -> tuple[dict[str, Any], S]:
         """Return the new global state, and the method's state after the round.
 
         Args:

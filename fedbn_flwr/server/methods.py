@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
@@ -15,10 +16,18 @@ from fedbn_flwr.server.options import OPTIONS
 from fedbn_flwr.server.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.server.travels import ALL, NONE, PartSet, Travels
-from fedbn_flwr.server.travels import in_common, in_parallel, model_needs, single_decisions, together
+from fedbn_flwr.server.travels import (
+    ALL,
+    PartSet,
+    Travels,
+    in_common,
+    in_parallel,
+    model_needs,
+    single_decisions,
+    together,
+)
 
-__all__ = ["Methods", "Phase", "States", "why_not_combined"]
+__all__ = ["Methods", "Phase", "States", "declared", "reads_unsaid", "why_not_combined"]
 
 States = Mapping[str, Any]
 """The state of each method by its name; read-only."""
@@ -61,7 +70,7 @@ class Methods:
         options = [kind(params) for kind in OPTIONS if kind.chosen(params)]
         self._methods: tuple[Method[Any, Any], ...] = (*options, *(kind(params) for kind in kinds))
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Method[Any, Any]]:
         """Iterate over the options in use and the methods, in the order in which they act."""
         return iter(self._methods)
 
@@ -69,7 +78,7 @@ class Methods:
         """Return what travels in each phase of a run, in order."""
         return in_parallel([declared(method, num_rounds) for method in self._methods])
 
-    @property
+    @cached_property
     def whole(self) -> Travels:
         """What travels in any phase of a run."""
         return together(one for method in self._methods for one in declared(method))
@@ -180,11 +189,25 @@ class Methods:
             problems += self._model_problems(run.parts)
         return list(dict.fromkeys(problems))
 
+    def wrong_settings(self) -> list[str]:
+        """Return the settings that are wrong whatever the run is: tests without a model, and unused settings."""
+        lines = [problem.text for problem in self._test_problems(self.tests)]
+        fields = type(self.params).model_fields
+        for problem in self.problems(RunSettings(0, tests=self.tests)):
+            if problem.kind != "unused" or problem.key not in fields:
+                continue
+            value = getattr(self.params, problem.key)
+            if value != fields[problem.key].default:
+                lines.append(f"{problem.key}={value!r} has no effect: {problem.text}")
+        return lines
+
     def _setting_problems(self, run: RunSettings) -> list[Problem]:
         """Return the problems of settings that every method has."""
         params, problems = self.params, []
         if params.agc and run.gradient_clip_norm:
-            text = f"agc={params.agc} and gradient-clip-norm={run.gradient_clip_norm} both limit gradients; set one to 0"
+            text = (
+                f"agc={params.agc} and gradient-clip-norm={run.gradient_clip_norm} both limit gradients; set one to 0"
+            )
             problems.append(Problem("two-gradient-clippings", text))
         if Part.STATISTICS in self.local and SHARED_BN not in run.tests:
             text = f"{self.name} averages no running variances"
@@ -240,12 +263,12 @@ def declared(method: Method[Any, Any], num_rounds: int | None = None) -> tuple[T
     A class that overrides ``aggregate`` below the class that declares ``travels`` may read anything of the replies.
     """
     phases = method.travels(num_rounds)
-    if _reads_unsaid(type(method)):
+    if reads_unsaid(type(method)):
         return tuple(dataclasses.replace(one, each=ALL) for one in phases)
     return phases
 
 
-def _reads_unsaid(kind: type[Method[Any, Any]]) -> bool:
+def reads_unsaid(kind: type[Method[Any, Any]]) -> bool:
     """Return whether the class with the last ``aggregate`` comes after the one with the last ``travels``."""
     for base in kind.__mro__:
         if "travels" in vars(base):
@@ -267,8 +290,3 @@ def why_not_combined(first: type[Method[Any, Any]], second: type[Method[Any, Any
         if kept := in_common(own) & theirs.local:
             return f"{one.name} needs {', '.join(sorted(kept))} in common, and {other.name} keeps them with the clients"
     return ""
-
-
-def joined(kinds: Iterable[type[Method[Any, Any]]], field: str) -> str:
-    """Return a text of several methods as one."""
-    return "; ".join(getattr(kind, field) for kind in kinds)

@@ -6,7 +6,7 @@ A protection replaces the replies of a round by what the method may see: one ave
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -14,12 +14,14 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.messages.moments import decode_moments
-from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Reply, Terms
-from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.server.synchronised_step import Limits
 from fedbn_flwr.transport import Member
+
+if TYPE_CHECKING:  # a run has its protection
+    from fedbn_flwr.server.run import Run
 
 __all__ = ["Protection"]
 
@@ -47,14 +49,14 @@ class Protection:
         """
         return self.always_releases
 
-    def begin(self, method: Method[Any]) -> None:
-        """Prepare a new run.
+    def begin(self, methods: Methods, weighted_by_key: str) -> None:
+        """Prepare a new run; ``weighted_by_key`` names the metric that weighs the replies.
 
         Raises:
             ConfigError: the method, or a setting of it, does not fit.
         """
 
-    def admits(self, run: RunState, asked: int) -> bool:
+    def admits(self, run: Run, asked: int) -> bool:
         """Return whether so many clients may be asked to train in this round; if not, the round does nothing."""
         return True
 
@@ -63,7 +65,7 @@ class Protection:
         return {}
 
     def open_round(
-        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
+        self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
     ) -> list[Message]:
         """Return the training messages to send, after messages of the protection's own; the report names lost nodes.
 
@@ -83,10 +85,10 @@ class Protection:
         """Return what a reply to a training message must hold."""
         return terms
 
-    def check(self, run: RunState, reply: Reply, before: State) -> None:
+    def check(self, run: Run, reply: Reply, before: State) -> None:
         """Raise ReplyError for a reply that breaks a rule of the protection."""
 
-    def pool(self, run: RunState, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
+    def pool(self, run: Run, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
         """Return the replies that the method combines; the report of the round is ``run.report``.
 
         No reply means that the round ends without a result, and the previous model is kept.
@@ -99,14 +101,12 @@ class Protection:
         return replies
 
     def open_statistics(
-        self, run: RunState, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, before: State
+        self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, before: State
     ) -> list[Message]:
         """Return the queries for re-estimated statistics of the model ``before`` to send; else as ``open_round``."""
         return [message for _, message in messages]
 
-    def statistics(
-        self, run: RunState, replies: Sequence[tuple[Node, State]], before: State
-    ) -> list[Mapping[str, Moments]]:
+    def statistics(self, run: Run, replies: Sequence[tuple[Node, State]], before: State) -> list[Mapping[str, Moments]]:
         """Return the moments to pool, by layer: here those of each client; none if they cannot be used.
 
         Args:
@@ -116,7 +116,7 @@ class Protection:
         """
         return [decode_moments(state, before, run.parts) for _, state in replies]
 
-    def check_statistics(self, run: RunState, state: State, before: State) -> None:
+    def check_statistics(self, run: Run, state: State, before: State) -> None:
         """Raise ReplyError for entries of re-estimated statistics that do not fit the model."""
         decode_moments(state, before, run.parts)
 

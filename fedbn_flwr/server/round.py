@@ -1,22 +1,26 @@
-"""A round, from its first message to the end of its report, on one page.
+"""A round on one page: ``play_training``, then ``play_tests``, then ``close_round``.
 
-It is a generator, because Flower returns to its caller between sending messages and reading the replies.
-``server.strategy`` drives it, under any of Flower's loops.
+The first two are generators, because Flower returns to its caller between sending messages and reading the replies:
+each yields the messages, gets the replies, and yields the result. They are two, because a class of a user's may leave
+one half out. ``server.strategy`` drives them, under any of Flower's loops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any, NamedTuple
+from collections.abc import Generator, Mapping
+from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.server import health
+from fedbn_flwr.server.completion import completed
 from fedbn_flwr.server.dispatch import NOTHING, in_order
+from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.server.reestimation import reestimate_before_tests
 from fedbn_flwr.server.run import Run
-from fedbn_flwr.server.testing import address_tests, close_round, read_tests, test_metrics
+from fedbn_flwr.server.testing import address_tests, read_tests, test_metrics
 from fedbn_flwr.server.training import (
     address_training,
     average_replies,
@@ -29,28 +33,14 @@ from fedbn_flwr.server.training import (
     training_metrics,
 )
 
-__all__ = ["Evaluation", "Round", "play_round"]
+__all__ = ["Played", "close_round", "play_tests", "play_training"]
 
-Round = Generator[Any, Any, None]
-
-
-class Evaluation(NamedTuple):
-    """What a round gets between training and tests: the model after training, a config for the tests, the nodes."""
-
-    arrays: ArrayRecord
-    config: ConfigRecord
-    grid: Grid
+Played = Generator[Any, Any, None]
 
 
-def play_round(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Round:
-    """Play a round.
-
-    It yields the training messages and gets the replies; yields the new model and the training metrics, each None if
-    there is none, and gets an ``Evaluation``; yields the evaluation messages and gets the replies; yields the clients'
-    metrics and gets those of the server's own test.
-    """
+def play_training(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Played:
+    """Train for a round: yield the messages, get the replies, yield the new model and the metrics (or None)."""
     phase = run.open_round(number, arrays)
-    undo = phase.travels.undo
     nodes = sample_for_training(run, number, grid)
     facts = run.facts(number, phase)
     asks = run.methods.on_clients(run.states, facts)
@@ -62,29 +52,37 @@ def play_round(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord,
 
     received = in_order(run, sent, messages, run.report.rejected)
     usable = read_training(run, sent, received, terms)
-    run.kept = run.kept.after_receipt(received, usable, undo)
+    run.kept = run.kept.after_receipt(received, usable, phase.travels.undo)
     replies = release(run, facts, usable)
     model = None
     if replies:
         model = hold(average_replies(run, replies), facts)
         model, run.states = run.methods.fold(run.states, facts, replies, model)
-        run.kept = run.kept.after_use(usable, undo)
-    elif undo:
-        forget_first_rounds(run, usable)
-    trained = None if model is None else to_record({**facts.before, **model})
+        model = {**facts.before, **model}
+        run.kept = run.kept.after_use(usable, phase.travels.undo)
+    else:
+        forget_first_rounds(run, usable, phase.travels.undo)
+    yield model and to_record(model), training_metrics(run, replies, model, usable)
 
-    evaluation = yield trained, training_metrics(run, replies, model, usable)
 
-    run.arrays = evaluation.arrays
+def play_tests(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Played:
+    """Test the model after a round: yield the messages, get the replies, yield the metrics (or None)."""
+    run.arrays = arrays
     sent = NOTHING
     if run.tests_after(number):
-        reestimate_before_tests(run, evaluation.arrays, evaluation.grid)
-        sent = address_tests(run, number, evaluation.arrays, evaluation.config, evaluation.grid)
+        reestimate_before_tests(run, arrays, grid)
+        sent = address_tests(run, number, arrays, config, grid)
 
     messages = yield sent.messages
 
     tests = read_tests(run, sent, messages)
+    yield test_metrics(run, tests)
 
-    server_test = yield test_metrics(run, tests)
 
-    close_round(run, number, server_test)
+def close_round(run: Run, number: int, server_test: Mapping[str, Any] | None) -> None:
+    """End a round: note the result of the server's own test, and tell ``on_round_end``."""
+    if server_test is not None:
+        run.metrics["evaluate_metrics_serverapp"] = MetricRecord(dict(server_test))
+        health.note_losses(run, losses_not_finite({"": server_test}))
+    if run.options.on_round_end is not None:
+        run.options.on_round_end(number, completed(run, run.arrays), dict(run.metrics))

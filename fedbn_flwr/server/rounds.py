@@ -1,42 +1,38 @@
-"""The loop over the rounds: that of ``flwr.serverapp.strategy.Strategy.start``, which here may begin at any round.
-
-A round: ``configure_train`` samples nodes and makes messages, ``run_training`` sends them, ``aggregate_train`` checks
-the replies and combines them, ``configure_evaluate`` re-estimates statistics if a test needs them,
-``aggregate_evaluate`` reads the clients' tests, and ``after_round`` tests the global model and ends the round.
-"""
+"""The loop over the rounds: that of ``flwr.serverapp.strategy.Strategy.start``, which here may begin at any round."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.compat.flower import log_start
-from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.metrics import AVERAGED, average_metrics
 
-__all__ = ["Evaluate", "run_rounds"]
+if TYPE_CHECKING:  # the strategy calls this loop
+    from fedbn_flwr.server.strategy import Strategy
+
+__all__ = ["TestModel", "run_rounds"]
 
 logger = logging.getLogger("flwr")
 
-Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 def run_rounds(
-    strategy: Method[Any],
+    strategy: Strategy,
     grid: Grid,
     arrays: ArrayRecord,
-    *,
     after: int,
     num_rounds: int,
     timeout: float,
     train_config: ConfigRecord | None,
     evaluate_config: ConfigRecord | None,
-    after_round: Evaluate,
+    test_model: TestModel | None,
 ) -> Result:
     """Run the rounds ``after`` + 1 to ``num_rounds``, or until the strategy stops.
 
@@ -51,7 +47,7 @@ def run_rounds(
         timeout: seconds to wait for the replies of an evaluation.
         train_config: further config of every training message.
         evaluate_config: further config of every evaluation message.
-        after_round: tests the global model and ends the round; also called with 0 before round 1.
+        test_model: tests the global model after a round; also called with 0 before round 1.
 
     Returns:
         The model and the metrics of these rounds; without arrays if no round changed the model.
@@ -64,19 +60,21 @@ def run_rounds(
     train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
     result = Result()
 
-    def end_round(server_round: int) -> None:
-        if (found := after_round(server_round, arrays)) is not None:
-            logger.info("Evaluation of the global model, round %d: %s", server_round, found)
-            result.evaluate_metrics_serverapp[server_round] = found
+    def test(server_round: int) -> MetricRecord | None:
+        metrics = test_model(server_round, strategy.for_evaluate_fn(server_round, arrays)) if test_model else None
+        if metrics is not None:
+            logger.info("Evaluation of the global model, round %d: %s", server_round, metrics)
+            result.evaluate_metrics_serverapp[server_round] = metrics
+        return metrics
 
     if not after:
-        end_round(0)
+        test(0)
     for server_round in range(after + 1, num_rounds + 1):
         if strategy.stops_after(server_round - 1):
             break
         logger.info("[ROUND %d/%d]", server_round, num_rounds)
         messages = strategy.configure_train(server_round, arrays, train_config, grid)
-        averaged, metrics = strategy.aggregate_train(server_round, strategy.run_training(server_round, messages, grid))
+        averaged, metrics = strategy.aggregate_train(server_round, strategy.send_training(messages, grid))
         if averaged is not None:
             result.arrays = arrays = averaged
         if metrics is not None:
@@ -87,7 +85,7 @@ def run_rounds(
         if metrics is not None:
             logger.info("Evaluation%s: %s", _aggregation_note(strategy.evaluate_metrics_aggr_fn), metrics)
             result.evaluate_metrics_clientapp[server_round] = metrics
-        end_round(server_round)
+        strategy.end_round(server_round, test(server_round))
     return result
 
 

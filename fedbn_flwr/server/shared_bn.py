@@ -89,6 +89,4 @@ class LatestBN:
         """Return the p-weighted average over all clients that have sent something; empty before the first."""
         if not self.tree:
             return {}
-        return average(
-            [entries for entries, _ in self.latest], [count for _, count in self.latest], parts, variance
-        )
+        return average([entries for entries, _ in self.latest], [count for _, count in self.latest], parts, variance)

@@ -1,8 +1,8 @@
-"""The testing half of a round, in the order of ``server.round``: address, read, average, close."""
+"""The testing half of a round, in the order of ``server.round``: address, read, average."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -15,7 +15,7 @@ from fedbn_flwr.server.replies import read_metrics, read_replies, tested_nothing
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["address_tests", "close_round", "read_tests", "test_metrics"]
+__all__ = ["address_tests", "read_tests", "test_metrics"]
 
 
 def address_tests(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Sent:
@@ -59,12 +59,3 @@ def test_metrics(run: Run, tests: Sequence[Message]) -> MetricRecord | None:
     metrics = run.options.average_test_metrics(contents, run.options.weighted_by_key)
     run.metrics["evaluate_metrics_clientapp"] = metrics
     return metrics
-
-
-def close_round(run: Run, number: int, server_test: Mapping[str, float] | None) -> None:
-    """End a round: note the result of the server's own test, and tell ``on_round_end``."""
-    if server_test is not None:
-        run.metrics["evaluate_metrics_serverapp"] = MetricRecord(dict(server_test))
-        health.note_losses(run, losses_not_finite({"": server_test}))
-    if run.options.on_round_end is not None:
-        run.options.on_round_end(number, completion.completed(run, run.arrays), dict(run.metrics))

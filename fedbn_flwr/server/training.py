@@ -158,8 +158,10 @@ def hold(model: dict[str, Any], facts: Facts) -> dict[str, Any]:
     return {**model, **{name: facts.before[name] for name in facts.held}}
 
 
-def forget_first_rounds(run: Run, usable: Usable) -> None:
+def forget_first_rounds(run: Run, usable: Usable, undo: bool) -> None:
     """Send the whole state again to clients whose first round is undone: they have nothing left of their own."""
+    if not undo:
+        return
     anew = {node.node_id for node, _, _ in usable if node.label not in run.kept.hashes}
     run.nodes.initialised.difference_update(anew)
 
@@ -171,7 +173,7 @@ def training_metrics(
     if model is None:
         return None
     if run.options.on_replies is not None:
-        run.options.on_replies(run.report.server_round, replies, run.before, {**run.before, **model})
+        run.options.on_replies(run.report.server_round, replies, run.before, model)
     if not run.protection.publishes_metrics:
         return None
     contents = [message.content for _, message, _ in usable]

@@ -156,7 +156,7 @@ def together(declarations: Iterable[Travels]) -> Travels:
             local=total.local | one.local,
             held=total.held | one.held,
             each=total.each | one.each,
-            weights=total.weights if one.weights == "examples" else one.weights,
+            weights=one.weights if total.weights == "examples" else total.weights,
             beside=total.beside + tuple(beside for beside in one.beside if beside not in total.beside),
             exchanges=one.exchanges or total.exchanges,
             reestimates=total.reestimates or one.reestimates,

@@ -14,10 +14,13 @@ from typing import Any, TypeVar
 from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.server.method import HookContext
+from fedbn_flwr.server.method import HookContext, Method
+from fedbn_flwr.server.methods import why_not_combined
+from fedbn_flwr.server.options import OPTIONS
+from fedbn_flwr.server.strategy import Combination, Strategy
 from fedbn_flwr.strategies.bn_scaffold import BNScaffold
 from fedbn_flwr.strategies.fbn import FBN
-from fedbn_flwr.strategies.fedavg import FedAvg
+from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgMethod
 from fedbn_flwr.strategies.fedavgm import FedAvgM
 from fedbn_flwr.strategies.fedbn import FedBN
 from fedbn_flwr.strategies.fedbs import FedBS
@@ -39,9 +42,11 @@ from fedbn_flwr.training.client_hook import ClientHook
 __all__ = [
     "FBN",
     "HBN",
+    "METHODS",
     "MTFL",
     "STRATEGIES",
     "BNScaffold",
+    "Combination",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
@@ -55,75 +60,111 @@ __all__ = [
     "FedWon",
     "FedYogi",
     "FixBN",
+    "Method",
     "Scaffold",
     "SiloBN",
     "Standalone",
     "StaticBN",
+    "Strategy",
+    "StrategyClass",
     "combined",
     "make_hooks",
     "register",
 ]
 
-STRATEGIES: Mapping[str, type[FedAvg[Any]]] = {
+Kind = Method[Any, Any]
+StrategyClass = type[Strategy] | Combination
+"""A strategy before it has settings: a class, or what ``combined`` returns."""
+
+STRATEGIES: Mapping[str, type[Strategy]] = {
     strategy.name: strategy
     for strategy in (
-        *(FedAvg, FedProx, Scaffold, BNScaffold),
-        *(FedAvgM, FedAdam, FedYogi, FedAdagrad),
-        *(FedBN, SiloBN, MTFL),
-        *(StaticBN, FixBN, FBN, HBN, FedTAN, FedTAN2, FedDNA),
-        *(FedBS, FedWon, Standalone),
+        FedAvg,
+        FedProx,
+        Scaffold,
+        BNScaffold,
+        FedAvgM,
+        FedAdam,
+        FedYogi,
+        FedAdagrad,
+        FedBN,
+        SiloBN,
+        MTFL,
+        StaticBN,
+        FixBN,
+        FBN,
+        HBN,
+        FedTAN,
+        FedTAN2,
+        FedDNA,
+        FedBS,
+        FedWon,
+        Standalone,
     )
 }
-_REGISTERED: list[type[FedAvg[Any]]] = []  # only `register` writes here, and no strategy of the package depends on it
-S = TypeVar("S", bound=type[FedAvg[Any]])
+METHODS: Mapping[str, type[Kind]] = {name: strategy.combination.kinds[0] for name, strategy in STRATEGIES.items()}
+_REGISTERED: list[type[Kind]] = []  # only `register` writes here, and no strategy of the package depends on it
+Registered = TypeVar("Registered", bound="type[Strategy] | type[Kind]")
 
 
-def register(method: S) -> S:
-    """Make the client hooks of your own method known in this process, and return the method: a decorator of its class.
+def register(method: Registered) -> Registered:
+    """Make the client hooks of your own method known in this process, and return the class: a decorator.
 
     ::
 
         @register
-        class Mine(FedAvg): ...
+        class MineMethod(Method): ...
 
     The server app and the client app import the module of the class. A class of the same name and module replaces the
     former one, as in a notebook cell that is run again.
 
     Args:
-        method: a subclass of FedAvg with a ``name`` of its own.
+        method: a subclass of Method with a ``name`` of its own, or the strategy that has it.
 
     Raises:
-        ConfigError: the class is no such subclass, or another strategy makes a client hook of the same name in another
+        ConfigError: the class is no such subclass, or another method makes a client hook of the same name in another
             way.
     """
-    if not (isinstance(method, type) and issubclass(method, FedAvg)):
-        raise ConfigError(f"register({method!r}): it takes a subclass of fedbn_flwr.strategies.FedAvg, by @register.")
-    place = _place(method)
-    if "name" not in vars(method):
-        raise ConfigError(f"register({place}): the class inherits {method.name!r}. Give it a name: name = 'my-method'.")
+    for kind in _kinds_of(method):
+        _register(kind)
+    return method
+
+
+def _kinds_of(method: Any) -> tuple[type[Kind], ...]:
+    if isinstance(method, type) and issubclass(method, Strategy):
+        return method.combination.kinds
+    if isinstance(method, type) and issubclass(method, Method):
+        return (method,)
+    raise ConfigError(f"register({method!r}): it takes a subclass of Method, or of Strategy, by @register.")
+
+
+def _register(kind: type[Kind]) -> None:
+    place = _place(kind)
+    if "name" not in vars(kind):
+        raise ConfigError(f"register({place}): the class inherits {kind.name!r}. Give it a name: name = 'my-method'.")
     makers = _makers()
-    for hook, make in method.client_hooks.items():
-        other = makers.get(hook, method)
+    for hook, make in kind.client_hooks.items():
+        other = makers.get(hook, kind)
         if other.client_hooks[hook] is not make and place not in map(_place, other.__mro__):  # nor the former class
             raise ConfigError(
-                f"client hook {hook!r} of strategy {method.name!r} ({place}) has the name of another one, of strategy "
+                f"client hook {hook!r} of strategy {kind.name!r} ({place}) has the name of another one, of strategy "
                 f"{other.name!r} ({_place(other)}). Give it another name."
             )
-    _REGISTERED[:] = [*(kind for kind in _REGISTERED if _place(kind) != place), method]
-    return method
+    _REGISTERED[:] = [*(other for other in _REGISTERED if _place(other) != place), kind]
 
 
 def _place(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _makers() -> dict[str, type[FedAvg[Any]]]:
-    """Return a strategy for each client hook, by the hook's name: one of the package, or the one registered last."""
-    return {hook: kind for kind in (*_REGISTERED, *reversed([*STRATEGIES.values()])) for hook in kind.client_hooks}
+def _makers() -> dict[str, type[Kind]]:
+    """Return a method for each client hook, by the hook's name: one of the package, or the one registered last."""
+    of_package = METHODS.values()
+    return {hook: kind for kind in (*_REGISTERED, *reversed(of_package), *OPTIONS) for hook in kind.client_hooks}
 
 
-def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
-    """Return the strategy that does what all ``methods`` do: ``combined(FixBN, FedProx)(freeze_at=5)``.
+def combined(*strategies: StrategyClass) -> StrategyClass:
+    """Return the strategy that does what all of these do: ``combined(FixBN, FedProx)(freeze_at=5)``.
 
     Each method changes the place of FedAvg that its ``role`` names: what stays with the clients, the local training or
     the server's step. The order of the arguments has no meaning. The settings are those of all methods.
@@ -131,34 +172,33 @@ def combined(*methods: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
     Raises:
         ConfigError: two of the methods cannot be combined; the error has the reason of each pair.
     """
-    # A method that restores entries (FixBN) acts after the server's step: later in the registry, earlier in the MRO.
-    registry = list(STRATEGIES.values())
-    rank = {m: next(registry.index(kind) for kind in m.__mro__ if kind in registry) for m in methods if m is not FedAvg}
-    chosen = sorted(rank, key=lambda method: (rank[method], len(method.__mro__), _place(method)), reverse=True)
-    return _combined(*chosen) if len(chosen) > 1 else next(iter(chosen), FedAvg)
+    chosen = {kind: None for strategy in strategies for kind in strategy.combination.kinds if kind is not FedAvgMethod}
+    if len(chosen) < 2:
+        of_more = [strategy for strategy in strategies if FedAvgMethod not in strategy.combination.kinds]
+        return next(iter(of_more), FedAvg)
+    return _combined(*sorted(chosen, key=_rank))
+
+
+def _rank(kind: type[Kind]) -> tuple[int, int, str]:
+    """Return the sorting key of a method: the place in the registry of the method that it is, or is made of."""
+    registry = list(METHODS.values())
+    known = [base for base in kind.__mro__ if base in registry]
+    return registry.index(known[0]) if known else len(registry), len(kind.__mro__), _place(kind)
 
 
 @functools.cache
-def _combined(*chosen: type[FedAvg[Any]]) -> type[FedAvg[Any]]:
-    """Return the class with these bases, the outermost first."""
-    in_order = chosen[::-1]  # as in the registry
-    pairs = itertools.combinations(in_order, 2)
-    reasons = [(a, b, a.excludes(b) or b.excludes(a)) for a, b in pairs]
-    if problems := [f"{a.name} and {b.name} cannot be combined: {why}" for a, b, why in reasons if why]:
+def _combined(*kinds: type[Kind]) -> Combination:
+    """Return the combination of methods that are in order."""
+    problems = []
+    for first, second in itertools.combinations(kinds, 2):
+        if why := why_not_combined(first, second):
+            problems.append(f"{first.name} and {second.name} cannot be combined: {why}")
+    if problems:
         raise ConfigError("\n".join(problems))
-    title = "And".join(method.__name__ for method in in_order)
-    kinds = list(dict.fromkeys(method.Params for method in chosen))
-    bases = [kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds)]
-    fields = {
-        "name": "+".join(method.name for method in in_order),
-        "summary_line": "; ".join(method.summary_line for method in in_order),
-        "source": "; ".join(method.source for method in in_order),
-        "Params": create_model(f"{title}Params", __base__=tuple(bases)),
-        "implicit_hooks": frozenset().union(*(method.implicit_hooks for method in chosen)),
-        "__module__": __name__,
-        "__doc__": f"{' and '.join(method.__name__ for method in in_order)}, combined.",
-    }
-    return type(title, tuple(chosen), fields)
+    params = list(dict.fromkeys(kind.Params for kind in reversed(kinds)))
+    bases = [one for one in params if not any(other is not one and issubclass(other, one) for other in params)]
+    title = "And".join(kind.__name__.removesuffix("Method") for kind in kinds)
+    return Combination(kinds, create_model(f"{title}Params", __base__=tuple(bases)))
 
 
 def make_hooks(names: Iterable[str], context: HookContext) -> dict[str, ClientHook]:
@@ -172,6 +212,6 @@ def make_hooks(names: Iterable[str], context: HookContext) -> dict[str, ClientHo
         if name not in makers:
             raise ConfigError(
                 f"{unknown_name('client hook', name, makers)} If its strategy is one of your own project, write "
-                "@register above the class, and import its module in the client app, too."
+                "@register above the class of its method, and import its module in the client app, too."
             )
     return {name: makers[name].client_hooks[name](context) for name in names}

@@ -72,8 +72,8 @@ as FedDNA does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -81,7 +81,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.averaging import State, Variance
+from fedbn_flwr.batchnorm.averaging import Variance
 from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, mixture, reestimate_statistics
 from fedbn_flwr.batchnorm.taken_forward import (
@@ -93,14 +93,19 @@ from fedbn_flwr.batchnorm.taken_forward import (
 )
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask, Problem, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.shared_bn import LatestBN
-from fedbn_flwr.strategies.scaffold import ControlVariates, Scaffold, ScaffoldParams
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import Beside, Travels
+from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates, ScaffoldMethod, ScaffoldParams, Variates
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import Entries, Extras
 
-__all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldParams", "SurveyedBNVariates"]
+__all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldMethod", "BNScaffoldParams", "BNVariates"]
+__all__ += ["SurveyedBNVariates"]
 
 logger = logging.getLogger("flwr")
 
@@ -267,17 +272,21 @@ def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
             old.mul_(1 - share).add_(share * new)
 
 
-class BNScaffold(Scaffold[BNScaffoldParams]):
+@dataclass(frozen=True)
+class BNVariates(Variates):
+    """The state of BN-SCAFFOLD: also the moments that each client sent last, and its number of examples."""
+
+    latest_variates: Sequence[Sequence[Any]] = ()
+
+
+class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
     """SCAFFOLD with control variates for the statistics of BatchNorm, too."""
 
     name = "bn-scaffold"
     summary_line = "scaffold, and BN's statistics corrected in every step (ours where the paper could not be read)"
     source = "Quintana 2024, arXiv:2410.03281 (abstract)"
     role = ""
-    not_combined_because = "bn-scaffold corrects the gradients and the statistics of every step by itself"
-    needs_batchnorm = True
-    needs_statistics = True
-    batch_renorm_conflict = "corrects BatchNorm's statistics, and so does norm=batch-renorm; use norm=batch"
+    alone = "bn-scaffold corrects the gradients and the statistics of every step by itself"
     Params = BNScaffoldParams
     client_hooks = {
         "bn-variates-of-steps": lambda context: BNControlVariates(context.local_entries, float(context.config[FLOOR])),
@@ -285,80 +294,68 @@ class BNScaffold(Scaffold[BNScaffoldParams]):
             context.local_entries, float(context.config[FLOOR])
         ),
     }
-    keys = (BN_VARIATES, FLOOR, FLOOR_SHARE)
-    reported_metrics = (FLOOR_SHARE,)
-    checkpoint_keys = ("latest_variates",)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._latest = LatestBN()
-        super().__init__(*args, **kwargs)
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Add the variates of the statistics, and how often a variance is at the floor."""
+        (scaffold,) = super().travels(num_rounds)
+        why = f"strategy={self.name} sends the moments of BatchNorm's inputs on the clients' data"
+        beside = Beside(BN_VARIATES, "moments", why, down=True), Beside(FLOOR_SHARE, "scalar", "", read="log")
+        return (replace(scaffold, beside=(*scaffold.beside, *beside)),)
 
-    @property
-    def latest_variates(self) -> list[list[Any]]:
-        """The moments that each client sent last, and its number of examples, as lists, mappings and arrays."""
-        return self._latest.tree
-
-    @latest_variates.setter
-    def latest_variates(self, tree: Sequence[Any]) -> None:
-        self._latest = LatestBN(tree)
-
-    @classmethod
-    def extra_statistics(cls, params: BNScaffoldParams) -> tuple[float, float]:
-        """Return (1, 1): (u, s) down and a client's moments up are as large as the running statistics."""
-        return 1.0, 1.0
-
-    def beside_updates(self) -> dict[str, str]:
-        """Add the moments."""
-        text = f"strategy={self.name} sends the moments of BatchNorm's inputs on the clients' data"
-        return {**super().beside_updates(), "moments": text}
-
-    def begin(self) -> None:
+    def begin(self, facts: Facts) -> BNVariates:
         """Start without variates."""
-        super().begin()
-        self._latest = LatestBN()
+        return BNVariates()
 
-    def variates_hook(self) -> str:
-        """Return the hook that takes the variates of BN by steps or by a pass."""
-        return "bn-variates-of-steps" if self.params.bn_variates == "steps" else "bn-variates-of-a-pass"
+    def on_clients(self, state: BNVariates, facts: Facts) -> list[Ask]:
+        """Ask for the variates of BN by steps or by a pass; send c, (u, s) and rho."""
+        hook = "bn-variates-of-steps" if self.params.bn_variates == "steps" else "bn-variates-of-a-pass"
+        sends = {VARIATES: state.variates, BN_VARIATES: self._common(state, facts)}
+        return [Ask(hook, {FLOOR: self.params.variance_floor}, sends)]
 
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Send rho."""
-        return {**super().hooks_for(server_round), self.variates_hook(): {FLOOR: self.params.variance_floor}}
-
-    def extras(self, server_round: int) -> Mapping[str, State]:
-        """Send (u, s), too."""
-        return {**super().extras(server_round), BN_VARIATES: self._pooled()}
-
-    def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply whose moments do not fit the model."""
-        super().check(server_round, reply, before)
-        decode_moments(reply.extras.get(BN_VARIATES, {}), before, self.run.parts)
-
-    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+    def aggregate(
+        self, state: BNVariates, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], BNVariates]:
         """Update x and c as SCAFFOLD does; store each client's moments, which give (u, s) of the next round."""
-        for reply in replies:
-            self._latest.take(reply.node.order, reply.extras.get(BN_VARIATES, {}), reply.num_examples)
-        if without := sum(not reply.extras.get(BN_VARIATES) for reply in replies):
+        sent = [(reply.node.order, reply.extras.get(BN_VARIATES, {}), reply.num_examples) for reply in replies]
+        if without := sum(not moments for _, moments, _ in sent):
             logger.warning(
                 "round %d: %d of %d replies have no moments of BatchNorm's inputs (record '%s'); what these clients "
                 "sent last, if anything, stays in the variates",
-                server_round,
+                facts.number,
                 without,
                 len(replies),
                 BN_VARIATES,
             )
-        return super().combine(server_round, replies, before)
+        latest = LatestBN(state.latest_variates).with_latest(sent).tree
+        return super().aggregate(replace(state, latest_variates=latest), facts, replies, model)
 
-    def _pooled(self) -> dict[str, Any]:
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Refuse batch renormalisation, too."""
+        problems = super().problems(run)
+        if run.norm == "batch-renorm":
+            text = f"{self.name} corrects BatchNorm's statistics, and so does norm=batch-renorm; use norm=batch"
+            problems.append(Problem("batch-renorm", text))
+        return problems
+
+    def _common(self, state: BNVariates, facts: Facts) -> dict[str, Any]:
         """Return ``PATH.mean`` and ``PATH.var``, (u, s) of each layer of which a client has sent moments."""
         entries: dict[str, Any] = {}
-        like, parts = self.run.before, self.run.parts
-        sent = [(decode_moments(state, like, parts), count) for state, count in self._latest.latest]
+        like, parts = facts.before, facts.parts
+        latest = LatestBN(state.latest_variates).latest
+        sent = [(decode_moments(moments, like, parts), count) for moments, count in latest]
         for layer in parts.layers:
-            if pairs := [(moments[layer.path], count) for moments, count in sent if layer.path in moments]:
-                clients, counts = zip(*pairs, strict=True)
-                u, s = mixture(clients, counts, spread=self.params.variates_variance == "pooled")
-                dtype = np.promote_types(like[layer.entries["running_mean"]].dtype, np.float32)
-                for leaf, value in (("mean", u), ("var", s)):
-                    entries[entry_name(layer.path, leaf)] = value.numpy().astype(dtype)
+            pairs = [(moments[layer.path], count) for moments, count in sent if layer.path in moments]
+            if not pairs:
+                continue
+            clients, counts = zip(*pairs, strict=True)
+            u, s = mixture(clients, counts, spread=self.params.variates_variance == "pooled")
+            dtype = np.promote_types(like[layer.entries["running_mean"]].dtype, np.float32)
+            for leaf, value in (("mean", u), ("var", s)):
+                entries[entry_name(layer.path, leaf)] = value.numpy().astype(dtype)
         return entries
+
+
+class BNScaffold(Strategy):
+    """SCAFFOLD with control variates for the statistics of BatchNorm, too."""
+
+    method = BNScaffoldMethod

@@ -75,7 +75,8 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -83,22 +84,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import Moments, pool, reestimate_statistics, stop_tracking
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Method, RunSettings
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask, Method, Problem, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Reply, refuse_changed
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.server.replies import Replies
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import TRACKED, Beside, Travels
+from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["BN_MOMENTS", "FBN", "FBNParams", "GlobalStatistics", "PooledParams", "PooledStatistics", "trimmed"]
+__all__ = ["BN_MOMENTS", "FBN", "FBNMethod", "FBNParams", "GlobalStatistics", "Pooled", "PooledParams"]
+__all__ += ["WARM_UP", "PooledStatisticsMethod", "SurveyedStatistics", "trimmed"]
 
 logger = logging.getLogger("flwr")
 
@@ -221,170 +224,136 @@ def trimmed(moments: Sequence[Moments], share: float) -> Moments:
     return Moments(count, mean, count * var)
 
 
-S = TypeVar("S", bound=PooledParams, default=PooledParams)
+P = TypeVar("P", bound=PooledParams, default=PooledParams)
 
 
-class PooledStatistics(FedAvg[S]):
-    """The common base of methods that train with global statistics, pooled by the server in each round.
+@dataclass(frozen=True)
+class Pooled:
+    """The state of a method that trains with pooled statistics.
 
     Attributes:
         num_pooled: rounds whose statistics were pooled so far; the warm-up ends with enough of them.
+        warmed_up_after: the last round of the warm-up; None while it lasts.
     """
 
+    num_pooled: int = 0
+    warmed_up_after: int | None = None
+
+
+S = TypeVar("S", bound=Pooled, default=Pooled)
+
+
+class PooledStatisticsMethod(Method[P, S]):
+    """The common base of methods that train with global statistics, pooled by the server in each round."""
+
     role = "client-hooks"
-    needs_batchnorm = True
-    needs_statistics = True
-    needs_each_reply = True  # statistics must come back bit for bit, and are pooled from all moments
-    batch_renorm_conflict = "tracks no statistics in training; norm=batch-renorm corrects by them"
-    keys: ClassVar[tuple[Key, ...]] = (BN_MOMENTS, WARM_UP)
-    checkpoint_keys = ("num_pooled",)
 
-    num_pooled: int
-
-    @abstractmethod
-    def hook(self) -> str:
-        """Return the name of the client hook."""
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return the statistics, which training does not change, and the moments beside the model."""
+        why = f"strategy={self.name} sends the moments of BatchNorm's inputs on the clients' data"
+        return (Travels(held=TRACKED, beside=(Beside(BN_MOMENTS, "moments", why),)),)
 
     @abstractmethod
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Return a layer's moments of all clients together; ``weights``: p_i, not normalised."""
 
-    @classmethod
-    def extra_statistics(cls, params: S) -> tuple[float, float]:
-        """Return (0, 1): the moments are as large as the running statistics."""
-        return 0.0, 1.0
+    def first_state(self, state: S) -> S:
+        """Return the state without rounds, given an empty one: without a warm-up it is over."""
+        return replace(state, warmed_up_after=None if self.params.statistics_warm_up else 0)
 
-    @classmethod
-    def unused(cls, params: S, run: RunSettings) -> dict[str, str]:
-        """Return the settings of running statistics that nobody tracks."""
-        return super().unused(params, run) | dict.fromkeys(
-            ("variance", "bn_momentum"), f"{cls.name} tracks no running variances in training"
-        )
+    def phase(self, state: S, number: int) -> str:
+        """Return "warm-up" as long as it lasts: these rounds train with the batches' statistics."""
+        return "warm-up" if state.warmed_up_after is None or number <= state.warmed_up_after else ""
 
-    @classmethod
-    def warnings(cls, params: S, run: RunSettings) -> list[str]:
-        """Warn of a warm-up that lasts as long as the run."""
-        warnings, rounds = super().warnings(params, run), params.statistics_warm_up
-        if rounds >= run.num_rounds:
-            warnings.append(
-                f"{cls.name}: statistics-warm-up={rounds} lasts as long as the run of {run.num_rounds} rounds, so BN "
-                "never trains with global statistics. Use a shorter warm-up or more rounds."
-            )
-        return warnings
-
-    @classmethod
-    def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse methods with statistics of their own: local, frozen, re-estimated or synchronised ones."""
-        if Part.STATISTICS in other.local:
-            return f"the statistics of {other.name} stay with the clients: there are none to pool"
-        if other.freezes_bn or other.reestimates or other.synchronises or issubclass(other, PooledStatistics):
-            return f"{other.name} has another rule for the statistics that {cls.name} pools"
-        return super().excludes(other)
-
-    def beside_updates(self) -> dict[str, str]:
-        """Add the moments."""
-        text = f"strategy={self.name} sends the moments of BatchNorm's inputs on the clients' data"
-        return {**super().beside_updates(), "moments": text}
-
-    def begin(self) -> None:
-        """Start with the warm-up."""
-        super().begin()
-        self.num_pooled = 0
-
-    def warms_up(self) -> bool:
-        """Return whether the next round trains with the batches' statistics."""
-        return self.num_pooled < self.params.statistics_warm_up
-
-    def phase(self, server_round: int) -> str:
-        """Return "warm-up" as long as it lasts, else the method's own phase."""
-        return "warm-up" if self.warms_up() else super().phase(server_round)
-
-    def divergence_advice(self, server_round: int) -> list[str]:
-        """Name, after the warm-up, statistics that are far from those of the batches."""
-        advice = super().divergence_advice(server_round)
-        if self.run.report.phase == "warm-up":
-            return advice
-        cause = (
-            "Likely cause: the global statistics are those of earlier weights and far from the batches', so BN does "
-            "not keep the activations small. What helped in small runs: a fifth of the learning-rate."
-        )
-        return [cause, *advice[1:]]
-
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Ask the clients for the moments, and say how BN normalises."""
-        return {**super().hooks_for(server_round), self.hook(): {WARM_UP: self.warms_up()}}
-
-    def extras(self, server_round: int) -> dict[str, State]:
-        """Send an empty record for the moments."""
-        return {**super().extras(server_round), BN_MOMENTS: {}}
-
-    def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply that changed statistics, or whose moments do not fit the model."""
-        super().check(server_round, reply, before)
-        why = f"in training, which leaves the statistics to the server under {self.name}"
-        refuse_changed(reply, before, self._kept_names(), why, self.run.parts)
-        decode_moments(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts)
-
-    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average; move the statistics towards the pooled ones."""
-        state = super().combine(server_round, replies, before)
-        state |= {name: before[name] for name in self._kept_names()}
-        share = 1.0 if self.warms_up() else self.params.statistics_momentum
-        sent = [decode_moments(reply.extras.get(BN_MOMENTS, {}), before, self.run.parts) for reply in replies]
-        pooled = self._pooled(sent, self.weights(replies))
-        for layer in self.run.parts.layers:
-            if layer.path not in pooled:
+    def pooled(self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]) -> tuple[dict[str, Any], S]:
+        """Return the model with statistics moved towards the pooled ones, and the state after the round."""
+        share = 1.0 if self.phase(state, facts.number) else self.params.statistics_momentum
+        sent = [decode_moments(reply.extras.get(BN_MOMENTS, {}), facts.before, facts.parts) for reply in replies]
+        layers = self._pooled_layers(facts, sent, replies.weights)
+        for layer in facts.parts.layers:
+            if layer.path not in layers:
                 continue
-            total = pooled[layer.path]
+            total = layers[layer.path]
             for leaf, new in (("running_mean", total.mean), ("running_var", total.variance)):
                 name = layer.entries[leaf]
-                old = before[name]
-                state[name] = ((1 - share) * old.astype(np.float64) + share * new.numpy()).astype(old.dtype)
-        self._warn_of_missing(server_round, sent, pooled)
-        self.num_pooled += bool(pooled)
-        return state
+                old = facts.before[name]
+                model[name] = ((1 - share) * old.astype(np.float64) + share * new.numpy()).astype(old.dtype)
+        _warn_of_missing(facts, sent, layers, first=not state.num_pooled)
+        num_pooled = state.num_pooled + bool(layers)
+        ends = state.warmed_up_after is None and num_pooled >= self.params.statistics_warm_up
+        after = facts.number if ends else state.warmed_up_after
+        return model, replace(state, num_pooled=num_pooled, warmed_up_after=after)
 
-    def _pooled(self, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float]) -> dict[str, Moments]:
+    def _pooled_layers(
+        self, facts: Facts, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float]
+    ) -> dict[str, Moments]:
         """Return the moments of all clients together, by layer; a layer that nobody measured is left out."""
-        found = {}
-        for layer in self.run.parts.layers:
-            pairs = [(own[layer.path], w) for own, w in zip(sent, weights, strict=True) if layer.path in own]
+        pooled = {}
+        for layer in facts.parts.layers:
+            pairs = [
+                (moments[layer.path], w) for moments, w in zip(sent, weights, strict=True) if layer.path in moments
+            ]
             if not pairs:
                 continue
             total = self.pool([moments for moments, _ in pairs], [weight for _, weight in pairs])
             if total.count > 1:
-                found[layer.path] = total
-        return found
+                pooled[layer.path] = total
+        return pooled
 
-    def _warn_of_missing(
-        self, server_round: int, sent: Sequence[Mapping[str, Moments]], pooled: Mapping[str, Moments]
-    ) -> None:
-        unmeasured = [
-            layer.path
-            for layer in self.run.parts.layers
-            if "running_mean" in layer.entries and not any(layer.path in moments for moments in sent)
-        ]
-        if pooled and unmeasured and not self.num_pooled:
-            logger.warning(
-                "round %d: no reply has moments of the inputs of %s, which keep their statistics: these layers did not "
-                "run in the training, or under no_grad",
-                server_round,
-                ", ".join(unmeasured),
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Refuse batch renormalisation; warn of a warm-up as long as the run; name settings of untracked variances."""
+        rounds = self.params.statistics_warm_up
+        untracked = f"{self.name} tracks no running variances in training"
+        problems = [Problem("untracked", untracked, "unused", key) for key in ("variance", "bn_momentum")]
+        if run.norm == "batch-renorm":
+            text = f"{self.name} tracks no statistics in training; norm=batch-renorm corrects by them"
+            problems.append(Problem("batch-renorm", text))
+        if rounds >= run.num_rounds:
+            text = (
+                f"{self.name}: statistics-warm-up={rounds} lasts as long as the run of {run.num_rounds} rounds, so BN "
+                "never trains with global statistics. Use a shorter warm-up or more rounds."
             )
-        if without := sum(not moments for moments in sent):
-            logger.warning(
-                "round %d: %d of %d replies have no moments of BatchNorm's inputs; %s",
-                server_round,
-                without,
-                len(sent),
-                "the statistics are of the others" if pooled else "the statistics stay as they are",
-            )
+            problems.append(Problem("long-warm-up", text, "warn"))
+        return problems
 
-    def _kept_names(self) -> tuple[str, ...]:
-        return self.run.parts.statistics + self.run.parts.counters
+    def advice(self, state: S, number: int, known: list[str]) -> list[str]:
+        """Name, after the warm-up, statistics that are far from those of the batches."""
+        if self.phase(state, number):
+            return known
+        cause = (
+            "Likely cause: the global statistics are those of earlier weights and far from the batches', so BN does "
+            "not keep the activations small. What helped in small runs: a fifth of the learning-rate."
+        )
+        return [cause, *known[1:]]
 
 
-class FBN(PooledStatistics[FBNParams]):
+def _warn_of_missing(
+    facts: Facts, sent: Sequence[Mapping[str, Moments]], pooled: Mapping[str, Moments], first: bool
+) -> None:
+    """Warn of layers without moments, in the first round with some, and of replies without moments."""
+    unmeasured = [
+        layer.path
+        for layer in facts.parts.layers
+        if "running_mean" in layer.entries and not any(layer.path in moments for moments in sent)
+    ]
+    if pooled and unmeasured and first:
+        logger.warning(
+            "round %d: no reply has moments of the inputs of %s, which keep their statistics: these layers did not run "
+            "in the training, or under no_grad",
+            facts.number,
+            ", ".join(unmeasured),
+        )
+    if without := sum(not moments for moments in sent):
+        logger.warning(
+            "round %d: %d of %d replies have no moments of BatchNorm's inputs; %s",
+            facts.number,
+            without,
+            len(sent),
+            "the statistics are of the others" if pooled else "the statistics stay as they are",
+        )
+
+
+class FBNMethod(PooledStatisticsMethod[FBNParams]):
     """FedAvg whose BN layers train with pooled global statistics, by steps or by a pass."""
 
     name = "fbn"
@@ -396,39 +365,53 @@ class FBN(PooledStatistics[FBNParams]):
         "surveyed-statistics": lambda context: SurveyedStatistics(bool(context.config[WARM_UP])),
     }
 
-    @classmethod
-    def unused(cls, params: FBNParams, run: RunSettings) -> dict[str, str]:
-        """Return the share of a trimmed mean that is not taken."""
-        texts = super().unused(params, run)
-        if params.statistics_aggregation == "mean":
-            texts["trim"] = "it is for statistics-aggregation=trimmed"
-        return texts
+    def begin(self, facts: Facts) -> Pooled:
+        """Start with the warm-up."""
+        return self.first_state(Pooled())
 
-    def divergence_advice(self, server_round: int) -> list[str]:
-        """Add, after the warm-up, the measure by steps, whose statistics belong to later weights."""
-        advice = super().divergence_advice(server_round)
-        by_pass = self.run.report.phase != "warm-up" and self.params.fbn_measure == "pass"
-        return [advice[0], "fbn-measure=steps helped, too.", *advice[1:]] if by_pass else advice
+    def on_clients(self, state: Pooled, facts: Facts) -> list[Ask]:
+        """Ask the clients for the moments, by steps or by a pass, and say how BN normalises."""
+        hook = "global-statistics" if self.params.fbn_measure == "steps" else "surveyed-statistics"
+        warms_up = bool(self.phase(state, facts.number))
+        return [Ask(hook, {WARM_UP: warms_up}, {BN_MOMENTS: {}})]
 
-    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
+    def aggregate(
+        self, state: Pooled, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], Pooled]:
         """Pool; say when a trimmed mean leaves nobody out."""
         share = self.params.trim if self.params.statistics_aggregation == "trimmed" else 0.0
         if share and not share_of(share, len(replies)):
             logger.warning(
-                "round %d: trim=%s of %d clients leaves nobody out; the statistics are a mean with equal "
-                "weights, and a false one counts in full",
-                server_round,
+                "round %d: trim=%s of %d clients leaves nobody out; the statistics are a mean with equal weights, and "
+                "a false one counts in full",
+                facts.number,
                 share,
                 len(replies),
             )
-        return super().combine(server_round, replies, before)
-
-    def hook(self) -> str:
-        """Return the hook that measures by steps or by a pass."""
-        return "global-statistics" if self.params.fbn_measure == "steps" else "surveyed-statistics"
+        return self.pooled(state, facts, replies, model)
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Pool with p_i after steps, by counts after a pass; or take the trimmed mean."""
         if self.params.statistics_aggregation == "trimmed":
             return trimmed(moments, self.params.trim)
         return pool(moments, weights if self.params.fbn_measure == "steps" else None)
+
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Add the share of a trimmed mean that is not taken."""
+        problems = super().problems(run)
+        if self.params.statistics_aggregation == "mean":
+            problems.append(Problem("not-trimmed", "it is for statistics-aggregation=trimmed", "unused", "trim"))
+        return problems
+
+    def advice(self, state: Pooled, number: int, known: list[str]) -> list[str]:
+        """Add, after the warm-up, the measure by steps, whose statistics belong to later weights."""
+        advice = super().advice(state, number, known)
+        if self.phase(state, number) or self.params.fbn_measure == "steps":
+            return advice
+        return [advice[0], "fbn-measure=steps helped, too.", *advice[1:]]
+
+
+class FBN(Strategy):
+    """FedAvg whose BN layers train with pooled global statistics, by steps or by a pass."""
+
+    method = FBNMethod

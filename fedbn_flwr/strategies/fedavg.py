@@ -43,61 +43,27 @@ The result does not depend on the order in which replies arrive. With one client
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
-
-from typing_extensions import TypeVar
-
-from fedbn_flwr.batchnorm.averaging import State, average
-from fedbn_flwr.server.common_options import CommonOptions
+from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.params import Params
-from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["FedAvg", "FedAvgParams"]
+__all__ = ["FedAvg", "FedAvgMethod", "FedAvgParams"]
 
 
 class FedAvgParams(Params):
     """Parameters of FedAvg: those of every strategy."""
 
 
-P = TypeVar("P", bound=FedAvgParams, default=FedAvgParams)
-
-
-class FedAvg(CommonOptions[P]):
-    """Federated averaging. Takes Flower's own constructor arguments, and the fields of ``Params`` by name.
-
-    Its bases: ``CommonOptions`` has the options of every method, ``Server`` Flower's calls, ``Method`` the interface
-    of a method, Flower's own ``FedAvg`` the arguments.
-
-    ``state_dict()`` is the strategy state to checkpoint with the global model; after ``load_state_dict`` the next
-    ``start`` continues from it. A subclass names its additional attributes in ``checkpoint_keys``.
-
-    Args:
-        *args: positional arguments of ``flwr.serverapp.strategy.FedAvg`` (``fraction_train``, ...).
-        parts: the split of the model's state (``split_state(model)``); by default made from the names of the initial
-            arrays.
-        on_round_end: called as ``on_round_end(server_round, arrays, metrics)`` at the end of each round, with the model
-            that the run would return if it ended there, and the round's metrics by the names of Flower's ``Result``
-            (``train_metrics_clientapp``, ...). What it raises ends the run.
-        **kwargs: Flower's arguments and the fields of ``Params``.
-
-    Raises:
-        ConfigError: an argument is unknown, or a value is out of range.
-    """
+class FedAvgMethod(Method[FedAvgParams]):
+    """Federated averaging: the average that every round computes, and nothing more."""
 
     name = "fedavg"
     summary_line = "weighted average of everything, BN counters kept exact"
     source = "McMahan 2017"
-    Params: ClassVar[type[Any]] = FedAvgParams
+    Params = FedAvgParams
 
-    def weights(self, replies: Sequence[Reply]) -> list[float]:
-        """Return |D_i| of the replies, in their order; the weights p_i are these, normalised."""
-        return [reply.num_examples for reply in replies]
 
-    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Return sum p_i x_i of the replies; with ``momentum_scope="global"`` also average their momentum.
+class FedAvg(Strategy):
+    """Federated averaging."""
 
-        An override calls ``super().combine``; one that averages by itself calls ``average_momentum``.
-        """
-        self.average_momentum(replies)
-        return average([reply.state for reply in replies], self.weights(replies), self.run.parts, self.params.variance)
+    method = FedAvgMethod

@@ -43,10 +43,11 @@ import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedavg import FedAvgParams
-from fedbn_flwr.strategies.fedopt import FedOpt
+from fedbn_flwr.strategies.fedopt import Moments, ServerStep
 
-__all__ = ["FedAvgM", "FedAvgMParams"]
+__all__ = ["FedAvgM", "FedAvgMMethod", "FedAvgMParams"]
 
 
 class FedAvgMParams(FedAvgParams):
@@ -56,24 +57,23 @@ class FedAvgMParams(FedAvgParams):
     server_momentum: float = setting(0.9, "beta, the server's momentum", ge=0, lt=1)
 
 
-class FedAvgM(FedOpt[FedAvgMParams]):
+class FedAvgMMethod(ServerStep[FedAvgMParams]):
     """FedAvg with momentum on the server."""
 
     name = "fedavgm"
     summary_line = "FedAvg with momentum on the server; BN statistics averaged"
     source = "Hsu 2019, arXiv:1909.06335"
     Params = FedAvgMParams
-    checkpoint_keys = ("velocity",)
     server_rate = "server_learning_rate"
 
-    velocity: dict[str, Array]
+    def step(self, number: int, delta: Array, moments: Moments) -> tuple[Array, Moments]:
+        """Return rate v, and v = beta v + Delta."""
+        (v,) = moments or (0.0,)
+        v = self.params.server_momentum * v + delta
+        return np.asarray(self.params.server_learning_rate * v), (v,)
 
-    def begin(self) -> None:
-        """Start with v = 0."""
-        super().begin()
-        self.velocity = {}
 
-    def step(self, server_round: int, name: str, delta: Array) -> Array:
-        """Return rate v, v = beta v + Delta."""
-        self.velocity[name] = self.params.server_momentum * self.velocity.get(name, 0.0) + delta
-        return np.asarray(self.params.server_learning_rate * self.velocity[name])
+class FedAvgM(Strategy):
+    """FedAvg with momentum on the server."""
+
+    method = FedAvgMMethod

@@ -39,18 +39,27 @@ With one client the client's model is FedAvg's, bit for bit. A model without BN 
 
 from __future__ import annotations
 
-from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.strategies.fedavg import FedAvg
+from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import BATCHNORM, Travels
 
-__all__ = ["FedBN"]
+__all__ = ["FedBN", "FedBNMethod"]
 
 
-class FedBN(FedAvg):
+class FedBNMethod(Method):
     """FedAvg in which gamma, beta, running statistics and counters stay with the client."""
 
     name = "fedbn"
     summary_line = "BN stays with the client: gamma, beta and running statistics"
     source = "Li 2021, arXiv:2102.07623"
     role = "local-part"
-    needs_batchnorm = True
-    local = frozenset({Part.AFFINE, Part.STATISTICS, Part.COUNTERS})
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return what stays with the client."""
+        return (Travels(local=BATCHNORM),)
+
+
+class FedBN(Strategy):
+    """FedAvg in which gamma, beta, running statistics and counters stay with the client."""
+
+    method = FedBNMethod

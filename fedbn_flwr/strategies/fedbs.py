@@ -47,23 +47,24 @@ Equal losses give the plain mean.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.errors import ReplyError
-from fedbn_flwr.messages.protocol import TRAIN_LOSS, VALIDATION_LOSS
-from fedbn_flwr.server.method import RunSettings
+from fedbn_flwr.messages.protocol import TRAIN_LOSS, VALIDATION_LOSS, Key
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask, Problem, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Reply
-from fedbn_flwr.strategies.fedprox import FedProx, FedProxParams
+from fedbn_flwr.server.replies import Replies
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import Beside, Travels
+from fedbn_flwr.strategies.fedprox import FedProxMethod, FedProxParams
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["FedBS", "FedBSParams", "ReportValidationLoss"]
+__all__ = ["FedBS", "FedBSMethod", "FedBSParams", "FedBSState", "ReportValidationLoss"]
 
 logger = logging.getLogger("flwr")
 
@@ -73,6 +74,7 @@ class FedBSParams(FedProxParams):
 
     fedbs_eps: float = setting(0.1, "eps: losses agree when their standard deviation is at most this", ge=0)
     fedbs_rounds: int = setting(5, "r: consecutive rounds in which the losses agree before phase 2", ge=1)
+    loss_key: str = setting(TRAIN_LOSS, "the metric of the clients' replies that is F_k", group="")
 
 
 class ReportValidationLoss(ClientHook):
@@ -89,88 +91,90 @@ class ReportValidationLoss(ClientHook):
         return {} if self._loss is None else {VALIDATION_LOSS: self._loss(model)}
 
 
-class FedBS(FedProx[FedBSParams]):
-    """Loss-weighted averaging until the losses agree (round ``switched_after``), then FedProx with equal weights.
+@dataclass(frozen=True)
+class FedBSState:
+    """The state of FedBS.
 
-    Args:
-        *args: as ``FedAvg``.
-        loss_key: the metric of the clients' replies that is F_k. "validation-loss" asks a ``TorchClient`` for the loss
-            on its ``validation_data``.
-        **kwargs: as ``FedAvg``.
+    Attributes:
+        switched_after: the last round of phase 1; None while it lasts.
+        agreed: consecutive rounds in which the losses agreed.
     """
+
+    switched_after: int | None = None
+    agreed: int = 0
+
+
+class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
+    """Loss-weighted averaging until the losses agree (round ``switched_after``), then FedProx with equal weights."""
 
     name = "fedbs"
     summary_line = "weighted by the clients' losses, then FedProx with equal weights"
     source = "Idrissi 2021, ICTAI"
     role = ""
-    not_combined_because = "fedbs weighs the clients by their losses, and changes to fedprox by itself"
+    alone = "fedbs weighs the clients by their losses, and changes to fedprox by itself"
     Params = FedBSParams
-    client_hooks = {"report-validation": lambda context: ReportValidationLoss(context.validation_loss)}
-    implicit_hooks = FedProx.implicit_hooks | {"report-validation"}  # the metric shows it
-    needs_each_reply = True  # the weights are the losses
-    checkpoint_keys = ("switched_after", "agreed")
+    client_hooks = {
+        **FedProxMethod.client_hooks,
+        "report-validation": lambda context: ReportValidationLoss(context.validation_loss),
+    }
 
-    switched_after: int | None = None
-    agreed = 0
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return the losses, which are the weights in phase 1."""
+        key = Key(self.params.loss_key, "float: F_k", "client", "server")
+        why = "the clients' losses are the weights of the average"
+        loss = (Beside(key, "scalar", why, required=True),)
+        return Travels("loss-weighted", weights=key, beside=loss), Travels("proximal", weights="equal", beside=loss)
 
-    @classmethod
-    def warnings(cls, params: FedBSParams, run: RunSettings) -> list[str]:
-        """Warn of a phase 2 that the run is too short for."""
-        lines = super().warnings(params, run)
-        if params.fedbs_rounds >= run.num_rounds:
-            lines.append(
-                f"fedbs: phase 2 begins after fedbs-rounds={params.fedbs_rounds} rounds at the earliest, and the run "
-                f"has {run.num_rounds}: it never begins, unless a resumed run goes on. Use a smaller fedbs-rounds."
-            )
-        return lines
-
-    def __init__(self, *args: Any, loss_key: str = TRAIN_LOSS, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.loss_key = loss_key
-
-    def beside_updates(self) -> dict[str, str]:
-        """Add the losses."""
-        return {**super().beside_updates(), "weights": "the clients' losses are the weights of the average"}
-
-    def begin(self) -> None:
+    def begin(self, facts: Facts) -> FedBSState:
         """Start in phase 1."""
-        super().begin()
-        self.switched_after, self.agreed = None, 0
+        return FedBSState()
 
-    def phase(self, server_round: int) -> str:
-        """Return "loss-weighted" or "proximal"."""
-        return "loss-weighted" if self.switched_after is None else "proximal"
+    def phase(self, state: FedBSState, number: int) -> str:
+        """Return the phase."""
+        first = state.switched_after is None or number <= state.switched_after
+        return "loss-weighted" if first else "proximal"
 
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
+    def on_clients(self, state: FedBSState, facts: Facts) -> list[Ask]:
         """Send mu in phase 2; ask for the loss on validation data if the weights are these."""
-        hooks = super().hooks_for(server_round)
-        if self.switched_after is None:
-            del hooks["proximal"]
-        return {**hooks, "report-validation": {}} if self.loss_key == VALIDATION_LOSS else hooks
+        asks = super().on_clients(state, facts) if state.switched_after is not None else []
+        if self.params.loss_key == VALIDATION_LOSS:
+            asks.append(Ask("report-validation", shown=True))  # the metric shows it
+        return asks
 
-    def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply without a usable loss."""
-        super().check(server_round, reply, before)
-        loss = reply.metrics.get(self.loss_key)
-        if loss is None or not math.isfinite(loss) or loss < 0:
-            raise ReplyError(
-                f"metric '{self.loss_key}' is {loss}; FedBS weighs by it (loss_key) and needs a finite number >= 0"
-            )
+    def aggregate(
+        self, state: FedBSState, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], FedBSState]:
+        """Count in phase 1 the rounds in which the losses agreed."""
+        if state.switched_after is not None or len(replies) < 2:
+            return model, state
+        spread = float(np.std([reply.metrics[self.params.loss_key] for reply in replies]))
+        agreed = state.agreed + 1 if spread <= self.params.fedbs_eps else 0
+        if agreed < self.params.fedbs_rounds:
+            return model, FedBSState(None, agreed)
+        logger.info("FedBS: the losses agreed in %d rounds; FedProx from round %d", agreed, facts.number + 1)
+        return model, FedBSState(facts.number, agreed)
 
-    def weights(self, replies: Sequence[Reply]) -> list[float]:
-        """Return the losses in phase 1; equal weights in phase 2 or if all losses are zero."""
-        losses = [reply.metrics[self.loss_key] for reply in replies]
-        return losses if self.switched_after is None and any(losses) else [1.0] * len(replies)
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Warn of a phase 2 that the run is too short for."""
+        rounds = self.params.fedbs_rounds
+        if rounds < run.num_rounds:
+            return []
+        text = (
+            f"fedbs: phase 2 begins after fedbs-rounds={rounds} rounds at the earliest, and the run has "
+            f"{run.num_rounds}: it never begins, unless a resumed run goes on. Use a smaller fedbs-rounds."
+        )
+        return [Problem("no-second-phase", text, "warn")]
 
-    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average; in phase 1 count the rounds in which the losses agreed."""
-        state = super().combine(server_round, replies, before)
-        if self.switched_after is None and len(replies) >= 2:
-            spread = float(np.std([reply.metrics[self.loss_key] for reply in replies]))
-            self.agreed = self.agreed + 1 if spread <= self.params.fedbs_eps else 0
-            if self.agreed >= self.params.fedbs_rounds:
-                self.switched_after = server_round
-                logger.info(
-                    "FedBS: the losses agreed in %d rounds; FedProx from round %d", self.agreed, server_round + 1
-                )
-        return state
+    def advice(self, state: FedBSState, number: int, known: list[str]) -> list[str]:
+        """Add mu in phase 2."""
+        return known if self.phase(state, number) == "loss-weighted" else super().advice(state, number, known)
+
+
+class FedBS(Strategy):
+    """Loss-weighted averaging until the losses agree (round ``switched_after``), then FedProx with equal weights.
+
+    ``loss_key`` is the metric of the clients' replies that is F_k; "validation-loss" asks a ``TorchClient`` for the
+    loss on its ``validation_data``.
+    """
+
+    method = FedBSMethod

@@ -45,17 +45,24 @@ None. Its first step is not the centralized one.
 
 from __future__ import annotations
 
-from fedbn_flwr.strategies.fedtan import FedTAN
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.strategies.fedtan import FedTANMethod
 
-__all__ = ["FedDNA"]
+__all__ = ["FedDNA", "FedDNAMethod"]
 
 
-class FedDNA(FedTAN):
+class FedDNAMethod(FedTANMethod):
     """FedTAN without the exchange of gradients."""
 
     name = "feddna"
     summary_line = "FedTAN's forward half only: global statistics, own gradients through them"
     source = "Duan 2021; arXiv:2301.02982, 6.1.3"
     role = ""
-    not_combined_because = "feddna is a baseline for comparison; use fedtan in a combination"
+    alone = "feddna is a baseline for comparison; use fedtan in a combination"
     backward = "own"
+
+
+class FedDNA(Strategy):
+    """FedTAN without the exchange of gradients."""
+
+    method = FedDNAMethod

@@ -50,60 +50,86 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Reply
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams, P
+from fedbn_flwr.server.replies import Replies
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import Travels
+from fedbn_flwr.strategies.fedavg import FedAvgParams
 
-__all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedOpt", "FedYogi", "FedYogiParams"]
+__all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedYogi", "FedYogiParams"]
+__all__ += ["FedAdagradMethod", "FedAdamMethod", "FedYogiMethod", "ServerMoments", "ServerStep"]
 
 logger = logging.getLogger("flwr")
 
 
-class FedOpt(FedAvg[P]):
+P = TypeVar("P", bound=FedAvgParams, default=FedAvgParams)
+Moments = Sequence[Any]  # of an entry: arrays in float64
+
+
+@dataclass(frozen=True)
+class ServerMoments:
+    """The state of a server optimizer: what it keeps of each entry, by name; empty before the first round."""
+
+    moments: Mapping[str, Moments] = field(default_factory=dict)
+
+
+class ServerStep(Method[P, ServerMoments]):
     """Algorithm 1: the server uses the clients' mean change as a gradient. A method implements ``step``.
 
-    Parts that stay with the clients (``combined(FedAdam, FedBN)``) are not stepped.
+    Entries that stay with the clients or that are held (``combined(FedAdam, FixBN)``) are not stepped.
 
     Attributes:
-        server_rate: the parameter that is the server's learning rate, for the advice of a run that diverged; "" = none.
+        server_rate: the parameter that is the server's learning rate, for the advice of a run that diverged.
     """
 
     role = "server-step"
-    needs_each_reply = False  # the mean change is enough
-    server_rate: ClassVar[str] = ""
+    server_rate: ClassVar[str]
 
-    def divergence_advice(self, server_round: int) -> list[str]:
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return that the method decides the server's step; the mean change is enough."""
+        return (Travels(decides=frozenset({"server step"})),)
+
+    def begin(self, facts: Facts) -> ServerMoments:
+        """Start without moments."""
+        return ServerMoments()
+
+    @abstractmethod
+    def step(self, number: int, delta: Array, moments: Moments) -> tuple[Array, Moments]:
+        """Return what to add to an entry, and its new moments, given Delta_t in float64; no moments at the start."""
+
+    def aggregate(
+        self, state: ServerMoments, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], ServerMoments]:
+        """Step every floating entry except running statistics from its previous value."""
+        # Also by name: InstanceNorm's running variances are not in BatchNorm's parts and must not be stepped either.
+        averaged = {*facts.parts.statistics, *split_state(facts.before).statistics, *facts.held}
+        moments = dict(state.moments)
+        for name, mean in model.items():
+            if name in averaged or not np.issubdtype(mean.dtype, np.floating):
+                continue
+            x = facts.before[name].astype(np.float64)
+            step, moments[name] = self.step(facts.number, mean.astype(np.float64) - x, moments.get(name, ()))
+            model[name] = (x + step).astype(mean.dtype)
+        return model, ServerMoments(moments)
+
+    def advice(self, state: ServerMoments, number: int, known: list[str]) -> list[str]:
         """Add the server's learning rate."""
-        advice = super().divergence_advice(server_round)
-        if not self.server_rate:
-            return advice
         rate, default = getattr(self.params, self.server_rate), type(self.params).model_fields[self.server_rate].default
         given = f"{self.server_rate.replace('_', '-')}={rate:g}"
         remedy = f"{given}. In small runs its default, {default:g}, helped." if rate > default else f"lower {given}."
-        return [*advice, f"Or the server's steps are too large: {remedy}"]
-
-    def step(self, server_round: int, name: str, delta: Array) -> Array:
-        """Return what to add to entry ``name``, given its Delta_t in float64."""
-        raise NotImplementedError
-
-    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average; then step every floating entry except running statistics from its previous value."""
-        state = super().combine(server_round, replies, before)
-        # Also by name: InstanceNorm's running variances are not in BatchNorm's parts and must not be stepped either.
-        averaged = {*self.run.parts.statistics, *split_state(before).statistics}
-        for name, mean in state.items():
-            if name not in averaged and np.issubdtype(mean.dtype, np.floating):
-                x = before[name].astype(np.float64)
-                state[name] = (x + self.step(server_round, name, mean.astype(np.float64) - x)).astype(mean.dtype)
-        return state
+        return [*known, f"Or the server's steps are too large: {remedy}"]
 
 
 class FedAdagradParams(FedAvgParams):
@@ -130,79 +156,59 @@ A = TypeVar("A", bound=FedAdagradParams, default=FedAdagradParams)
 B = TypeVar("B", bound=AdaptiveParams, default=AdaptiveParams)
 
 
-class FedAdagrad(FedOpt[A]):
-    """Adaptive server step whose second moment only grows: v += Delta^2.
-
-    Args:
-        *args: as ``FedAvg``.
-        eta_l: ignored, as in Flower's strategies, with a warning; the clients' own settings give their learning rate.
-        **kwargs: as ``FedAvg``.
-    """
+class FedAdagradMethod(ServerStep[A]):
+    """Adaptive server step whose second moment only grows: v += Delta^2."""
 
     name = "fedadagrad"
     summary_line = "FedAvg with Adagrad on the server; BN statistics averaged"
     source = "Reddi 2021, arXiv:2003.00295"
     Params = FedAdagradParams
-    checkpoint_keys = ("m", "v")
     server_rate = "eta"
 
-    beta_1 = 0.0
-    m: dict[str, Array]
-    v: dict[str, Array]
+    def step(self, number: int, delta: Array, moments: Moments) -> tuple[Array, Moments]:
+        """Return eta_t m / (sqrt(v) + tau), and (m, v)."""
+        m, v = moments or (0.0, 0.0)
+        m = self.beta_1 * m + (1 - self.beta_1) * delta
+        v = self.second_moment(v, delta**2)
+        return np.asarray(self.rate(number) * m / (np.sqrt(v) + self.params.tau)), (m, v)
 
-    def __init__(self, *args: Any, eta_l: float | None = None, **kwargs: Any) -> None:
-        if eta_l is not None:
-            logger.warning(
-                "%s(eta_l=%s) has no effect, as in Flower: the clients' learning rate is that of their own training. "
-                "Leave eta_l out.",
-                *(type(self).__name__, eta_l),
-            )
-        super().__init__(*args, **kwargs)
-
-    def begin(self) -> None:
-        """Start with m = v = 0."""
-        super().begin()
-        self.m, self.v = {}, {}
-
-    def step(self, server_round: int, name: str, delta: Array) -> Array:
-        """Return eta_t m / (sqrt(v) + tau)."""
-        zero = np.zeros_like(delta)
-        self.m[name] = self.beta_1 * self.m.get(name, zero) + (1 - self.beta_1) * delta
-        self.v[name] = self.second_moment(self.v.get(name, zero), delta**2)
-        return np.asarray(self.rate(server_round) * self.m[name] / (np.sqrt(self.v[name]) + self.params.tau))
+    @property
+    def beta_1(self) -> float:
+        """The decay of the first moment."""
+        return 0.0
 
     def second_moment(self, v: Array, square: Array) -> Array:
         """Return the new v from the old one and Delta^2."""
         return v + square
 
-    def rate(self, server_round: int) -> float:
+    def rate(self, number: int) -> float:
         """Return eta_t."""
         return float(self.params.eta)
 
 
-class FedAdam(FedAdagrad[B]):
+class FedAdamMethod(FedAdagradMethod[B]):
     """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step corrected for the start."""
 
     name = "fedadam"
     summary_line = "FedAvg with Adam on the server; BN statistics averaged"
     Params = AdaptiveParams
 
-    def begin(self) -> None:
-        """Start as FedAdagrad, with beta_1 of the settings."""
-        super().begin()
-        self.beta_1 = self.params.beta_1
+    @property
+    def beta_1(self) -> float:
+        """The decay of the first moment."""
+        return float(self.params.beta_1)
 
     def second_moment(self, v: Array, square: Array) -> Array:
         """Return beta_2 v + (1 - beta_2) Delta^2."""
         return self.params.beta_2 * v + (1 - self.params.beta_2) * square
 
-    def rate(self, server_round: int) -> float:
+    def rate(self, number: int) -> float:
         """Return eta sqrt(1 - beta_2^(t+1)) / (1 - beta_1^(t+1)), with Flower's exponent."""
-        t = server_round + 1
+        t = number + 1
         return float(self.params.eta * math.sqrt(1 - self.params.beta_2**t) / (1 - self.params.beta_1**t))
 
 
-class FedYogi(FedAdam[FedYogiParams]):
+class FedYogiMethod(FedAdamMethod[FedYogiParams]):
     """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2, independent of the distance."""
 
     name = "fedyogi"
@@ -213,6 +219,46 @@ class FedYogi(FedAdam[FedYogiParams]):
         """Return v - (1 - beta_2) Delta^2 sign(v - Delta^2)."""
         return np.asarray(v - (1 - self.params.beta_2) * square * np.sign(v - square))
 
-    def rate(self, server_round: int) -> float:
+    def rate(self, number: int) -> float:
         """Return eta."""
         return float(self.params.eta)
+
+
+class _Adaptive(Strategy):
+    """A strategy that takes the arguments of Flower's adaptive ones.
+
+    Args:
+        *args: as ``Strategy``.
+        eta_l: ignored, as in Flower's strategies, with a warning; the clients' own settings give their learning rate.
+        **kwargs: as ``Strategy``.
+    """
+
+    method = FedAdagradMethod
+
+    def __init__(self, *args: Any, eta_l: float | None = None, **kwargs: Any) -> None:
+        if eta_l is not None:
+            logger.warning(
+                "%s(eta_l=%s) has no effect, as in Flower: the clients' learning rate is that of their own training. "
+                "Leave eta_l out.",
+                type(self).__name__,
+                eta_l,
+            )
+        super().__init__(*args, **kwargs)
+
+
+class FedAdagrad(_Adaptive):
+    """Adaptive server step whose second moment only grows: v += Delta^2."""
+
+    method = FedAdagradMethod
+
+
+class FedAdam(_Adaptive):
+    """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step corrected for the start."""
+
+    method = FedAdamMethod
+
+
+class FedYogi(_Adaptive):
+    """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2, independent of the distance."""
+
+    method = FedYogiMethod

@@ -36,19 +36,21 @@ $\mu = 0$ is FedAvg, bit for bit.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Role
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask, Method, Role
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["FedProx", "FedProxParams", "ProximalTerm"]
+__all__ = ["FedProx", "FedProxMethod", "FedProxParams", "ProximalTerm"]
 
 PROXIMAL_MU = Key("fedbn-flwr.proximal-mu", "float: mu", "server", "client")
 
@@ -57,9 +59,6 @@ class FedProxParams(FedAvgParams):
     """Parameters of FedProx."""
 
     proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
-
-
-P = TypeVar("P", bound=FedProxParams, default=FedProxParams)
 
 
 class ProximalTerm(ClientHook):
@@ -89,7 +88,11 @@ def _real(change: Tensor) -> Tensor:
     return torch.view_as_real(change) if change.is_complex() else change
 
 
-class FedProx(FedAvg[P]):
+P = TypeVar("P", bound=FedProxParams, default=FedProxParams)
+S = TypeVar("S", default=None)
+
+
+class FedProxMethod(Method[P, S]):
     """FedAvg whose clients add a proximal term to their loss."""
 
     name = "fedprox"
@@ -98,19 +101,24 @@ class FedProx(FedAvg[P]):
     role: ClassVar[Role] = "client-hooks"
     Params = FedProxParams
     client_hooks = {"proximal": lambda context: ProximalTerm(float(context.config[PROXIMAL_MU]))}
-    keys = (PROXIMAL_MU,)
 
-    def divergence_advice(self, server_round: int) -> list[str]:
+    def on_clients(self, state: S, facts: Facts) -> list[Ask]:
+        """Send mu."""
+        return [Ask("proximal", {PROXIMAL_MU: self.params.proximal_mu})]
+
+    def advice(self, state: S, number: int, known: list[str]) -> list[str]:
         """Add mu: a step on the proximal term alone overshoots if the learning rate times mu is above 2."""
-        advice, mu = super().divergence_advice(server_round), self.params.proximal_mu
-        if mu == 0 or "proximal" not in self.hooks_for(server_round):  # FedBS sends it in phase 2 only
-            return advice
+        mu = self.params.proximal_mu
+        if mu == 0:
+            return known
         too_large = (
             f"With proximal-mu={mu:g} a learning-rate above 2 / proximal-mu diverges by the proximal term alone: lower "
             "one of them."
         )
-        return [*advice, too_large]
+        return [*known, too_large]
 
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Send mu."""
-        return {**super().hooks_for(server_round), "proximal": {PROXIMAL_MU: self.params.proximal_mu}}
+
+class FedProx(Strategy):
+    """FedAvg whose clients add a proximal term to their loss."""
+
+    method = FedProxMethod

@@ -67,30 +67,30 @@ With $E = 1$ and plain SGD the averaged model equals one centralized step on $\s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
-from flwr.app import Message
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 from torch import nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.sync import Backward, Exchanges, refuse_batch_renorm, synchronised
+from fedbn_flwr.batchnorm.sync import Backward, refuse_batch_renorm, synchronised
+from fedbn_flwr.batchnorm.sync import Exchanges as ExchangesName
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
-from fedbn_flwr.server.method import HookContext, Method, Role, RunSettings
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask, HookContext, HookFactory, Method, Problem, Role, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.synchronised_training import SynchronisedTraining
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import Exchanges, LinkSettings, Travels
+from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook, Compute, LossAndOutputs
 from fedbn_flwr.training.randomness import Generators
 from fedbn_flwr.training.wrappers import load_state
 from fedbn_flwr.transport import Reducer, RetryStep
 from fedbn_flwr.transport.connect import connect
 
-__all__ = ["FedTAN", "FedTANParams", "SynchroniseFirstStep"]
+__all__ = ["FedTAN", "FedTANMethod", "FedTANParams", "SynchroniseFirstStep"]
 
 EXCHANGES = Key("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1", "server", "client")
 BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "client")
@@ -99,7 +99,7 @@ BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "cl
 class FedTANParams(FedAvgParams):
     """Parameters of FedTAN."""
 
-    fedtan_exchanges: Exchanges = setting("3L+1", "exchanges of a round; 2L+1 sends mean and variance together")
+    fedtan_exchanges: ExchangesName = setting("3L+1", "exchanges of a round; 2L+1 sends mean and variance together")
     fedtan_transport: Literal["messages", "channel"] = setting(
         "messages", "how exchanges travel between processes; in one process clients wait at a barrier"
     )
@@ -112,6 +112,7 @@ class FedTANParams(FedAvgParams):
 
 
 P = TypeVar("P", bound=FedTANParams, default=FedTANParams)
+S = TypeVar("S", default=None)
 
 
 class SynchroniseFirstStep(ClientHook):
@@ -121,11 +122,11 @@ class SynchroniseFirstStep(ClientHook):
     """
 
     def __init__(
-        self, reducer: Reducer, exchanges: Exchanges, backward: Backward, batch_size: int | None = None
+        self, reducer: Reducer, exchanges: ExchangesName, backward: Backward, batch_size: int | None = None
     ) -> None:
         self._reducer = reducer
         self._batch_size = batch_size
-        self._exchanges: Exchanges = exchanges
+        self._exchanges: ExchangesName = exchanges
         self._backward: Backward = backward
 
     def synchronises(self, step: int) -> bool:
@@ -185,93 +186,52 @@ def _make_hook(context: HookContext) -> ClientHook:
     return SynchroniseFirstStep(reducer, config[EXCHANGES], config[BACKWARD], size)
 
 
-class FedTAN(FedAvg[P]):
+class FedTANMethod(Method[P, S]):
     """FedAvg whose first local step is synchronised layer by layer."""
 
     name = "fedtan"
     summary_line = "first local step synchronised layer by layer over all clients"
     source = "Wang 2023, arXiv:2301.02982"
     role: ClassVar[Role] = "client-hooks"
-    needs_batchnorm = True
-    synchronises = True
-    batch_renorm_conflict = "synchronises BatchNorm; norm=batch-renorm corrects it locally"
-    Params = FedTANParams
-    client_hooks = {"synchronise-first-step": _make_hook}
-    keys: ClassVar[tuple[Key, ...]] = (EXCHANGES, BACKWARD)
-    backward: Backward = "global"
+    Params: ClassVar[type[Any]] = FedTANParams
+    client_hooks: ClassVar[Mapping[str, HookFactory]] = {"synchronise-first-step": _make_hook}
+    backward: ClassVar[Backward] = "global"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        p = self.params
-        self._training = SynchronisedTraining(
-            self, p.fedtan_transport, p.fedtan_timeout, p.fedtan_bind, p.fedtan_address, p.fedtan_tls_dir
-        )
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return the exchanges of the first step."""
+        return (Travels("synchronised", exchanges=self.exchanges()),)
 
-    def begin(self) -> None:
-        """Forget what is known of the nodes' apps."""
-        super().begin()
-        self._training.begin()
+    def exchanges(self) -> Exchanges:
+        """Return what a BN call exchanges: mean, variance and two gradients.
 
-    def start(self, *args: Any, **kwargs: Any) -> Result:
-        """Run the rounds as ``FedAvg.start``; close the channel at the end."""
-        try:
-            return super().start(*args, **kwargs)
-        finally:
-            self._training.close()
-
-    @classmethod
-    def unused(cls, params: P, run: RunSettings) -> dict[str, str]:
-        """Return the settings of the channel if the exchanges do not use it."""
-        channel = () if params.fedtan_transport == "channel" else ("fedtan_bind", "fedtan_address", "fedtan_tls_dir")
-        return super().unused(params, run) | dict.fromkeys(channel, "it is for fedtan-transport=channel")
-
-    @classmethod
-    def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse methods that keep BN with the clients."""
-        if other.local:
-            return f"the clients of {other.name} have different BN layers: their batches are not one batch of one model"
-        return super().excludes(other)
-
-    @classmethod
-    def needs_all_at_once(cls, params: P) -> bool:
-        """Return whether the exchanges go through the channel: every client waits for the others there."""
-        return params.fedtan_transport == "channel"
-
-    @classmethod
-    def exchange_cost(cls, params: P, gradient: bool = True) -> tuple[int, int]:
-        """Return a layer's exchanges, and how many vectors of its channels travel each way.
-
-        These are mean, variance and two gradients. 2L+1 also sends what rounding took from the mean.
+        2L+1 sends mean and variance together, and what rounding took from the mean.
         """
-        forward, rows = (2, 2) if params.fedtan_exchanges == "3L+1" else (1, 3)
-        return (forward + 1, rows + 2) if cls.backward == "global" and gradient else (forward, rows)
+        p = self.params
+        link = LinkSettings(p.fedtan_transport, p.fedtan_timeout, p.fedtan_bind, p.fedtan_address, p.fedtan_tls_dir)
+        backward = (1, 2) if self.backward == "global" else (0, 0)
+        if p.fedtan_exchanges == "2L+1":
+            return Exchanges((1, 3), backward, "each", link)
+        return Exchanges((2, 2), backward, "mean", link)
 
-    def beside_updates(self) -> dict[str, str]:
-        """Add the exchanges of a step."""
-        text = "the exchanges of its first step hold statistics of the clients' single batches"
-        more = "with fedtan-exchanges=2L+1 the server computes more than sums of them"
-        if self.params.fedtan_exchanges == "2L+1":
-            return {**super().beside_updates(), "moments": f"{text}; {more}"}
-        return {**super().beside_updates(), "exchanges": text}
-
-    def synchronises_round(self, server_round: int) -> bool:
-        """Return whether the round's first step is synchronised."""
-        return True
-
-    def phase(self, server_round: int) -> str:
-        """Return "synchronised" if the round's first step is."""
-        return "synchronised" if self.synchronises_round(server_round) else super().phase(server_round)
-
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
+    def on_clients(self, state: S, facts: Facts) -> list[Ask]:
         """Ask the clients to synchronise their first step."""
-        hooks = super().hooks_for(server_round)
-        if self.synchronises_round(server_round):
-            hooks["synchronise-first-step"] = {EXCHANGES: self.params.fedtan_exchanges, BACKWARD: self.backward}
-        return hooks
+        config = {EXCHANGES: self.params.fedtan_exchanges, BACKWARD: self.backward}
+        return [Ask("synchronise-first-step", config)]
 
-    def run_training(self, server_round: int, messages: Iterable[Message], grid: Grid) -> list[Message]:
-        """Send the training messages, answer the exchanges of the first step, and return the replies."""
-        messages = list(messages)
-        if not messages or not self.synchronises_round(server_round):
-            return super().run_training(server_round, messages, grid)
-        return self._training.run(server_round, messages, grid)
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Refuse batch renormalisation; name the settings of the channel if the exchanges do not use it."""
+        problems = []
+        if run.norm == "batch-renorm":
+            text = f"{self.name} synchronises BatchNorm; norm=batch-renorm corrects it locally"
+            problems.append(Problem("batch-renorm", text))
+        if self.params.fedtan_transport != "channel":
+            keys = ("fedtan_bind", "fedtan_address", "fedtan_tls_dir")
+            text = "it is for fedtan-transport=channel"
+            problems += [Problem("no-channel", text, "unused", key) for key in keys]
+        return problems
+
+
+class FedTAN(Strategy):
+    """FedAvg whose first local step is synchronised layer by layer."""
+
+    method = FedTANMethod

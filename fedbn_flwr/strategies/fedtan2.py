@@ -39,12 +39,15 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask, Problem, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.strategies.fedtan import FedTAN, FedTANParams
-from fedbn_flwr.strategies.fixbn import At, FreezePlan, Freezing, WindowParams, check_at
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import TRACKED, Travels
+from fedbn_flwr.strategies.fedtan import FedTANMethod, FedTANParams
+from fedbn_flwr.strategies.fixbn import At, FreezePlan, FreezingMethod, Frozen, WindowParams, check_at
 
-__all__ = ["FedTAN2", "FedTAN2Params"]
+__all__ = ["FedTAN2", "FedTAN2Method", "FedTAN2Params"]
 
 
 class FedTAN2Params(WindowParams, FedTANParams):
@@ -55,19 +58,39 @@ class FedTAN2Params(WindowParams, FedTANParams):
     )
 
 
-class FedTAN2(Freezing[FedTAN2Params], FedTAN[FedTAN2Params]):
+class FedTAN2Method(FreezingMethod[FedTAN2Params]):
     """FedTAN for M rounds, then frozen BN statistics (``frozen_after`` = M)."""
 
     name = "fedtan2"
     summary_line = "FedTAN for M rounds, then FedAvg with BN statistics frozen"
     source = "Wang 2023, arXiv:2301.02982, 5.4"
+    role = "client-hooks"
     Params = FedTAN2Params
+    client_hooks = {**FreezingMethod.client_hooks, **FedTANMethod.client_hooks}
 
-    @classmethod
-    def freeze_plan(cls, params: FedTAN2Params) -> FreezePlan:
+    def __init__(self, params: FedTAN2Params) -> None:
+        super().__init__(params)
+        self._fedtan = FedTANMethod(params)
+
+    def plan(self) -> FreezePlan:
         """Return M; gamma and beta are not frozen."""
-        return FreezePlan("fedtan-rounds", params.fedtan_rounds, frozenset({Part.STATISTICS, Part.COUNTERS}))
+        return FreezePlan("fedtan-rounds", self.params.fedtan_rounds, TRACKED)
 
-    def synchronises_round(self, server_round: int) -> bool:
-        """Return whether the round is one of the first M."""
-        return not self.frozen(server_round)
+    def first_phase(self) -> Travels:
+        """Return FedTAN's."""
+        return self._fedtan.travels()[0]
+
+    def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
+        """Ask for FedTAN's step in the first M rounds, and for what FixBN asks."""
+        first = self.phase(state, facts.number) != "frozen"
+        return [*(self._fedtan.on_clients(None, facts) if first else []), *super().on_clients(state, facts)]
+
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Return the problems of both."""
+        return [*self._fedtan.problems(run), *super().problems(run)]
+
+
+class FedTAN2(Strategy):
+    """FedTAN for M rounds, then frozen BN statistics (``frozen_after`` = M)."""
+
+    method = FedTAN2Method

@@ -45,14 +45,13 @@ The gain per channel of wsconv is Brock's (`wsconv-gain`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.server.method import Misfit, RunSettings
+from fedbn_flwr.server.method import Method, Problem, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.strategies.fedavg import FedAvgParams
 
-__all__ = ["FedWon", "FedWonParams"]
+__all__ = ["FedWon", "FedWonMethod", "FedWonParams"]
 
 
 class FedWonParams(FedAvgParams):
@@ -61,36 +60,38 @@ class FedWonParams(FedAvgParams):
     agc: float = setting(0.1, "lambda of adaptive gradient clipping in every step; 0 = off", "local training", ge=0)
 
 
-class FedWon(FedAvg[FedWonParams]):
+class FedWonMethod(Method[FedWonParams]):
     """FedAvg with AGC, for a model without BatchNorm."""
 
     name = "fedwon"
     summary_line = "no normalisation: norm=wsconv and adaptive gradient clipping"
     source = "Zhuang 2024, arXiv:2306.11879"
+    alone = "fedwon is norm=wsconv and agc: set these two with the other strategy"
     Params = FedWonParams
-    not_combined_because = "fedwon is norm=wsconv and agc: set these two with the other strategy"
 
-    @classmethod
-    def conflicts(cls, params: FedWonParams, run: RunSettings) -> list[str]:
-        """Refuse a model with another norm."""
-        problems = super().conflicts(params, run)
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Refuse a model with another norm, and one without filters of more than one weight to standardise."""
+        problems = []
         if run.norm != "wsconv":
-            problems.append(f"strategy=fedwon trains without normalisation: norm={run.norm} must be wsconv")
+            text = f"strategy=fedwon trains without normalisation: norm={run.norm} must be wsconv"
+            problems.append(Problem("fedwon-norm", text))
+        if run.parts is None:
+            return problems
+        if run.parts.layers:
+            text, remedy = f"{self.title} trains without normalisation", "model, report = replace_norm(model, 'wsconv')"
+            has = run.parts.named_layers()
+            problems.append(
+                Problem("fedwon-has-batchnorm", text, "model", has=has, remedy=f"a model without them: {remedy}")
+            )
+        if not any(len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in run.shapes.values()):
+            text, remedy = (
+                f"{self.title} standardises the weights of convolutions",
+                "FedAvg, or a model with convolutions",
+            )
+            problems.append(Problem("fedwon-no-convolution", text, "model", has="none", remedy=remedy))
         return problems
 
-    @classmethod
-    def misfits(cls, params: FedWonParams, parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[Misfit]:
-        """Add BatchNorm, and a model without filters of more than one weight: it has nothing to standardise."""
-        misfits, who = super().misfits(params, parts, shapes), f"strategy {cls.name!r}"
-        if parts.layers:
-            need, instead = f"{who} trains without normalisation", "model, report = replace_norm(model, 'wsconv')"
-            misfits.append(Misfit(need, parts.named_layers(), f"a model without them: {instead}"))
-        if not any(len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in shapes.values()):
-            need = f"{who} standardises the weights of convolutions"
-            misfits.append(Misfit(need, "none", "FedAvg, or a model with convolutions"))
-        return misfits
-
-    def divergence_advice(self, server_round: int) -> list[str]:
+    def advice(self, state: None, number: int, known: list[str]) -> list[str]:
         """Name gradient clipping, which takes the place of the normalisation."""
         agc = self.params.agc
         clipping = "" if 0 < agc <= 0.1 else "agc=0.1, or "
@@ -98,4 +99,10 @@ class FedWon(FedAvg[FedWonParams]):
             f"Likely cause: without normalisation the training steps are too large; agc={agc:g}. What helped in small "
             f"runs: {clipping}a tenth of the learning-rate."
         )
-        return [cause, *super().divergence_advice(server_round)[1:]]
+        return [cause, *known[1:]]
+
+
+class FedWon(Strategy):
+    """FedAvg with AGC, for a model without BatchNorm."""
+
+    method = FedWonMethod

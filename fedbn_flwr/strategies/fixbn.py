@@ -63,9 +63,9 @@ frozen BN.
 from __future__ import annotations
 
 import logging
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -75,14 +75,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import State, to_shares
+from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import FROZEN, Key
-from fedbn_flwr.server.method import Method, Need, RunSettings
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask, HookFactory, Method, Problem, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Reply, no_batchnorm_hint, refuse_changed
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.server.replies import Replies
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import NONE, TRACKED, Beside, PartSet, Travels
+from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.scripted import refuse_scripted
@@ -91,12 +94,16 @@ from fedbn_flwr.training.settings import share_of
 __all__ = [
     "At",
     "FixBN",
+    "FixBNMethod",
     "FixBNParams",
     "FreezeBN",
-    "Freezing",
+    "FreezePlan",
+    "FreezingMethod",
+    "Frozen",
     "ReportDrift",
     "WindowParams",
     "check_at",
+    "freeze_plan",
     "freeze_round",
 ]
 
@@ -220,6 +227,14 @@ def _statistics(model: nn.Module) -> list[Tensor]:
     return [s for s in statistics if s is not None]
 
 
+def _series(rows: Sequence[Any]) -> list[list[float]]:
+    """Return the values of delta over the rounds: of the mean, or of each client."""
+    if not isinstance(rows[-1], Mapping):
+        return [list(rows)]
+    clients = dict.fromkeys(client for row in rows for client in row)
+    return [[row[client] for row in rows if client in row] for client in clients]
+
+
 def _is_steady(series: Sequence[float], window: int, tau: float) -> bool:
     """Return whether the last ``window`` values, if there are as many, have a population variance below ``tau``."""
     return len(series) >= window and float(np.var(series[-window:])) < tau
@@ -234,201 +249,149 @@ class FreezePlan(NamedTuple):
 
     key: str
     at: At
-    parts: frozenset[Part]
+    parts: PartSet
 
 
-class Freezing(FedAvg[W]):
-    """The common base of FixBN and FedTAN-II: BN statistics are frozen after a fixed or an automatic round.
+@dataclass(frozen=True)
+class Frozen:
+    """The state of a method that freezes.
 
     Attributes:
         frozen_after: the last round before the statistics are frozen; None while it is not known.
         deltas: for an automatic round, each round until then: the p-weighted mean of delta_m, or delta_m by client.
     """
 
-    freezes_bn = True
-    needs_batchnorm = True
-    needs_each_reply = True  # frozen entries must come back bit for bit
-    client_hooks = {
+    frozen_after: int | None = None
+    deltas: Sequence[Any] = ()
+
+
+class FreezingMethod(Method[W, Frozen]):
+    """The common base of FixBN and FedTAN-II: BN statistics are frozen after a fixed or an automatic round."""
+
+    client_hooks: ClassVar[Mapping[str, HookFactory]] = {
         "freeze-bn": lambda context: FreezeBN(
             bool(context.config[FREEZE_AFFINE]), bool(context.config.get(FREEZE_STATISTICS, True))
         ),
         "report-drift": lambda context: ReportDrift(),
     }
-    implicit_hooks = FedAvg.implicit_hooks | {"freeze-bn"}  # the frozen entries of the reply show it
-    keys: ClassVar[tuple[Key, ...]] = (FREEZE_STATISTICS, FREEZE_AFFINE, DELTA)
-    reported_metrics = (DELTA,)
-    checkpoint_keys = ("frozen_after", "deltas")
 
-    frozen_after: int | None = None
-    deltas: list[Any]
-
-    @classmethod
     @abstractmethod
-    def freeze_plan(cls, params: W) -> FreezePlan:
+    def plan(self) -> FreezePlan:
         """Return when and what the method freezes."""
 
-    @classmethod
-    def needs(cls, params: W) -> list[Need]:
-        """Add the parts that are frozen, and the statistics whose change an automatic round follows."""
-        plan = cls.freeze_plan(params)
-        followed = {Part.STATISTICS} if plan.at == "auto" else set()
-        frozen = [part for part in (Part.STATISTICS, Part.AFFINE) if part in plan.parts | followed]
-        who = f"strategy {cls.name!r}"
-        return [*super().needs(params), *(Need(who, "FedAvg", frozenset({part})) for part in frozen)]
+    @abstractmethod
+    def first_phase(self) -> Travels:
+        """Return what travels before BN is frozen, beside what an automatic round follows."""
 
-    @classmethod
-    def conflicts(cls, params: W, run: RunSettings) -> list[str]:
-        """Refuse a window that is as long as the run or longer, and a run that freezes nothing."""
-        problems = super().conflicts(params, run)
-        key, at, parts = cls.freeze_plan(params)
-        if at == "auto" and params.freeze_window >= run.num_rounds:
-            problems.append(
-                f"freeze-window={params.freeze_window} must be below num-server-rounds={run.num_rounds} for {key}=auto"
-            )
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return two phases: before and after the freeze."""
+        plan, first = self.plan(), self.first_phase()
+        if plan.at == "auto":
+            read: Literal["mean", "each"] = "each" if self.params.freeze_rule == "clients" else "mean"
+            why = f"{plan.key}=auto follows delta_m of each client; use a fixed round"
+            delta = Beside(DELTA, "scalar", why, read=read, required=True)
+            first = replace(first, beside=(delta,), needs=(frozenset({Part.STATISTICS}),))
+        last = None if num_rounds is None else freeze_round(plan.at, num_rounds)
+        return replace(first, last=last), Travels("frozen", held=plan.parts)
+
+    def begin(self, facts: Facts) -> Frozen:
+        """Set the round if it is known; check the window against the number of rounds."""
+        plan, window = self.plan(), self.params.freeze_window
+        if plan.at == "auto":
+            if facts.num_rounds and window >= facts.num_rounds:
+                raise ConfigError(
+                    f"freeze_window={window} must be below the number of rounds, {facts.num_rounds}, where the round "
+                    "to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
+                )
+            return Frozen()
+        rounds = facts.total_rounds if isinstance(plan.at, float) else 0
+        return Frozen(freeze_round(plan.at, rounds))
+
+    def phase(self, state: Frozen, number: int) -> str:
+        """Return "frozen" after the freeze."""
+        frozen = state.frozen_after is not None and number > state.frozen_after
+        return "frozen" if frozen else self.first_phase().phase
+
+    def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
+        """Ask the clients to freeze BN, or to report delta_m while an automatic round is not known."""
+        if self.phase(state, facts.number) == "frozen":
+            parts = self.plan().parts
+            # FROZEN is not for the hook: the learning rate (lr-decay-at=freeze) and DP-SGD follow it.
+            config: dict[str, Any] = {FREEZE_AFFINE: Part.AFFINE in parts, FROZEN: True}
+            if Part.STATISTICS not in parts:
+                config[FREEZE_STATISTICS] = False
+            return [Ask("freeze-bn", config, shown=True)]  # the frozen entries of the reply show it
+        return [Ask("report-drift")] if state.frozen_after is None else []
+
+    def aggregate(
+        self, state: Frozen, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], Frozen]:
+        """Apply the window rule while an automatic round is not known; freeze from the next round on if it holds."""
+        if state.frozen_after is not None:
+            return model, state
+        deltas = [reply.metrics[DELTA] for reply in replies]
+        if self.params.freeze_rule == "clients":
+            row: Any = {reply.node.label: delta for reply, delta in zip(replies, deltas, strict=True)}
+        else:
+            row = sum(p * delta for p, delta in zip(to_shares(replies.weights), deltas, strict=True))
+        rows, size = [*state.deltas, row], self.params.freeze_window
+        if not all(_is_steady(series, size, self.params.freeze_tau) for series in _series(rows)):
+            return model, Frozen(None, rows)
+        logger.info("BN frozen after round %d: variance of delta over %d rounds under tau", facts.number, size)
+        return model, Frozen(facts.number, rows)
+
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Refuse a window as long as the run, and a run that freezes nothing; warn of a round outside of the run."""
+        (key, at, parts), rounds = self.plan(), run.num_rounds
+        after = freeze_round(at, rounds)
+        problems = []
+        if at != "auto":
+            of_window = ("freeze_window", "freeze_tau", "freeze_rule")
+            problems += [Problem("fixed-round", f"it is for {key}=auto", "unused", name) for name in of_window]
+        elif self.params.freeze_window >= rounds:
+            text = f"freeze-window={self.params.freeze_window} must be below num-server-rounds={rounds} for {key}=auto"
+            problems.append(Problem("long-window", text))
         if not parts:
-            problems.append("freeze-statistics=false and freeze-affine=false freeze nothing; use strategy=fedavg")
+            text = "freeze-statistics=false and freeze-affine=false freeze nothing; use strategy=fedavg"
+            problems.append(Problem("freezes-nothing", text))
+        if after is not None and after >= rounds:
+            text = (
+                f"{self.name}: {key}={at} means after round {after}, and the run has {rounds}: BN is never frozen, "
+                f"unless a resumed run goes on. Use a smaller {key} or more rounds."
+            )
+            problems.append(Problem("never-frozen", text, "warn"))
+        if after == 0:
+            text = (
+                f"{self.name}: {key}={at} of {rounds} rounds means after round 0: BN is frozen from round 1 at the "
+                f"statistics of the initial model. Use {key} of 1 or more rounds, or a trained initial model."
+            )
+            problems.append(Problem("frozen-from-the-start", text, "warn"))
         return problems
 
-    @classmethod
-    def warnings(cls, params: W, run: RunSettings) -> list[str]:
-        """Warn of a round T* before the first or after the last round."""
-        lines = super().warnings(params, run)
-        key, at, _ = cls.freeze_plan(params)
-        after = freeze_round(at, run.num_rounds)
-        if after is not None and after >= run.num_rounds:
-            lines.append(
-                f"{cls.name}: {key}={at} means after round {after}, and the run has {run.num_rounds}: BN is never "
-                f"frozen, unless a resumed run goes on. Use a smaller {key} or more rounds."
-            )
-        if after == 0:
-            lines.append(
-                f"{cls.name}: {key}={at} of {run.num_rounds} rounds means after round 0: BN is frozen from round 1 at "
-                f"the statistics of the initial model. Use {key} of 1 or more rounds, or a trained initial model."
-            )
-        return lines
-
-    @classmethod
-    def unused(cls, params: W, run: RunSettings) -> dict[str, str]:
-        """Return the settings of the automatic round if the round is fixed."""
-        key, at, _ = cls.freeze_plan(params)
-        window = () if at == "auto" else ("freeze_window", "freeze_tau", "freeze_rule")
-        return super().unused(params, run) | dict.fromkeys(window, f"it is for {key}=auto")
-
-    @classmethod
-    def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse methods whose statistics are not the server's, and a second way to synchronise or freeze them."""
-        if Part.STATISTICS in other.local:
-            return f"the statistics of {other.name} stay with the clients: there are no global ones to freeze"
-        if other.reestimates:
-            return f"{other.name} tracks no statistics in training that could be frozen"
-        if other.synchronises or other.freezes_bn:
-            return "a run has one method that freezes or synchronises the statistics; fedtan2 does both"
-        return super().excludes(other)
-
-    def beside_updates(self) -> dict[str, str]:
-        """Add the drift that an automatic round follows."""
-        plan = self.freeze_plan(self.params)
-        texts = super().beside_updates()
-        if plan.at == "auto":
-            texts["drift"] = f"{plan.key}=auto follows delta_m of each client; use a fixed round"
-        return texts
-
-    def begin(self) -> None:
-        """Set the round if it is known; check the window against the number of rounds."""
-        super().begin()
-        plan = self.freeze_plan(self.params)
-        # A fraction needs R: total_rounds raises ConfigError where Flower's own loop does not tell it.
-        rounds = self.run.total_rounds if isinstance(plan.at, float) else self.run.num_rounds
-        self._frozen_parts = plan.parts - self.local  # parts that stay with the clients are frozen there
-        self.deltas = []
-        self.frozen_after = freeze_round(plan.at, rounds or 0)
-        if plan.at == "auto" and rounds and self.params.freeze_window >= rounds:
-            raise ConfigError(
-                f"freeze_window={self.params.freeze_window} must be below the number of rounds, {rounds}, where "
-                "the round to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
-            )
-
-    def divergence_advice(self, server_round: int) -> list[str]:
+    def advice(self, state: Frozen, number: int, known: list[str]) -> list[str]:
         """Name, after the freeze, statistics that are far from those of the batches instead of too large steps."""
-        advice = super().divergence_advice(server_round)
-        if not self.frozen(server_round):
-            return advice
+        if self.phase(state, number) != "frozen":
+            return known
         cause = (
-            f"Likely cause: the running statistics, frozen after round T*={self.frozen_after}, are far from those of "
+            f"Likely cause: the running statistics, frozen after round T*={state.frozen_after}, are far from those of "
             "the batches, so BN no longer keeps the activations small. What helped in small runs: a learning rate ten "
             "times lower from there on (lr-decay-at=freeze, or a smaller lr-decay-factor where it is set), or from the "
             "start (learning-rate). A later T* alone put the divergence off, but did not prevent it."
         )
-        return [cause, *advice[1:]]
+        return [cause, *known[1:]]
 
-    def outcome(self, num_rounds: int) -> dict[str, Any]:
+    def outcome(self, state: Frozen, num_rounds: int) -> dict[str, Any]:
         """Return the round after which BN was frozen; None if no round so far had frozen BN."""
-        return {**super().outcome(num_rounds), "frozen-after": self.frozen_after if self.frozen(num_rounds) else None}
-
-    def frozen(self, server_round: int) -> bool:
-        """Return whether this round trains with frozen BN."""
-        return self.frozen_after is not None and server_round > self.frozen_after
-
-    def phase(self, server_round: int) -> str:
-        """Return "frozen" if BN is frozen, else the method's own phase."""
-        return "frozen" if self.frozen(server_round) else super().phase(server_round)
-
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Ask the clients to freeze BN, or to report delta_m while an automatic round is not known."""
-        hooks = super().hooks_for(server_round)
-        if self.frozen(server_round):
-            parts = self.freeze_plan(self.params).parts
-            # FROZEN is not for the hook: the learning rate (lr-decay-at=freeze) and DP-SGD follow it.
-            entries: dict[str, Any] = {FREEZE_AFFINE: Part.AFFINE in parts, FROZEN: True}
-            if Part.STATISTICS not in parts:
-                entries[FREEZE_STATISTICS] = False
-            return {**hooks, "freeze-bn": entries}
-        return {**hooks, "report-drift": {}} if self.frozen_after is None else hooks
-
-    def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply that changed a frozen entry, or that lacks delta_m while it is needed."""
-        super().check(server_round, reply, before)
-        if self.frozen_after is None:
-            if DELTA not in reply.metrics:
-                raise ReplyError(
-                    f"metric '{DELTA}' is missing: the client's training must apply the client hook 'report-drift'"
-                    f"{no_batchnorm_hint(self.run.parts)}"
-                )
-            if not 0 <= reply.metrics[DELTA] < math.inf:
-                raise ReplyError(f"metric '{DELTA}' is {reply.metrics[DELTA]}, which must be a finite number >= 0")
-        if self.frozen(server_round):
-            why = f"after round {self.frozen_after}, when it was frozen: the client trained with BN in train mode"
-            refuse_changed(reply, before, self._frozen_names(), why, self.run.parts)
-
-    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average; restore frozen entries bit for bit; apply the window rule while an automatic round is not known."""
-        state = super().combine(server_round, replies, before)
-        if self.frozen(server_round):
-            state.update({name: before[name] for name in self._frozen_names()})
-        elif self.frozen_after is None:
-            self._watch(server_round, replies)
-        return state
-
-    def _frozen_names(self) -> tuple[str, ...]:
-        return self.run.parts.select(self._frozen_parts)
-
-    def _watch(self, server_round: int, replies: Sequence[Reply]) -> None:
-        """Note the round's deltas; freeze from the next round on if they are steady."""
-        if self.params.freeze_rule == "clients":
-            self.deltas.append({reply.node.label: reply.metrics[DELTA] for reply in replies})
-            clients = dict.fromkeys(client for row in self.deltas for client in row)
-            series = [[row[client] for row in self.deltas if client in row] for client in clients]
-        else:
-            p = to_shares(self.weights(replies))
-            self.deltas.append(sum(w * reply.metrics[DELTA] for w, reply in zip(p, replies, strict=True)))
-            series = [self.deltas]
-        size = self.params.freeze_window
-        if all(_is_steady(one, size, self.params.freeze_tau) for one in series):
-            self.frozen_after = server_round
-            logger.info("BN frozen after round %d: variance of delta over %d rounds under tau", server_round, size)
+        frozen = self.phase(state, num_rounds) == "frozen"
+        return {"frozen-after": state.frozen_after if frozen else None}
 
 
-class FixBN(Freezing[FixBNParams]):
+def freeze_plan(methods: Iterable[Method[Any, Any]]) -> FreezePlan | None:
+    """Return when and what one of these methods freezes; None if none does."""
+    return next((method.plan() for method in methods if isinstance(method, FreezingMethod)), None)
+
+
+class FixBNMethod(FreezingMethod[FixBNParams]):
     """FedAvg that freezes the BN statistics after round T* (``frozen_after``)."""
 
     name = "fixbn"
@@ -437,10 +400,19 @@ class FixBN(Freezing[FixBNParams]):
     source = "Zhong 2023, arXiv:2303.06530"
     Params = FixBNParams
 
-    @classmethod
-    def freeze_plan(cls, params: FixBNParams) -> FreezePlan:
+    def plan(self) -> FreezePlan:
         """Return T*, and the parts that the settings name."""
-        parts = {Part.STATISTICS, Part.COUNTERS} if params.freeze_statistics else set()
-        if params.freeze_affine:
-            parts.add(Part.AFFINE)
-        return FreezePlan("freeze-at", params.freeze_at, frozenset(parts))
+        parts = TRACKED if self.params.freeze_statistics else NONE
+        if self.params.freeze_affine:
+            parts |= {Part.AFFINE}
+        return FreezePlan("freeze-at", self.params.freeze_at, parts)
+
+    def first_phase(self) -> Travels:
+        """Return FedAvg's."""
+        return Travels("train")
+
+
+class FixBN(Strategy):
+    """FedAvg that freezes the BN statistics after round T* (``frozen_after``)."""
+
+    method = FixBNMethod

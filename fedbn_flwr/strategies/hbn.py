@@ -74,24 +74,36 @@ it is no centralized step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
+from fedbn_flwr.batchnorm.averaging import to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, pool
 from fedbn_flwr.batchnorm.taken_forward import batch_statistics, normalise, replaceable_layers, take_forward
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Reply, refuse_misshapen
-from fedbn_flwr.strategies.fbn import WARM_UP, PooledParams, PooledStatistics, SurveyedStatistics
+from fedbn_flwr.server.replies import Replies, channel_shapes
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import Beside, Travels
+from fedbn_flwr.strategies.fbn import (
+    BN_MOMENTS,
+    WARM_UP,
+    Pooled,
+    PooledParams,
+    PooledStatisticsMethod,
+    SurveyedStatistics,
+)
 from fedbn_flwr.training.client_hook import Entries, Extras
 
-__all__ = ["HBN", "HBNParams", "HybridStatistics"]
+__all__ = ["HBN", "HBNMethod", "HBNParams", "HBNState", "HybridStatistics"]
 
 ALPHA = Key("bn-alpha", "ArrayRecord: alpha of each BN layer", "server, client", "client, server")
 SHARE_ALPHA = Key("fedbn-flwr.share-alpha", "bool: the client sends its alpha", "server", "client")
@@ -205,12 +217,15 @@ class HybridStatistics(SurveyedStatistics):
         return normalise(layer, x, share * mean + (1 - share) * old_mean, share * var + (1 - share) * old_var)
 
 
-class HBN(PooledStatistics[HBNParams]):
-    """FedAvg whose BN layers train with a learned mixture of batch and pooled global statistics.
+@dataclass(frozen=True)
+class HBNState(Pooled):
+    """The state of HBN: ``alpha`` is the mean of the clients' alpha by entry, if they share it; empty before."""
 
-    Attributes:
-        alpha: the mean of the clients' alpha by entry, if they share it; empty before.
-    """
+    alpha: Mapping[str, Any] = field(default_factory=dict)
+
+
+class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
+    """FedAvg whose BN layers train with a learned mixture of batch and pooled global statistics."""
 
     name = "hbn"
     summary_line = "BN trains with a learned mixture of batch and pooled global statistics"
@@ -221,65 +236,48 @@ class HBN(PooledStatistics[HBNParams]):
             bool(context.config[WARM_UP]), bool(context.config[SHARE_ALPHA])
         )
     }
-    keys = (ALPHA, SHARE_ALPHA)
-    checkpoint_keys = ("alpha",)
 
-    alpha: dict[str, Any]
-
-    @classmethod
-    def extra_statistics(cls, params: HBNParams) -> tuple[float, float]:
-        """Add alpha, which has one number per channel."""
-        down, up = super().extra_statistics(params)
-        return (down + 0.5, up + 0.5) if params.share_alpha else (down, up)
-
-    def begin(self) -> None:
-        """Start without a mean of alpha."""
-        super().begin()
-        self.alpha = {}
-
-    def hook(self) -> str:
-        """Return the hook that mixes."""
-        return "hybrid-statistics"
-
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Say whether the clients share alpha."""
-        hooks = super().hooks_for(server_round)
-        hooks[self.hook()][SHARE_ALPHA] = self.params.share_alpha
-        return hooks
-
-    def extras(self, server_round: int) -> dict[str, State]:
-        """Send the mean of alpha if the clients share it."""
-        sent = super().extras(server_round)
-        return {**sent, ALPHA: self.alpha} if self.params.share_alpha else sent
-
-    def beside_updates(self) -> dict[str, str]:
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Add alpha, if the clients share it."""
-        alpha = {"alpha": "share-alpha=true sends each client's alpha beside the model"}
-        return {**(alpha if self.params.share_alpha else {}), **super().beside_updates()}
+        (pooled,) = super().travels(num_rounds)
+        if not self.params.share_alpha:
+            return (pooled,)
+        alpha = Beside(ALPHA, "channels", "share-alpha=true sends each client's alpha beside the model", down=True)
+        return (replace(pooled, beside=(*pooled.beside, alpha)),)
+
+    def begin(self, facts: Facts) -> HBNState:
+        """Start with the warm-up, without a mean of alpha."""
+        return self.first_state(HBNState())
+
+    def on_clients(self, state: HBNState, facts: Facts) -> list[Ask]:
+        """Ask the clients to mix; send the mean of alpha if they share it."""
+        share = self.params.share_alpha
+        warms_up = bool(self.phase(state, facts.number))
+        sends = {BN_MOMENTS: {}, **({ALPHA: state.alpha} if share else {})}
+        return [Ask("hybrid-statistics", {WARM_UP: warms_up, SHARE_ALPHA: share}, sends)]
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Merge by the counts of the passes."""
         return pool(moments)
 
-    def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse alpha that does not fit the model."""
-        super().check(server_round, reply, before)
-        refuse_misshapen(ALPHA, reply.extras.get(ALPHA, {}), self._shapes(before))
-
-    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average alpha, too, each entry over the clients that have it."""
-        state, weights = super().combine(server_round, replies, before), self.weights(replies)
-        for name in self._shapes(before) if self.params.share_alpha else ():
-            own = [(r.extras[ALPHA][name], w) for r, w in zip(replies, weights, strict=True) if name in _alpha_of(r)]
-            if own:
-                arrays, shares = zip(*own, strict=True)
-                self.alpha[name] = weighted_sum(arrays, to_shares(shares)).astype(arrays[0].dtype)
-        return state
-
-    def _shapes(self, before: State) -> dict[str, tuple[int, ...]]:
-        layers = [layer for layer in self.run.parts.layers if "running_mean" in layer.entries]
-        return {entry_name(layer.path, "alpha"): before[layer.entries["running_mean"]].shape for layer in layers}
+    def aggregate(
+        self, state: HBNState, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], HBNState]:
+        """Pool; average alpha, each entry over the clients that have it."""
+        model, state = self.pooled(state, facts, replies, model)
+        if not self.params.share_alpha:
+            return model, state
+        alpha = dict(state.alpha)
+        sent = [reply.extras.get(ALPHA, {}) for reply in replies]
+        for name in channel_shapes(facts):
+            pairs = [(entries[name], w) for entries, w in zip(sent, replies.weights, strict=True) if name in entries]
+            if pairs:
+                arrays, weights = zip(*pairs, strict=True)
+                alpha[name] = weighted_sum(arrays, to_shares(weights)).astype(arrays[0].dtype)
+        return model, replace(state, alpha=alpha)
 
 
-def _alpha_of(reply: Reply) -> Mapping[str, Any]:
-    return reply.extras.get(ALPHA, {})
+class HBN(Strategy):
+    """FedAvg whose BN layers train with a learned mixture of batch and pooled global statistics."""
+
+    method = HBNMethod

@@ -38,17 +38,27 @@ With one client the client's model is FedAvg's, bit for bit. A model without BN 
 from __future__ import annotations
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.strategies.fedavg import FedAvg
+from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import Travels
 
-__all__ = ["MTFL"]
+__all__ = ["MTFL", "MTFLMethod"]
 
 
-class MTFL(FedAvg):
+class MTFLMethod(Method):
     """FedAvg in which gamma and beta stay with the client."""
 
     name = "mtfl"
     summary_line = "gamma and beta stay with the client, BN statistics are shared"
     source = "Mills 2022, arXiv:2007.09236"
     role = "local-part"
-    needs_batchnorm = True
-    local = frozenset({Part.AFFINE})
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return what stays with the client."""
+        return (Travels(local=frozenset({Part.AFFINE})),)
+
+
+class MTFL(Strategy):
+    """FedAvg in which gamma and beta stay with the client."""
+
+    method = MTFLMethod

@@ -57,7 +57,8 @@ With variates at zero, equal clients and $\eta_g = 1$ it is FedAvg.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -66,16 +67,20 @@ from pydantic import field_validator
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import State, weighted_sum, wide_type
-from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.batchnorm.averaging import weighted_sum, wide_type
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import HookFactory, Method, Role, RunSettings
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask, HookFactory, Method, Problem, Role, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Reply, refuse_misshapen
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.server.replies import Replies
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import Beside, Travels
+from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
-__all__ = ["ControlVariates", "Scaffold", "ScaffoldParams"]
+__all__ = ["ControlVariates", "Scaffold", "ScaffoldMethod", "ScaffoldParams", "Variates"]
 
 _NEEDS_SGD = (
     "scaffold corrects plain SGD: its variates are differences of the weights over K * eta, which are mean gradients "
@@ -209,7 +214,23 @@ class ControlVariates(ClientHook):
         return variates[name].to(like) if name in variates else torch.zeros_like(like)
 
 
-class Scaffold(FedAvg[P]):
+@dataclass(frozen=True)
+class Variates:
+    """The state of SCAFFOLD.
+
+    Attributes:
+        variates: c by entry; empty = zero.
+        num_clients: N, the largest number of clients with data so far.
+    """
+
+    variates: Mapping[str, Any] = field(default_factory=dict)
+    num_clients: int = 0
+
+
+S = TypeVar("S", bound=Variates, default=Variates)
+
+
+class ScaffoldMethod(Method[P, S]):
     """Stochastic controlled averaging; BN statistics are averaged as by FedAvg."""
 
     name = "scaffold"
@@ -220,92 +241,65 @@ class Scaffold(FedAvg[P]):
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {
         "variates": lambda context: ControlVariates(context.local_entries)
     }
-    keys: ClassVar[tuple[Key, ...]] = (VARIATES,)
-    needs_each_reply = True  # the changes are averaged without weights
-    undoes_lost_rounds = True  # c is the mean of the c_i
-    checkpoint_keys: ClassVar[tuple[str, ...]] = ("variates", "num_clients")
 
-    variates: dict[str, Any]
-    num_clients: int
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return the changes of the variates; a round whose reply is lost is undone, so that c stays the mean."""
+        why = "the changes of the control variates come beside the model"
+        return (
+            Travels(
+                each=frozenset({Part.AFFINE, Part.REST}),
+                beside=(Beside(VARIATES, "trainable", why, down=True, required=True),),
+                undo=True,
+                decides=frozenset({"server step", "gradients"}),
+                kept="c_i, and the one before the round",
+            ),
+        )
 
-    @classmethod
-    def conflicts(cls, params: P, run: RunSettings) -> list[str]:
-        """Refuse momentum and other optimizers."""
-        problems = super().conflicts(params, run)
-        if run.optimizer != "sgd":
-            problems.append(f"{_NEEDS_SGD}: optimizer={run.optimizer} must be sgd")
-        if run.sgd_momentum:
-            problems.append(f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0")
-        return problems
-
-    @classmethod
-    def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse a second server step, and gradients that are not the client's own."""
-        if other.role == "server-step":
-            return "scaffold has a server step of its own"
-        if reason := super().excludes(other):
-            return reason
-        if other.synchronises:
-            return "scaffold's variates are means of a client's own gradients, which a synchronised step does not give"
-        return ""
-
-    @classmethod
-    def extra_copies(cls, params: P) -> int:
-        """Return one more copy of the shared parameters: their variates."""
-        return super().extra_copies(params) + 1
-
-    def beside_updates(self) -> dict[str, str]:
-        """Add the changes of the variates."""
-        return {**super().beside_updates(), "variates": "the changes of the control variates come beside the model"}
-
-    def begin(self) -> None:
+    def begin(self, facts: Facts) -> S:
         """Start with c = 0."""
-        super().begin()
-        self.variates, self.num_clients = {}, 0
+        return Variates()  # type: ignore[return-value]
 
-    def variates_hook(self) -> str:
-        """Return the name of the client hook."""
-        return "variates"
+    def on_clients(self, state: S, facts: Facts) -> list[Ask]:
+        """Ask the clients to apply the control variates; send c."""
+        return [Ask("variates", {}, {VARIATES: state.variates})]
 
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Ask the clients to apply the control variates."""
-        return {**super().hooks_for(server_round), self.variates_hook(): {}}
-
-    def extras(self, server_round: int) -> Mapping[str, State]:
-        """Send c."""
-        return {**super().extras(server_round), VARIATES: self.variates}
-
-    def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply whose dc_i is missing or does not fit the model."""
-        super().check(server_round, reply, before)
-        change = reply.extras.get(VARIATES, {})
-        if not change:
-            raise ReplyError(
-                f"record '{VARIATES}' is missing: the client's training must apply the client hook "
-                f"'{self.variates_hook()}'"
-            )
-        refuse_misshapen(VARIATES, change, self.run.shapes)
-
-    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average; then step x and c with the unweighted means of the clients' changes."""
-        self._count_clients(replies)
-        state = super().combine(server_round, replies, before)
+    def aggregate(self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]) -> tuple[dict[str, Any], S]:
+        """Step x and c with the unweighted means of the clients' changes."""
+        variates, num_clients = _scaled(state, facts, replies)
         shares = [1 / len(replies)] * len(replies)
         changes = [reply.extras[VARIATES] for reply in replies]
         for name in dict.fromkeys(name for change in changes for name in change):
-            x = before[name].astype(wide_type(before[name]))
+            x = facts.before[name].astype(wide_type(facts.before[name]))
             moved = weighted_sum([reply.state[name].astype(x.dtype) - x for reply in replies], shares)
-            state[name] = (x + self.params.server_learning_rate * moved).astype(before[name].dtype)
-            zero = np.zeros_like(before[name])  # dc_i where the client does not train this entry
-            step = len(replies) / self.num_clients * weighted_sum([c.get(name, zero) for c in changes], shares)
-            self.variates[name] = (self.variates.get(name, 0.0) + step).astype(before[name].dtype)
-        return state
+            dtype, zero = facts.before[name].dtype, np.zeros_like(facts.before[name])
+            model[name] = (x + self.params.server_learning_rate * moved).astype(dtype)
+            # dc_i is zero where the client does not train this entry.
+            step = len(replies) / num_clients * weighted_sum([c.get(name, zero) for c in changes], shares)
+            variates[name] = (variates.get(name, 0.0) + step).astype(dtype)
+        return model, replace(state, variates=variates, num_clients=num_clients)
 
-    def _count_clients(self, replies: Sequence[Reply]) -> None:
-        """Count N; if it grows, scale c, which is a mean over N clients, those without a variate included."""
-        with_variate = {*self.run.local_hashes, *(reply.node.label for reply in replies)}
-        count = max(self.num_clients, self.run.num_able, len(with_variate))
-        if count > self.num_clients > 0:
-            share = self.num_clients / count
-            self.variates = {name: (c * share).astype(c.dtype) for name, c in self.variates.items()}
-        self.num_clients = count
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Refuse momentum and other optimizers."""
+        problems = []
+        if run.optimizer != "sgd":
+            problems.append(Problem("needs-sgd", f"{_NEEDS_SGD}: optimizer={run.optimizer} must be sgd"))
+        if run.sgd_momentum:
+            text = f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0"
+            problems.append(Problem("needs-plain-sgd", text))
+        return problems
+
+
+def _scaled(state: Variates, facts: Facts, replies: Replies) -> tuple[dict[str, Any], int]:
+    """Return c and N; c is a mean over N clients, those without a variate included, and is scaled when N grows."""
+    with_variate = {*facts.keep, *(reply.node.label for reply in replies)}
+    count = max(state.num_clients, facts.num_able, len(with_variate))
+    if not count > state.num_clients > 0:
+        return dict(state.variates), count
+    share = state.num_clients / count
+    return {name: (c * share).astype(c.dtype) for name, c in state.variates.items()}, count
+
+
+class Scaffold(Strategy):
+    """Stochastic controlled averaging; BN statistics are averaged as by FedAvg."""
+
+    method = ScaffoldMethod

@@ -36,18 +36,27 @@ With one client the client's model is FedAvg's, bit for bit. A model without BN 
 
 from __future__ import annotations
 
-from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.strategies.fedavg import FedAvg
+from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import TRACKED, Travels
 
-__all__ = ["SiloBN"]
+__all__ = ["SiloBN", "SiloBNMethod"]
 
 
-class SiloBN(FedAvg):
+class SiloBNMethod(Method):
     """FedAvg in which running statistics and counters stay with the client."""
 
     name = "silobn"
     summary_line = "BN statistics stay with the client, gamma and beta are shared"
     source = "Andreux 2020, arXiv:2008.07424"
     role = "local-part"
-    needs_batchnorm = True
-    local = frozenset({Part.STATISTICS, Part.COUNTERS})
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return what stays with the client."""
+        return (Travels(local=TRACKED),)
+
+
+class SiloBN(Strategy):
+    """FedAvg in which running statistics and counters stay with the client."""
+
+    method = SiloBNMethod

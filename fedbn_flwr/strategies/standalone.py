@@ -31,17 +31,27 @@ A client ends where it would end without the others.
 
 from __future__ import annotations
 
-from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.strategies.fedavg import FedAvg
+from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import ALL, Travels
 
-__all__ = ["Standalone"]
+__all__ = ["Standalone", "StandaloneMethod"]
 
 
-class Standalone(FedAvg):
+class StandaloneMethod(Method):
     """FedAvg in which the whole state stays with the client."""
 
     name = "standalone"
     summary_line = "every client alone: nothing is shared"
     source = "reference of arXiv:2306.11879"
-    not_combined_because = "standalone shares nothing that another method could change"
-    local = frozenset({Part.AFFINE, Part.STATISTICS, Part.COUNTERS, Part.REST})
+    alone = "standalone shares nothing that another method could change"
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return what stays with the client."""
+        return (Travels(local=ALL),)
+
+
+class Standalone(Strategy):
+    """FedAvg in which the whole state stays with the client."""
+
+    method = StandaloneMethod

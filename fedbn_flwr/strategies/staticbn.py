@@ -45,20 +45,19 @@ The statistics of the first BN layer equal one pass over the union of the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.reestimation import stop_tracking
 from fedbn_flwr.batchnorm.taken_forward import layers_in_training
-from fedbn_flwr.server.method import Method, RunSettings
-from fedbn_flwr.server.replies import Reply, refuse_changed
-from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgParams
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask, Method, Problem, RunSettings
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.server.travels import TRACKED, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["StaticBN", "Untracked"]
+__all__ = ["StaticBN", "StaticBNMethod", "Untracked"]
 
 
 class Untracked(ClientHook):
@@ -77,49 +76,38 @@ class Untracked(ClientHook):
         return {}
 
 
-class StaticBN(FedAvg[FedAvgParams]):
+class StaticBNMethod(Method):
     """FedAvg without running statistics in training; they are re-estimated before each test and at the end."""
 
     name = "staticbn"
     summary_line = "trains on batch statistics; BN statistics re-estimated from all clients before a test"
     source = "Diao 2021, arXiv:2010.01264"
     role = "client-hooks"
-    needs_batchnorm = True
-    reestimates = True
-    batch_renorm_conflict = "tracks no statistics in training; norm=batch-renorm corrects by them"
-    implicit_hooks = FedAvg.implicit_hooks | {"untracked-statistics"}  # the statistics of the reply show it
     client_hooks = {"untracked-statistics": lambda context: Untracked()}
 
-    @classmethod
-    def excludes(cls, other: type[Method[Any]]) -> str:
-        """Refuse methods that keep parts of the model, or that synchronise statistics."""
-        if other.local:
-            return f"{other.name} keeps a part of the model: statistics are re-estimated under the server's whole model"
-        if other.synchronises:
-            return f"{other.name} synchronises statistics, which staticbn drops; use recalibrate=true with it"
-        return super().excludes(other)
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return the statistics, which training does not change, and their re-estimation."""
+        return (Travels(held=TRACKED, reestimates=True),)
 
-    @classmethod
-    def unused(cls, params: FedAvgParams, run: RunSettings) -> dict[str, str]:
-        """Return the settings of what staticbn does by itself."""
-        texts = dict.fromkeys(("variance", "bn_momentum"), "staticbn tracks no running variances in training")
-        texts["recalibrate"] = "staticbn always re-estimates"
-        return super().unused(params, run) | texts
+    def on_clients(self, state: None, facts: Facts) -> list[Ask]:
+        """Ask the clients not to track statistics; those of the reply show it."""
+        return [Ask("untracked-statistics", shown=True)]
 
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        """Ask the clients not to track statistics."""
-        return {**super().hooks_for(server_round), "untracked-statistics": {}}
+    def problems(self, run: RunSettings) -> list[Problem]:
+        """Refuse a norm that needs tracked statistics; name the settings of what staticbn does by itself."""
+        text = "staticbn tracks no running variances in training"
+        problems = [
+            Problem("untracked", text, "unused", "variance"),
+            Problem("untracked", text, "unused", "bn_momentum"),
+            Problem("always-re-estimated", "staticbn always re-estimates", "unused", "recalibrate"),
+        ]
+        if run.norm == "batch-renorm":
+            text = "staticbn tracks no statistics in training; norm=batch-renorm corrects by them"
+            problems.append(Problem("batch-renorm", text))
+        return problems
 
-    def check(self, server_round: int, reply: Reply, before: State) -> None:
-        """Refuse a reply whose statistics were tracked."""
-        super().check(server_round, reply, before)
-        why = "in training, which tracks no statistics under staticbn"
-        refuse_changed(reply, before, self._untracked_names(), why, self.run.parts)
 
-    def combine(self, server_round: int, replies: Sequence[Reply], before: State) -> dict[str, Any]:
-        """Average; restore the untracked entries bit for bit."""
-        state = super().combine(server_round, replies, before)
-        return {**state, **{name: before[name] for name in self._untracked_names()}}
+class StaticBN(Strategy):
+    """FedAvg without running statistics in training; they are re-estimated before each test and at the end."""
 
-    def _untracked_names(self) -> tuple[str, ...]:
-        return self.run.parts.statistics + self.run.parts.counters
+    method = StaticBNMethod

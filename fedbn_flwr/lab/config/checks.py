@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.errors import ConfigError, FedBNError
@@ -16,9 +16,9 @@ from fedbn_flwr.lab.data import PARTITIONS, Augment, DatasetInfo, is_own
 from fedbn_flwr.lab.models import MODELS, model_info
 from fedbn_flwr.messages.protocol import SERIES_PATTERN
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.method import Role
+from fedbn_flwr.server.method import ROLES
 from fedbn_flwr.server.params import EVALUATIONS, TEST_BN
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
 
 __all__ = ["problems_of"]
@@ -28,7 +28,7 @@ def problems_of(config: Values) -> list[str]:
     """Return what is wrong with the keys together, one line each."""
     problems = [*_of_names(config), *_of_data(config)]
     if not problems and config.strategy != CENTRALIZED:
-        _try(problems, lambda: problems.extend(config.method().conflicts(config.params(), config.run_settings())))
+        _try(problems, lambda: problems.extend(problem.text for problem in config.problems("refuse")))
     if not problems and (config.dp != "off" or config.record_dp):
         _try(problems, lambda: problems.extend(dp_problems(config)))
     if not problems and config.masked_sums:
@@ -40,8 +40,8 @@ def _of_names(config: Values) -> list[str]:
     """Return what is wrong with names of methods and norms."""
     problems: list[str] = []
     _try(problems, lambda: check_known("strategy", config.strategy, [*STRATEGIES, CENTRALIZED]))
-    for role in get_args(Role):
-        allowed = [name for name, method in STRATEGIES.items() if method.role == role]
+    for role in ROLES:
+        allowed = [name for name, method in METHODS.items() if method.role == role]
         for name in config.added(role):
             _try(problems, functools.partial(check_known, role, name, allowed))
     names = config.method_names()

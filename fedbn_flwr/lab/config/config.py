@@ -157,7 +157,7 @@ class Config(Values):
         """Return what these settings do that a user may not expect, one line each."""
         if self.strategy == CENTRALIZED:
             return self.late_decays()
-        lines = [*self.late_decays(), *self.method().warnings(self.params(), self.run_settings())]
+        lines = [*self.late_decays(), *(problem.text for problem in self.problems("warn"))]
         if self.sgd_momentum and self.local_steps == 1 and self.momentum_scope == "none":
             lines.append(
                 f"sgd-momentum={self.sgd_momentum} has no effect: a round has one step, and momentum begins anew in "

@@ -15,7 +15,7 @@ from fedbn_flwr.privacy.masked_settings import MaskSettings
 from fedbn_flwr.privacy.record_settings import RecordDPSettings
 from fedbn_flwr.server.method import Role
 from fedbn_flwr.server.params import Params, setting
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.training.freezing import FrozenBN
 from fedbn_flwr.training.memory_format import MemoryFormat
 from fedbn_flwr.training.settings import OptimizerName, Sampling
@@ -41,7 +41,7 @@ def _key(group: str, default: Any, meaning: str, **limits: Any) -> Any:
 
 
 def _of_role(role: Role) -> str:
-    return ", ".join(name for name, method in STRATEGIES.items() if method.role == role)
+    return ", ".join(name for name, method in METHODS.items() if method.role == role)
 
 
 class Fields(MethodSettings):

@@ -14,16 +14,22 @@ from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.params import Params, Settings, limits
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import StrategyClass
 
-__all__ = ["fields_of", "method_fields", "methods_with", "own_default"]
+__all__ = ["config_fields", "fields_of", "method_fields", "methods_with", "own_default"]
 
-Methods = Iterable[type[FedAvg[Any]]]
+Methods = Iterable[StrategyClass]
 
 
-def methods_with(methods: Methods, field: str) -> list[type[FedAvg[Any]]]:
+def methods_with(methods: Methods, field: str) -> list[StrategyClass]:
     """Return the methods that have the setting ``field``; none for a setting of every method."""
     return [m for m in methods if field in m.Params.model_fields and field not in Params.model_fields]
+
+
+def config_fields(kind: type[Params]) -> list[str]:
+    """Return the settings that are config keys: those of a group."""
+    groups = {name: field.json_schema_extra for name, field in kind.model_fields.items()}
+    return [name for name, extra in groups.items() if isinstance(extra, dict) and extra["group"]]
 
 
 def method_fields(methods: Methods) -> dict[str, Any]:
@@ -34,7 +40,7 @@ def method_fields(methods: Methods) -> dict[str, Any]:
     """
     methods = list(methods)
     own = own_default(methods)
-    names = dict.fromkeys(name for method in methods for name in method.Params.model_fields)
+    names = dict.fromkeys(name for method in methods for name in config_fields(method.Params))
     fields: dict[str, Any] = {}
     for name in names:
         first, *others = _declared(methods, name)
@@ -58,7 +64,7 @@ def fields_of(settings: type[Settings]) -> dict[str, Any]:
 def own_default(methods: Methods) -> dict[str, Any]:
     """Return the config's default, 0 or -1, of each setting whose default differs between methods."""
     methods = list(methods)
-    names = {name for method in methods for name in method.Params.model_fields}
+    names = {name for method in methods for name in config_fields(method.Params)}
     defaults = {name: [field.default for field in _declared(methods, name)] for name in names}
     return {
         name: type(found[0])(-1 if limits(_declared(methods, name)[0]).endswith("at least 0") else 0)

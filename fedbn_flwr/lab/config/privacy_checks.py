@@ -11,9 +11,8 @@ from fedbn_flwr.lab.data import decided_by_records, is_own
 from fedbn_flwr.privacy import differential_settings, masked_settings
 from fedbn_flwr.privacy.masked_sums import refusals
 from fedbn_flwr.privacy.record_settings import TWO_NOISES
-from fedbn_flwr.privacy.uncovered import kept_between_rounds
-from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.strategies.fixbn import Freezing, freeze_round
+from fedbn_flwr.privacy.uncovered import beside_models, kept_between_rounds
+from fedbn_flwr.strategies.fixbn import freeze_plan, freeze_round
 
 __all__ = ["dp_problems", "mask_problems"]
 
@@ -24,7 +23,7 @@ def dp_problems(config: Values) -> list[str]:
     if config.strategy == CENTRALIZED:
         return [f"{asked}: strategy=centralized has no clients"]
     found = differential_settings.conflicts(config.dp_settings())
-    beside = _made(config).beside_updates().values()
+    beside = beside_models(config.methods())
     found += [f"strategy {config.title!r} with {asked}: {what}" for what in beside]
     if config.dp != "off" and config.min_replies > 1:
         found.append(f"min-replies={config.min_replies}: a round with noise has a result whoever answers; leave it out")
@@ -42,16 +41,12 @@ def mask_problems(config: Values) -> list[str]:
     """Return what of this run is no sum over the clients."""
     if config.strategy == CENTRALIZED:
         return ["masked-sums=true: strategy=centralized has no clients"]
-    found = refusals(_made(config)) + masked_settings.conflicts(config.dp_settings())
+    found = refusals(config.methods()) + masked_settings.conflicts(config.dp_settings())
     if config.num_clients == 1:
         found.append(
             "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over one client is its update"
         )
     return found + _uncovered(config, "masked-metrics", "masks do")
-
-
-def _made(config: Values) -> FedAvg[Any]:
-    return config.method()(**{**config.params().model_dump(), "eval_on": ",".join(config.evaluations())})
 
 
 def _uncovered(config: Values, metrics: str, protects: str) -> list[str]:
@@ -100,7 +95,7 @@ def _record_problems(config: Values) -> list[str]:
             f"record-dp=true: standardise={config.standardise_as()} brings the mean and std of the training examples "
             "into the model, without noise. Use standardise=none with features of a known range"
         )
-    if config.series and kept_between_rounds(_made(config)):
+    if config.series and kept_between_rounds(config.methods()):
         found.append(
             f"record-dp=true with series={config.series}: what clients kept in earlier runs may have had no noise. "
             "Leave series out"
@@ -110,10 +105,10 @@ def _record_problems(config: Values) -> list[str]:
 
 def _freeze_round(config: Values) -> tuple[str, int | None]:
     """Return T* and the setting that says so; "" without FixBN, None if BN's statistics have no fixed T*."""
-    kind = config.method()
-    if not issubclass(kind, Freezing):
+    plan = freeze_plan(config.methods())
+    if plan is None:
         return "", None
-    key, at, parts = kind.freeze_plan(config.params())
+    key, at, parts = plan
     if Part.STATISTICS not in parts:
         return "freeze-statistics=false", None
     return f"{key}={at}", freeze_round(at, config.num_server_rounds)
@@ -141,7 +136,7 @@ def _both_problems(config: Values) -> list[str]:
     found = []
     if after >= config.num_server_rounds:
         found.append(f"{both}: with {setting} BN is never frozen, so there is no DP-SGD")
-    found += [f"{both}: {what}" for what in kept_between_rounds(_made(config))]
+    found += [f"{both}: {what}" for what in kept_between_rounds(config.methods())]
     if config.dp_target_epsilon:
         found.append(
             f"{both}: dp-target-epsilon={config.dp_target_epsilon} is for clients, and epsilon is that of an example "

@@ -36,7 +36,7 @@ def without_effect(config: Values) -> dict[str, tuple[Any, str]]:
             unused["eval_on"] = "strategy=centralized has no clients: use global or global-batch-statistics"
         used: set[str] = set()
     else:
-        unused |= config.method().unused(config.params(), config.run_settings())
+        unused |= {problem.key: problem.text for problem in config.problems("unused")}
         used = set(config.method().Params.model_fields)
     for name in MethodSettings.model_fields:
         if name not in used and (users := [m.name for m in methods_with(STRATEGIES.values(), name)]):

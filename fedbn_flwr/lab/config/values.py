@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from fedbn_flwr.batchnorm.adaptation import TestBN
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.config.fields import CENTRALIZED, Fields
-from fedbn_flwr.lab.config.method_settings import own_default
+from fedbn_flwr.lab.config.method_settings import config_fields, own_default
 from fedbn_flwr.lab.config.texts import number, split
 from fedbn_flwr.lab.data import DATASETS, Augment, DatasetInfo, OwnData, Standardise, is_own, own_info
 from fedbn_flwr.lab.data.shared import DataKey, adopted
@@ -16,9 +16,10 @@ from fedbn_flwr.lab.models import input_shape
 from fedbn_flwr.privacy.differential_settings import DPSettings
 from fedbn_flwr.privacy.masked_settings import MaskSettings
 from fedbn_flwr.privacy.record_level import RecordLevel
-from fedbn_flwr.server.method import Role, RunSettings
+from fedbn_flwr.server.method import ROLES, Problem, RunSettings
+from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.params import Params, tests_in
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.strategies import STRATEGIES, StrategyClass, combined
 from fedbn_flwr.training.settings import LearningRate, share_of
 from fedbn_flwr.training.tasks import TASKS, Task
 
@@ -162,7 +163,7 @@ class Values(Fields):
         """Return the methods that the config key of a role adds to the strategy."""
         return split(getattr(self, role.replace("-", "_"))) if role else []
 
-    def method(self) -> type[FedAvg[Any]]:
+    def method(self) -> StrategyClass:
         """Return the class of the strategy, combined with the methods that are added to it.
 
         Raises:
@@ -170,9 +171,17 @@ class Values(Fields):
         """
         return combined(*(STRATEGIES[name] for name in self.method_names()))
 
+    def methods(self) -> Methods:
+        """Return the options and methods of the run, with their settings."""
+        return self.method().combination.methods(self.params())
+
+    def problems(self, kind: str) -> list[Problem]:
+        """Return what does not fit or has no effect in the settings of the run's methods; see ``Problem.kind``."""
+        return [problem for problem in self.methods().problems(self.run_settings()) if problem.kind == kind]
+
     def method_names(self) -> list[str]:
         """Return the strategy and the methods that are added to it, by role."""
-        return [self.strategy, *(name for role in get_args(Role) for name in self.added(role))]
+        return [self.strategy, *(name for role in ROLES for name in self.added(role))]
 
     def run_settings(self) -> RunSettings:
         """Return the settings of the run that the method checks its own against."""
@@ -189,7 +198,7 @@ class Values(Fields):
         """Return the settings of the run's method; "the method's own default" is replaced by that default."""
         kind: type[Params] = self.method().Params
         own = own_default(STRATEGIES.values())
-        given = {name: getattr(self, name) for name in kind.model_fields}
+        given = {name: getattr(self, name) for name in config_fields(kind)}
         given["eval_on"] = ",".join(tests_in(self.eval_on))
         return kind(**{name: value for name, value in given.items() if name not in own or value != own[name]})
 
@@ -197,13 +206,13 @@ class Values(Fields):
         """Return whether BN statistics are re-estimated before tests."""
         if self.strategy == CENTRALIZED:
             return False
-        return self.method().reestimates or self.recalibrate or "recalibrated" in self.evaluations()
+        return self.methods().reestimates or "recalibrated" in self.evaluations()
 
     def evaluations(self) -> tuple[str, ...]:
         """Return the tests of ``eval-on`` or their default; the first one gives the run's main metric."""
         if asked := tests_in(self.eval_on):
             return asked
-        return ("personal-own",) if self.strategy != CENTRALIZED and self.method().local else ("global",)
+        return ("personal-own",) if self.strategy != CENTRALIZED and self.methods().local else ("global",)
 
     def test_bn_settings(self) -> TestBN | None:
         """Return the BatchNorm statistics of tests that end in -test-bn; None without ``test-bn``.
@@ -242,15 +251,15 @@ class Values(Fields):
 
     def freezes_bn(self) -> bool:
         """Return whether the method freezes BN in some round."""
-        return self.strategy != CENTRALIZED and self.method().freezes_bn
+        return self.strategy != CENTRALIZED and self.methods().freezes_bn
 
     def keeps_statistics(self) -> bool:
         """Return whether BN's running statistics stay with the clients."""
-        return self.strategy != CENTRALIZED and Part.STATISTICS in self.method().local
+        return self.strategy != CENTRALIZED and Part.STATISTICS in self.methods().local
 
     def shares_nothing(self) -> bool:
         """Return whether the clients share no part of the model."""
-        return self.strategy != CENTRALIZED and Part.REST in self.method().local
+        return self.strategy != CENTRALIZED and Part.REST in self.methods().local
 
 
 def check_known(key: str, value: str, allowed: Any) -> None:

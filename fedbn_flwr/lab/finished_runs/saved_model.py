@@ -117,7 +117,7 @@ def _state(
         raise ConfigError(f"client={client}: the run has the clients 0 to {clients - 1}.")
     if choice.averaged:
         _check_averaged(run, about, choice)
-    local = frozenset() if config.strategy == CENTRALIZED else config.method().local
+    local = frozenset() if config.strategy == CENTRALIZED else config.methods().local
     kept = ", ".join(part for part in Part if part in local and parts.select([part]))
     if choice.state_dir is not None:
         shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 from uuid import uuid4
 
 from fedbn_flwr.errors import NotResumableError
@@ -12,7 +11,7 @@ from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import Strategy
 
 __all__ = ["CheckpointManager"]
 
@@ -32,13 +31,11 @@ class CheckpointManager:
         ConfigError: clients kept state in memory only, which is lost.
     """
 
-    def __init__(
-        self, checkpoints: Checkpoints, config: Config, strategy: FedAvg[Any], saved: Checkpoint | None
-    ) -> None:
+    def __init__(self, checkpoints: Checkpoints, config: Config, strategy: Strategy, saved: Checkpoint | None) -> None:
         self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
         self._warned: set[str] = set()
         self.resumed_after = saved.resumed_after_with_this if saved else []
-        if saved and (volatile := saved.strategy["volatile"]):
+        if saved and (volatile := saved.strategy["kept"]["volatile"]):
             raise NotResumableError(
                 f"cannot resume: client(s) {', '.join(volatile)} kept their part in memory only, and it is lost. Give "
                 "runs of this strategy a state folder (state-dir) from the start."
@@ -65,7 +62,7 @@ class CheckpointManager:
 
     def _warn_of_volatile(self, what: str) -> None:
         """Warn once of ``what`` follows if clients keep their part in memory only."""
-        if (volatile := self._strategy.run.volatile) and what not in self._warned:
+        if (volatile := self._strategy.run.kept.volatile) and what not in self._warned:
             self._warned.add(what)
             logger.warning(
                 "client(s) %s keep their part in memory only: %s. Set state-dir, in the run's config or in each "

@@ -16,9 +16,10 @@ from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import VALIDATION
 from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.server.completion import completing_entries
 from fedbn_flwr.server.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["GLOBAL_TESTS", "GlobalTests", "headlines"]
@@ -56,7 +57,7 @@ class GlobalTests:
         model: nn.Module,
         data: PartitionedData | None,
         domains: Mapping[str, Subset],
-        strategy: FedAvg[Any] | None,
+        strategy: Strategy | None,
     ) -> None:
         self._config, self._model, self._strategy = config, model, strategy
         self._task, self._domains = config.learning_task(), domains
@@ -103,7 +104,7 @@ class GlobalTests:
             return found, domains
         for name in self._names:
             completed = name.removesuffix(TEST_BN)
-            entries = self._strategy.model_completion.entries(completed) if self._strategy else {}
+            entries = completing_entries(self._strategy.run, completed) if self._strategy else {}
             if completed in _COMPLETED and not entries:
                 continue  # no statistics were re-estimated or shared; the log gives the reason
             if state is not None:

@@ -22,9 +22,10 @@ from fedbn_flwr.lab.output.definitions import CLIENTS, HELD_OUT
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.server.completion import completing_entries
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import load_state
@@ -56,7 +57,7 @@ class HeldOut:
         for _, tests in self._clients.values():
             try_batches(model, tests, self._by, self._task)
 
-    def test(self, model: nn.Module, state: State, strategy: FedAvg[Any] | None) -> dict[str, Any]:
+    def test(self, model: nn.Module, state: State, strategy: Strategy | None) -> dict[str, Any]:
         """Return ``held-out`` (the tests of each client by name) and the plain mean over the clients of each metric.
 
         Args:
@@ -64,7 +65,7 @@ class HeldOut:
             state: the global model's state.
             strategy: knows the clients' BN parts; None for the centralized reference.
         """
-        entries = strategy.model_completion.entries(SHARED_BN) if strategy else {}
+        entries = completing_entries(strategy.run, SHARED_BN) if strategy else {}
         which = "averaged" if entries else "global"
         shared = _shared_parts(strategy)
         found: dict[str, dict[str, Any]] = {}
@@ -110,11 +111,11 @@ def distance(own: State, moments: Mapping[str, Moments]) -> float:
     return float(np.concatenate(apart).mean()) if apart else float("inf")
 
 
-def _shared_parts(strategy: FedAvg[Any] | None) -> dict[int, State]:
+def _shared_parts(strategy: Strategy | None) -> dict[int, State]:
     """Return the BN parts that each client shared last, by partition id; empty if they are global."""
     if strategy is None or Part.STATISTICS not in strategy.local:
         return {}
-    return {number: state for silent, number, state, _ in strategy.run.latest_bn.tree if not silent}
+    return {number: state for silent, number, state, _ in strategy.run.kept.shared.tree if not silent}
 
 
 def _means(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TR
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
 from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.server.report import RoundReport, Traffic
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["OnRound", "Recorder"]
@@ -60,7 +60,7 @@ class Recorder:
         config: Config,
         model: nn.Module,
         data: PartitionedData | None,
-        strategy: FedAvg[Any] | None,
+        strategy: Strategy | None,
         on_round: OnRound | None,
     ) -> None:
         self._folder, self._config, self._model = folder, config, model
@@ -96,7 +96,7 @@ class Recorder:
     def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
         """Test in a round with a test, write and return the line of the round, and call ``on_round`` with it."""
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
-        reported = self._strategy.names_in_bases("reported_metrics") if self._strategy else []
+        reported = self._strategy.methods.reported_metrics if self._strategy else []
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
         line |= {key: report.metrics[key] for key in measured if key in report.metrics}
         due = self._due(report.server_round)
@@ -172,7 +172,7 @@ class Recorder:
             report.diverged, report.diverged_at = losses, report.server_round
             logger.error("round %d diverged: %s", report.server_round, "; ".join(losses))
 
-    def finish(self, state: State, strategy: FedAvg[Any] | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
+    def finish(self, state: State, strategy: Strategy | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
         """Write model, curves and summary; return the summary.
 
         With early stopping, ``state`` and the strategy are those of the best round.
@@ -186,7 +186,7 @@ class Recorder:
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
         private = strategy is not None and strategy.protection.hides_clients
-        local = strategy.run.local_hashes if strategy and not private else {}
+        local = strategy.run.kept.hashes if strategy and not private else {}
         summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
         contents = summary["model"] = contents_of_model(strategy)
         clients = self._folder.save_clients(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
@@ -12,33 +11,34 @@ from fedbn_flwr.client.saved_state import ABSENT, AVERAGED
 from fedbn_flwr.client.state_folder import StateFolder
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.messages.protocol import KEPT
+from fedbn_flwr.server.completion import completing_entries
 from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import Strategy
 
 __all__ = ["contents_of_model", "kept_by_clients"]
 
 
-def contents_of_model(strategy: FedAvg[Any] | None) -> dict[str, str]:
+def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
     """Return the content of each part of ``model.safetensors``: its metadata, and ``model`` of the summary."""
     about = {part.value: "global" for part in Part}
     if strategy:
-        averaged = strategy.model_completion.entries(SHARED_BN)
+        averaged = completing_entries(strategy.run, SHARED_BN)
         kept = {part for part in strategy.local if strategy.run.parts.select([part])}
         about |= dict.fromkeys(kept, AVERAGED if averaged else ABSENT)
-        if strategy.recalibrates and strategy.run.reestimated:
+        if strategy.methods.reestimates and strategy.run.reestimated:
             about[Part.STATISTICS.value] = "re-estimated from the clients' data under these weights"
             if about[Part.COUNTERS.value] == ABSENT:
                 about[Part.COUNTERS.value] = "initial values"  # a model with statistics is whole with them
     return about
 
 
-def kept_by_clients(config: Config, strategy: FedAvg[Any], model: State) -> Iterator[tuple[str, State]]:
+def kept_by_clients(config: Config, strategy: Strategy, model: State) -> Iterator[tuple[str, State]]:
     """Yield (client, entries) of each client whose part of the model lies on this disk, as the run left it."""
     if not strategy.local or strategy.continuity is None or not config.state_dir:
         return
     fingerprint = strategy.run.parts.fingerprint({name: array.shape for name, array in model.items()})
     root = state_in_out(config) if config.state_dir == STATE_IN_OUT else Path(config.state_dir)
-    for client, sha256 in strategy.run.local_hashes.items():
+    for client, sha256 in strategy.run.kept.hashes.items():
         folder = StateFolder(root, strategy.continuity, int(client), fingerprint)
         if (content := folder.look_up(sha256)) and KEPT in content["kept"]:
             yield client, content["kept"][KEPT]

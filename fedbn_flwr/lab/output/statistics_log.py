@@ -14,7 +14,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.replies import Reply
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import Strategy
 
 __all__ = ["StatisticsLog"]
 
@@ -25,7 +25,7 @@ class StatisticsLog:
     Nothing of the run depends on it. A round below ``min-replies`` has no line.
     """
 
-    def __init__(self, folder: RunFolder, config: Config, model: nn.Module, strategy: FedAvg[Any]) -> None:
+    def __init__(self, folder: RunFolder, config: Config, model: nn.Module, strategy: Strategy) -> None:
         self._folder, self._config, self._strategy = folder, config, strategy
         self._layers = tracked_layers(model)
 

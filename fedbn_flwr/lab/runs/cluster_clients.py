@@ -64,7 +64,7 @@ def check_room(config: Config, machines: list[Machine]) -> None:
             "torch-threads lower."
         )
     params = config.params()
-    if not config.method().needs_all_at_once(params):
+    if not config.methods().whole.needs_all_at_once:
         return
     clients, bind = share_of(config.fraction_train, config.num_clients), str(getattr(params, "fedtan_bind", ""))
     if places < clients:

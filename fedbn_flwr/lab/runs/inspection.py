@@ -20,7 +20,7 @@ from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
-from fedbn_flwr.strategies.fixbn import FreezePlan, Freezing, freeze_round
+from fedbn_flwr.strategies.fixbn import FreezePlan, freeze_plan, freeze_round
 from fedbn_flwr.training.freezing import holds_eval
 from fedbn_flwr.training.modes import kept_modes
 
@@ -111,23 +111,23 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         KeyError: the strategy is not in ``STRATEGIES``.
     """
     config = (config or Config.make({})).model_copy(update={"strategy": strategy})
-    method, params = config.method(), config.params()
+    methods = config.methods()
     costs = _Costs(model, config, num_clients)
     start, later = costs.rounds()
-    calls = batchnorm_calls(model, config) if method.synchronises else ()
-    step = costs.synchronised_step(calls, model) if method.synchronises else None
-    plan = method.freeze_plan(params) if issubclass(method, Freezing) else None
-    refused = [f"{need}; the model has {has or 'none'}: a run is refused" for need, has, _ in misfits(config, model)]
+    calls = batchnorm_calls(model, config) if methods.whole.exchanges else ()
+    step = costs.synchronised_step(calls, model) if methods.whole.exchanges else None
+    plan = freeze_plan(methods)
+    refused = [f"{fit.text}; the model has {fit.has or 'none'}: a run is refused" for fit in misfits(config, model)]
     return Inspection(
         parts=costs.parts,
         floats=costs.elements(floating=True),
         counters=costs.elements(floating=False),
-        local=method.local,
+        local=methods.local,
         synchronised=tuple(channels for channels, _ in calls),
         phases=_phases(start, later, step, config.num_server_rounds, plan),
         reestimation=costs.reestimation(),
         plain=costs.one_round(costs.everything, costs.everything),
-        warnings=(*refused, *partly_without_effect(costs.parts, method), *config.warnings(), *_uncounted(config)),
+        warnings=(*refused, *partly_without_effect(costs.parts, methods), *config.warnings(), *_uncounted(config)),
         frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
         fixed=tuple(path for path, module in model.named_modules() if holds_eval(module)),
     )
@@ -147,7 +147,7 @@ class _Costs:
 
     def __init__(self, model: nn.Module, config: Config, num_clients: int) -> None:
         self._config, self._num_clients = config, num_clients
-        self._method, self._params = config.method(), config.params()
+        self._travels = config.methods().whole
         self.parts, self._state = split_state(model), to_state(model.state_dict())
         self.everything = num_bytes(to_record(self._state))
         self.shared = num_bytes(to_record({name: a for name, a in self._state.items() if self._sends(name)}))
@@ -162,7 +162,7 @@ class _Costs:
         self._statistics = sum(self._state[name].nbytes for name in learning.statistics)
 
     def _sends(self, name: str) -> bool:
-        return self.parts.part_of[name] not in self._method.local
+        return self.parts.part_of[name] not in self._travels.local
 
     def elements(self, *, floating: bool) -> dict[Part, int]:
         """Return the number of elements of floating or of integer entries by part."""
@@ -179,8 +179,8 @@ class _Costs:
         """Return the traffic of round 1 and of each later one, without a synchronised step."""
         start, later = self.one_round(self.everything, self.shared), self.one_round(self.shared, self.shared)
         # Further records (variates, momentum) start at zero and are not sent down in the first round.
-        extra = self._method.extra_copies(self._params) * self._trained
-        rows_down, rows_up = self._method.extra_statistics(self._params)
+        extra = self._travels.extra_copies * self._trained
+        rows_down, rows_up = self._travels.extra_statistics
         later.down += extra + int(rows_down * self._statistics)
         for traffic in (start, later):
             traffic.up += self._num_clients * (extra + int(rows_up * self._statistics))
@@ -192,7 +192,8 @@ class _Costs:
 
     def synchronised_step(self, calls: Sequence[tuple[int, bool]], model: nn.Module) -> Traffic:
         """Return the traffic of a synchronised step with these BatchNorm calls."""
-        costs = [(channels, *self._method.exchange_cost(self._params, gradient)) for channels, gradient in calls]
+        exchanges = self._travels.exchanges
+        costs = [(channels, *exchanges.cost(gradient)) for channels, gradient in calls] if exchanges else []
         width = next(model.parameters()).element_size() if costs else 0
         size = width * sum(channels * rows for channels, _, rows in costs)
         return Traffic(sum(number for _, number, _ in costs), size, self._num_clients * size)
@@ -209,7 +210,7 @@ def _uncounted(config: Config) -> Iterator[str]:
     """Yield what a run with these settings sends beyond the traffic of ``inspect_model``."""
     if config.masked_sums:
         yield "masked-sums: its further exchanges, and the 64 bits of each masked float, are not counted here"
-    if config.fraction_train < 1 and config.method().local:
+    if config.fraction_train < 1 and config.methods().local:
         yield "fraction-train: a client first asked after round 1 gets the whole model, which is not counted here"
 
 

@@ -43,7 +43,7 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
     else:
         RunFolder.refuse_shorter(out, config.num_server_rounds)
     changes = {"out": str(out)}
-    if not config.state_dir and config.strategy != CENTRALIZED and (config.checkpoint_every or config.method().local):
+    if not config.state_dir and config.strategy != CENTRALIZED and (config.checkpoint_every or config.methods().local):
         changes["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
     config = config.model_copy(update=changes)
     if config.series and not config.resume and not Path(config.state_dir).is_absolute():

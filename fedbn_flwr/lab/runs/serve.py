@@ -44,7 +44,7 @@ from fedbn_flwr.privacy.record_server import RecordLevelDP
 from fedbn_flwr.server.failures import divergence, nothing_trained
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.transport import BarrierGrid
 from fedbn_flwr.transport.polling_grid import over_network, polling
 
@@ -153,7 +153,7 @@ def _timeout(grid: Grid, config: Config) -> float:
     return config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
 
 
-def _strategy(config: Config, out: Path, model: nn.Module) -> FedAvg[Any]:
+def _strategy(config: Config, out: Path, model: nn.Module) -> Strategy:
     """Return the strategy of the run, with its protection."""
     strategy = make_strategy(config, model, config.num_clients)
     if protection := _protection(config, out, model):
@@ -202,12 +202,12 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
     )
 
 
-def _to_best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: FedAvg[Any]) -> ArrayRecord | None:
+def _to_best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: Strategy) -> ArrayRecord | None:
     """Return the model of the best round, and bring the strategy back to it; None without early stopping."""
     saved = checkpoints.best(stopping) if stopping else None
     if saved is None:
         return None
-    if volatile := saved.strategy["volatile"]:
+    if volatile := saved.strategy["kept"]["volatile"]:
         logger.warning(
             "client(s) %s kept their part in memory only: they go on with that of the last round, not of round %d, the "
             "best. Set state-dir, in the run's config or in each node's.",
@@ -217,15 +217,13 @@ def _to_best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy:
     return strategy.go_back(to_record(saved.state), saved.strategy, saved.server_round)
 
 
-def _diverged_before(config: Config, out: Path, strategy: FedAvg[Any], result: Result) -> DivergedError | None:
+def _diverged_before(config: Config, out: Path, strategy: Strategy, result: Result) -> DivergedError | None:
     """Return the error of a run whose last round diverged before it was resumed; None if there is none."""
     lines = read_metrics(out / "metrics.jsonl")
     if config.on_divergence != "stop" or not lines or DIVERGED_AT not in (line := lines[-1]):
         return None
     report = RoundReport(line["round"], line["phase"], diverged=line["diverged"], diverged_at=line[DIVERGED_AT])
-    return DivergedError(
-        divergence(report, " ".join(strategy.divergence_advice(line["round"]))), line[DIVERGED_AT], result
-    )
+    return DivergedError(divergence(report, " ".join(strategy.advice(line["round"]))), line[DIVERGED_AT], result)
 
 
 def _server_data(config: Config) -> PartitionedData | None:

@@ -144,7 +144,7 @@ def _resources(config: Config, private: bool) -> dict[str, Scalar]:
 
 def _actors(config: Config) -> dict[str, Scalar]:
     """Return the setting for one actor per client; the channel needs all clients of a round at the same time."""
-    if not config.method().needs_all_at_once(config.params()):
+    if not config.methods().whole.needs_all_at_once:
         return {}
     return {"init-args-num-cpus": config.num_clients * config.torch_threads}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from fedbn_flwr.lab.setup import build_options, initialise, make_model, pick_dev
 from fedbn_flwr.lab.trackers import tracker_problems
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.mixed_examples import WAY_OUT, mixes_examples
-from fedbn_flwr.server.method import Misfit
+from fedbn_flwr.server.method import Problem
 from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training.randomness import seeded_on_cpu
@@ -139,12 +140,12 @@ def _replaces_nothing(config: Config) -> bool:
 def _mixing(config: Config) -> list[str]:
     """Return the layers that mix the examples of a batch in the clients' training."""
     model = make_model(config).train()
-    if config.method().freezes_bn:
+    if config.methods().freezes_bn:
         FreezeBN(affine=False).begin(model)
     return mixes_examples(model)
 
 
-def misfits(config: Config, model: nn.Module) -> list[Misfit]:
+def misfits(config: Config, model: nn.Module) -> list[Problem]:
     """Return why the model does not fit the method of a config; BN layers that ``train-only`` leaves out do not count.
 
     A method for BatchNorm would have no effect on layers that do not change.
@@ -152,12 +153,14 @@ def misfits(config: Config, model: nn.Module) -> list[Misfit]:
     if config.strategy == CENTRALIZED:
         return []
     shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
-    method, params, parts = config.method(), config.params(), split_state(model)
-    found = method.misfits(params, parts, shapes)
+    methods, parts = config.methods(), split_state(model)
+    run = replace(config.run_settings(), parts=parts, shapes=shapes)
+    found = [problem for problem in methods.problems(run) if problem.kind == "model"]
     if config.train_only and not found:
         which = "gamma and beta of" if config.frozen_bn == "train" else "all of"
         has = f"{parts.named_layers()}, and train-only={config.train_only} freezes {which} them"
-        found = [fit._replace(has=has) for fit in method.misfits(params, learning_parts(model), shapes)]
+        run = replace(run, parts=learning_parts(model))
+        found = [problem._replace(has=has) for problem in methods.problems(run) if problem.kind == "model"]
     return found
 
 

@@ -1,0 +1,128 @@
+r"""Re-estimation: BN statistics from a pass over the clients' data, under the current global weights.
+
+The field calls it "precise BN". No data of the server's is used, and training does not see the result.
+
+## Algorithm
+
+The server asks every client with data for the count, the mean and the sum of squared deviations $(n_i, m_i, M_i)$ per
+layer and channel (`batchnorm/reestimation.py`). It merges the answers, in the order of partition ids:
+
+$$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad M = \sum_i \left( M_i + n_i (m_i - m)^2 \right)$$
+
+## What travels
+
+| | before each test |
+|---|---|
+| sent down | the whole state (a method whose statistics are local: without them) |
+| sent up | $m_i$ and $M_i$ of each BN layer, as many floats as its running statistics; an int64 count |
+| cost | $F$ floats down (one broadcast), $S$ up per client, in one exchange before each test |
+
+$S$ = floats of the running statistics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.batchnorm.reestimation import Moments, merge
+from fedbn_flwr.compat.flower import is_app_error, lacks_function
+from fedbn_flwr.errors import ClientPartError
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES, STATISTICS_QUERY
+from fedbn_flwr.messages.records import views
+from fedbn_flwr.server.dispatch import address, in_order, raise_shared_test_error
+from fedbn_flwr.server.failures import error_text
+from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.params import RECALIBRATED
+from fedbn_flwr.server.replies import read_arrays, read_metrics, read_replies
+from fedbn_flwr.server.run import Run
+
+__all__ = ["reestimate_before_tests"]
+
+logger = logging.getLogger("flwr")
+
+
+def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
+    """Re-estimate the statistics of ``arrays``, the model after this round, if a test or the result uses them.
+
+    Raises:
+        ClientPartError: no app can answer.
+        ConfigError: all asked clients raised it, and none has worked before.
+    """
+    asked = run.methods.reestimates or RECALIBRATED in run.methods.tests
+    if not asked or not any(run.parts.moments()):
+        return
+    if run.report.kept_previous and run.statistics_at_start:  # they are those of the same weights on the same data
+        run.reestimated = run.statistics_at_start
+        return
+    present = run.nodes.present(grid, max(run.options.min_available_nodes, 1))
+    nodes = [node for node in present if node.num_examples != 0]
+    run.reestimated = _ask(run, nodes, arrays, grid)
+
+
+def _ask(run: Run, nodes: Sequence[Node], arrays: ArrayRecord, grid: Grid) -> dict[str, Any]:
+    """Return the running statistics of ``arrays`` on the nodes' data; none below ``min_replies`` usable answers."""
+    report, before = run.report, views(arrays)
+    # Re-estimation that the method needs counts as training traffic, else as evaluation traffic.
+    traffic = report.train if run.methods.reestimates else report.evaluate
+    config = run.message_config(report.server_round).write()
+    sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
+    messages = run.protection.open_statistics(run, sent.pairs, grid, run.timeout, before)
+    replies = list(grid.send_and_receive(messages, timeout=run.timeout))
+
+    def read(node: Node, message: Message) -> State:
+        read_metrics(message, NUM_EXAMPLES)  # whatever weighs the models
+        state, _, sizes = read_arrays(message, run.options.arrays_key)
+        run.protection.check_statistics(run, state, before)
+        for size in sizes:
+            traffic.count_up(size)
+        return state
+
+    good, refused = read_replies(in_order(run, sent, replies), read, report, "statistics")
+    raise_shared_test_error(run, sent, refused)
+    _refuse_apps_without_answer(run, replies)
+    answers = [(node, state) for node, _, state in good]
+    if len(answers) < run.methods.params.min_replies:
+        answers = []
+    statistics = _running_statistics(run.protection.statistics(run, answers, before), before, run.parts)
+    if not statistics:
+        logger.warning("round %d: no statistics re-estimated from %d usable replies", report.server_round, len(good))
+    return statistics
+
+
+def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
+    """Raise ClientPartError if no app can answer: the statistics would be those of the start."""
+    failed = [reply for reply in replies if reply.has_error() and is_app_error(reply)]
+    if not run.methods.reestimates or not failed or len(failed) < len(replies):
+        return
+    if lacks_function(failed[0], STATISTICS_QUERY):
+        raise ClientPartError(
+            f"the clients' app does not answer the query {STATISTICS_QUERY.partition('.')[2]!r}, by which strategy "
+            f"{run.methods.name!r} re-estimates statistics. Add to it a function with @app.query('statistics') that "
+            "returns answer_statistics(msg, context, Net(), trainloader)."
+        )
+    raise ClientPartError(f"no client could measure its statistics: {error_text(failed[0])}")
+
+
+def _running_statistics(answers: Sequence[Mapping[str, Moments]], like: State, parts: Parts) -> dict[str, Any]:
+    """Return the running statistics of all clients' data together, by entry, in the global state's dtypes.
+
+    A layer with fewer than two values is left out, and so are counters, which count training batches.
+    """
+    entries: dict[str, Any] = {}
+    for layer in parts.layers:
+        moments = [answer[layer.path] for answer in answers if layer.path in answer]
+        if not moments:
+            continue
+        total = merge(moments)
+        if total.count > 1:
+            for leaf, value in (("running_mean", total.mean), ("running_var", total.variance)):
+                name = layer.entries[leaf]
+                entries[name] = value.numpy().astype(like[name].dtype)
+    return entries

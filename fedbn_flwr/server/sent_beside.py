@@ -1,0 +1,65 @@
+"""What clients send beside the update of the shared entries, from the declarations of the methods: for privacy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.server.methods import Methods, declared, reads_unsaid
+from fedbn_flwr.server.momentum import MOMENTUM
+from fedbn_flwr.server.travels import Beside, Exchanges, together
+
+__all__ = ["SentBeside", "sent_beside"]
+
+
+class SentBeside(NamedTuple):
+    """What clients send beside their update.
+
+    Attributes:
+        text: what it is, and why it tells of a client, in words.
+        masked: whether masked sums cover it; differential privacy covers none of it.
+    """
+
+    text: str
+    masked: bool = False
+
+
+def sent_beside(methods: Methods) -> list[SentBeside]:
+    """Return what clients send, or let the server read of single replies, beside their update."""
+    sent: list[SentBeside] = []
+    for method in methods:
+        travels = together(declared(method))
+        if Part.REST in travels.local:
+            sent.append(SentBeside("its clients share nothing, so there is nothing to protect"))
+        records = [_record(beside) for beside in travels.beside if beside.read != "log"]
+        sent += records
+        if travels.weights not in ("examples", "equal") and not records:
+            sent.append(SentBeside(f"the clients' {travels.weights} are the weights of the average"))
+        if travels.exchanges:
+            sent.append(_exchanges(travels.exchanges))
+        if travels.reestimates:
+            sent.append(_reestimated(method.title, methods))
+        if reads_unsaid(type(method)):
+            kind = type(method).__name__
+            sent.append(SentBeside(f"{kind}.aggregate may read anything of single replies: say in {kind}.travels what"))
+        elif travels.each and not records:
+            sent.append(SentBeside(f"{method.title} reads the {', '.join(sorted(travels.each))} of single replies"))
+    return list(dict.fromkeys(sent))
+
+
+def _record(beside: Beside) -> SentBeside:
+    return SentBeside(beside.why, masked=beside.key == MOMENTUM and beside.read == "mean")
+
+
+def _exchanges(exchanges: Exchanges) -> SentBeside:
+    text = "the exchanges of its first step hold statistics of the clients' single batches"
+    if exchanges.read == "mean":
+        return SentBeside(text, masked=True)
+    return SentBeside(f"{text}; with fedtan-exchanges=2L+1 the server computes more than sums of them")
+
+
+def _reestimated(title: str, methods: Methods) -> SentBeside:
+    text = f"{title} collects statistics that are re-estimated on the clients' data"
+    if Part.STATISTICS not in methods.local:
+        return SentBeside(text, masked=True)
+    return SentBeside(f"{text}, relative to global ones, which the clients do not have")

@@ -1,0 +1,557 @@
+"""Flower's door: a strategy has the interface of Flower's own, and hands each of its calls to the run.
+
+``server.round`` does the work; a strategy sends its messages. The run never refers to the strategy.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ClassVar
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy import Result
+
+from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.compat.flower import is_default_aggregation
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
+from fedbn_flwr.messages.records import views
+from fedbn_flwr.server import completion, health
+from fedbn_flwr.server.dp_wrappers import check_wrapper
+from fedbn_flwr.server.method import Method, RunSettings
+from fedbn_flwr.server.methods import Methods
+from fedbn_flwr.server.metrics import average_metrics
+from fedbn_flwr.server.nodes import NodeRegistry
+from fedbn_flwr.server.protection import Protection
+from fedbn_flwr.server.reestimation import reestimate_before_tests
+from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.round import Played, close_round, play_tests, play_training
+from fedbn_flwr.server.rounds import TestModel, run_rounds
+from fedbn_flwr.server.run import OnReplies, OnRoundEnd, Options, Run
+from fedbn_flwr.server.synchronised_training import Link
+from fedbn_flwr.server.travels import PartSet
+from fedbn_flwr.training.input_scale import Scale
+from fedbn_flwr.transport.polling_grid import polling
+
+__all__ = ["Combination", "Strategy"]
+
+logger = logging.getLogger("flwr")
+
+_OLD_INTERFACE = frozenset(
+    [
+        "name",
+        "summary_line",
+        "source",
+        "Params",
+        "combine",
+        "weights",
+        "check",
+        "hooks_for",
+        "extras",
+        "run_training",
+        "begin",
+        "phase",
+        "local",
+        "needs",
+        "needs_batchnorm",
+        "needs_statistics",
+        "needs_each_reply",
+        "undoes_lost_rounds",
+        "synchronises",
+        "reestimates",
+        "freezes_bn",
+        "implicit_hooks",
+        "client_hooks",
+        "keys",
+        "checkpoint_keys",
+        "reported_metrics",
+        "not_combined_because",
+        "role",
+        "excludes",
+        "exchange_cost",
+        "extra_copies",
+        "extra_statistics",
+        "needs_all_at_once",
+        "beside_updates",
+        "divergence_advice",
+        "conflicts",
+        "warnings",
+        "unused",
+        "misfits",
+        "batch_renorm_conflict",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Methods that make one strategy. Call it as a strategy's class: ``combined(FixBN, FedProx)(freeze_at=5)``.
+
+    Attributes:
+        kinds: the classes of the methods, in the order in which they act.
+        Params: the class of all their settings.
+    """
+
+    kinds: tuple[type[Method[Any, Any]], ...]
+    Params: type[Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Strategy:
+        """Return the strategy."""
+        return Strategy(*args, combination=self, **kwargs)
+
+    @property
+    def name(self) -> str:
+        """The names of the methods."""
+        return "+".join(kind.name for kind in self.kinds)
+
+    @property
+    def combination(self) -> Combination:
+        """The combination itself, as of a strategy's class."""
+        return self
+
+    def methods(self, params: Any) -> Methods:
+        """Return the methods with these settings."""
+        return Methods(self.kinds, params)
+
+
+class Strategy(FlowerFedAvg):
+    """A method as a strategy of Flower. It takes Flower's own constructor arguments, and the method's settings.
+
+    ``start`` runs all rounds; Flower's own loops call a strategy call by call. A class may override Flower's methods
+    (``configure_train``, ``aggregate_train``, ...) and call ``super()``.
+
+    ``state_dict()`` is the state to checkpoint with the global model; after ``load_state_dict`` the next ``start``
+    continues from it. A field of the method's state is an attribute of the strategy: ``FixBN().frozen_after``.
+
+    Args:
+        *args: positional arguments of ``flwr.serverapp.strategy.FedAvg`` (``fraction_train``, ...).
+        parts: the split of the model's state (``split_state(model)``); by default made from the names of the initial
+            arrays.
+        on_round_end: called as ``on_round_end(server_round, arrays, metrics)`` at the end of each round, with the model
+            that the run would return if it ended there, and the round's metrics by the names of Flower's ``Result``
+            (``train_metrics_clientapp``, ...). What it raises ends the run.
+        combination: the methods of ``combined``, in place of the class's own; it passes them itself.
+        **kwargs: Flower's arguments and the fields of ``Params``.
+
+    Attributes:
+        method: the method's class, or what ``combined`` returns.
+        params: the settings.
+        methods: the options and methods in use.
+        run: what the server knows of the run.
+        on_replies: called with the replies that a round used, and the global state before and after it; it reads only.
+        on_round_end: as given.
+        completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
+            model with ``server.completion`` sets it to False.
+        input_scale: mean and std of inputs that only the nodes have; every message with the model has them.
+        stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round.
+        protection: what happens to the replies before the method sees them.
+        num_partitions: number of the parts of the data that nodes with one of them must name; 0 = any, all the same;
+            None = not compared.
+
+    Raises:
+        ConfigError: an argument is unknown, a value is out of range, or a setting has no effect.
+    """
+
+    method: ClassVar[type[Method[Any, Any]] | Combination] = Method
+    combination: ClassVar[Combination] = Combination((Method,), Method.Params)
+    name: str
+    Params: ClassVar[type[Any]] = Method.Params
+
+    completes_tests = True
+    stopped = False
+    on_replies: OnReplies | None = None
+    num_partitions: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Take the name and the settings of the class's method.
+
+        Raises:
+            ConfigError: the class is written for the interface of version 0.1, which would be ignored without a word.
+        """
+        super().__init_subclass__(**kwargs)
+        if old := sorted(_OLD_INTERFACE & vars(cls).keys()):
+            raise ConfigError(
+                f"class {cls.__qualname__}: {', '.join(old)} belong to the interface of version 0.1. Write them as a "
+                "Method (travels, begin, on_clients, aggregate, problems), and the strategy as `class Mine(Strategy): "
+                "method = MineMethod`: docs/add-a-strategy.md shows it."
+            )
+        method = cls.method
+        cls.combination = method if isinstance(method, Combination) else Combination((method,), method.Params)
+        cls.name, cls.Params = cls.combination.name, cls.combination.Params
+
+    def __init__(
+        self,
+        *args: Any,
+        parts: Parts | None = None,
+        on_round_end: OnRoundEnd | None = None,
+        combination: Combination | None = None,
+        **kwargs: Any,
+    ) -> None:
+        combination = combination or self.combination
+        fields = combination.Params.model_fields
+        settings = {key: kwargs.pop(key) for key in fields.keys() & kwargs.keys()}
+        try:
+            super().__init__(*args, **kwargs)
+        except TypeError as error:
+            allowed = ", ".join([*sorted(fields), "on_round_end", "parts"])
+            message = f"{type(self).__name__}: {error}. In addition to Flower's own arguments it takes: {allowed}."
+            raise ConfigError(message) from error
+        for name in ("fraction_train", "fraction_evaluate"):
+            share = getattr(self, name)
+            if not isinstance(share, Real) or not 0 <= float(share) <= 1:
+                raise ConfigError(f"{type(self).__name__}: {name}={share!r} must be a number from 0 to 1")
+        if is_default_aggregation(self.train_metrics_aggr_fn):
+            self.train_metrics_aggr_fn = average_metrics
+        if is_default_aggregation(self.evaluate_metrics_aggr_fn):
+            self.evaluate_metrics_aggr_fn = average_metrics
+        self.params = combination.Params(**settings)
+        self.methods = combination.methods(self.params)
+        self.name = combination.name
+        if lines := self.methods.wrong_settings():
+            raise ConfigError("\n".join(lines))
+        self.on_round_end = on_round_end
+        self.input_scale: Scale | None = None
+        self.protection = Protection()
+        self._saved: tuple[int, Mapping[str, Any]] | None = None
+        self._in_start = False
+        self._forget_run(None, 3600.0, parts, None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field of the method's state."""
+        run = None if name.startswith("_") else vars(self).get("run")
+        for state in run.states.values() if run is not None else ():
+            if hasattr(state, name):
+                return getattr(state, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def protect(self, protection: Protection) -> None:
+        """Let ``protection`` stand between the clients' replies and the method.
+
+        Under client-level privacy and masked sums BatchNorm's counters count rounds, not batches. The server does not
+        see which layers use them: give it no model with batch renormalisation, whose warm-up would not end, nor with
+        ``momentum=None``.
+
+        Raises:
+            ConfigError: there is one already.
+        """
+        if type(self.protection) is not Protection:
+            raise ConfigError(f"strategy {self.name!r} has a protection already; make a new strategy for another one")
+        self.protection = protection
+        self._forget_run(self.run.num_rounds, self.run.timeout, self.run.parts_or_none, self.run.continuity)
+
+    # --- a run --------------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: TestModel | None = None,
+    ) -> Result:
+        """Run the rounds as Flower's own loop does, without its pauses. ``timeout`` also limits the wait for nodes.
+
+        After ``load_state_dict`` the run continues after the given round; ``initial_arrays`` is then the global model
+        of that round.
+
+        With ``eval_on="averaged-bn"``, ``evaluate_fn`` and the result's arrays hold the average of the clients' values
+        for entries that stay with them. Without it they hold the initial values there, and a warning says so.
+
+        Raises:
+            EngineError: not enough nodes connect within the timeout.
+            ConfigError: a setting does not fit this run, a config holds a key of this package, or all asked clients
+                raised this error before any client has worked.
+            DivergedError: a loss is not finite; with ``on_divergence="continue"`` it is only logged.
+            NothingTrainedError: no round had enough usable replies. This error and the one before hold the result.
+        """
+        refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
+        after = self.prepare(initial_arrays, num_rounds, timeout)
+        self.run.count_start(grid)
+        grid = polling(grid)
+        self._in_start = True
+        try:
+            result = run_rounds(
+                self, grid, initial_arrays, after, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+            )
+        finally:
+            self._in_start = False
+            self._link.close()
+            self.stopped = False  # of this run, not of a next one
+        arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
+        last = self.reports[-1].server_round if self.reports else num_rounds
+        if self.methods.reestimates and not health.ends_run(self.run) and not self.run.tests_after(last):
+            reestimate_before_tests(self.run, arrays, grid)  # the run was stopped between two tests
+        result.arrays = completion.completed(self.run, arrays)
+        if self.completes_tests:
+            completion.warn_of_nothing_shared(self.run)
+        health.raise_if_failed(self.run, result)
+        return result
+
+    def stops_after(self, server_round: int) -> bool:
+        """Return whether the run ends after this round: it diverged, was stopped, or has no privacy left to spend."""
+        return self.stopped or health.ends_run(self.run) or self.protection.stops_after(server_round)
+
+    def prepare(self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> int:
+        """Prepare a new run and forget an earlier one; ``start`` calls this first.
+
+        Args:
+            initial_arrays: the initial state of the global model.
+            num_rounds: rounds of the run; None if Flower's loop does not say.
+            timeout: seconds to wait for nodes and for replies.
+
+        Returns:
+            The last finished round: 0, or the round given to ``load_state_dict``.
+
+        Raises:
+            ConfigError: a setting does not fit this run, or the initial arrays are not finite.
+        """
+        self._forget_run(num_rounds, timeout, self.run.parts_or_none, self.run.continuity)
+        self.run.set_model(initial_arrays)
+        self.run.before = views(initial_arrays)
+        if self._saved is None:
+            self.run.check_initial(self.run.before)
+        self._begin()
+        if self._saved is None:
+            return 0
+        (after, saved), self._saved = self._saved, None
+        self.run.resume(after, saved)
+        return after
+
+    def _forget_run(
+        self, num_rounds: int | None, timeout: float, parts: Parts | None, continuity: Continuity | None
+    ) -> None:
+        """Make the run anew, and what belongs to it."""
+        synchronises = self.methods.whole.exchanges is not None
+        seed = secrets.randbits(63) if self.protection.secret_sampling else self.params.seed
+        nodes = NodeRegistry(seed, timeout, {SYNCHRONISES: True} if synchronises else {}, self.num_partitions)
+        self.run = Run(
+            self.methods,
+            nodes,
+            self.protection,
+            self._options(),
+            timeout,
+            parts,
+            continuity,
+            num_rounds=num_rounds,
+        )
+        self._link = Link()
+        self._training: Played | None = None  # of the round whose messages were made last
+        self._tests: Played | None = None
+        self._configured = ("", 0)  # the configure method that was called last, and its round
+        self._early_replies: list[Message] = []
+
+    def _options(self) -> Options:
+        scale = self.input_scale
+        return Options(
+            fraction_train=self.fraction_train,
+            fraction_evaluate=self.fraction_evaluate,
+            min_train_nodes=self.min_train_nodes,
+            min_evaluate_nodes=self.min_evaluate_nodes,
+            min_available_nodes=self.min_available_nodes,
+            weighted_by_key=self.weighted_by_key,
+            arrays_key=self.arrayrecord_key,
+            config_key=self.configrecord_key,
+            average_train_metrics=self.train_metrics_aggr_fn,
+            average_test_metrics=self.evaluate_metrics_aggr_fn,
+            input_mean=scale.mean if scale else (),
+            input_std=scale.std if scale else (),
+            on_replies=self.on_replies,
+            on_round_end=self.on_round_end,
+        )
+
+    def _begin(self) -> None:
+        """Check the model and begin the run, once."""
+        run = self.run
+        run.options = self._options()
+        settings = RunSettings(run.num_rounds or 0, parts=run.parts, shapes=run.shapes, tests=self.methods.tests)
+        problems = self.methods.problems(settings)
+        lines = [
+            f"{problem.text}; the model has {problem.has or 'none'}. Use {problem.remedy}."
+            for problem in problems
+            if problem.kind == "model"
+        ]
+        if lines:
+            raise NormLayerError("\n".join(lines))
+        for problem in problems:
+            if problem.kind == "warn" and run.num_rounds:
+                logger.warning("%s", problem.text)
+        run.begin()
+        if self.completes_tests:
+            completion.warn_of_initial_values(run)
+
+    # --- Flower's calls -----------------------------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return a training message for each sampled node with data; see ``flwr.serverapp.strategy.Strategy``.
+
+        One of Flower's own loops sends the returned messages once. A synchronised round needs several messages: under
+        such a loop it runs completely in this call, which then returns no messages.
+        """
+        refuse_own_keys(config=config)
+        run = self.run
+        if run.reports and not self._in_start and server_round <= run.reports[0].server_round:
+            # A loop of the user's begins anew.
+            self._forget_run(run.num_rounds, run.timeout, run.parts_or_none, run.continuity)
+            run = self.run
+        run.set_model(arrays)
+        check_wrapper(self.methods, run.parts, warn=not run.begun)
+        if not run.begun:  # neither our start nor to_legacy calls: a loop of the user's or of Flower's
+            run.before = views(arrays)
+            self._begin()
+            run.count_start(grid)
+            if self.completes_tests and self.on_round_end is None:
+                completion.warn_of_own_start(run)
+        run.options = self._options()
+        self._configured = "configure_train", server_round
+        self._training = play_training(run, server_round, arrays, config, grid)
+        messages: Sequence[Message] = next(self._training)
+        if self._synchronised and not self._in_start:
+            self._early_replies = self.send_training(messages, grid)
+            return []
+        return messages
+
+    @property
+    def _synchronised(self) -> bool:
+        """Whether the first local step of the round is synchronised."""
+        return self.run.phase is not None and self.run.phase.travels.exchanges is not None
+
+    def send_training(self, messages: Iterable[Message], grid: Grid) -> list[Message]:
+        """Send the training messages and return the replies that came in time; a synchronised step is in between."""
+        messages = list(messages)
+        if messages and self._synchronised:
+            return self._link.train(self.run, messages, grid)
+        return list(grid.send_and_receive(messages, timeout=self.run.timeout))
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model."""
+        replies = [*self._early_replies, *replies]
+        self._early_replies = []
+        training, self._training = self._training, None
+        self._require_super_call("configure_train", server_round, training, replies)
+        arrays, metrics = training.send(replies) if training else (None, None)
+        return arrays, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the evaluation messages in every ``eval_every``-th and the last round; re-estimate if needed."""
+        refuse_own_keys(config=config)
+        self.run.options = self._options()
+        self._configured = "configure_evaluate", server_round
+        self._tests = play_tests(self.run, server_round, arrays, config, grid)
+        messages: Sequence[Message] = next(self._tests)
+        return messages
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average the clients' metrics; write each client's metrics to the report."""
+        replies = list(replies)
+        tests, self._tests = self._tests, None
+        self._require_super_call("configure_evaluate", server_round, tests, replies)
+        metrics: MetricRecord | None = tests.send(replies) if tests else None
+        if not self._in_start:  # the last call in a round of a loop of Flower's
+            self.end_round(server_round, None)
+            health.raise_if_ends(self.run)
+        return metrics
+
+    def end_round(self, server_round: int, server_test: Mapping[str, Any] | None) -> None:
+        """End a round after the server's own test, if there was one; ``start`` calls this."""
+        close_round(self.run, server_round, server_test)
+
+    def _require_super_call(
+        self, configure: str, server_round: int, played: Played | None, replies: Sequence[Message]
+    ) -> None:
+        """Check that the strategy's own ``configure`` has made the messages of these replies.
+
+        Raises:
+            ConfigError: the method ``configure`` is the user's own, and has not called the strategy's in this round.
+        """
+        if not self.reports or (replies and (played is None or self._configured != (configure, server_round))):
+            raise ConfigError(
+                f"{configure} of {type(self).__name__} did not call super().{configure}(): take the messages that it "
+                "returns, and leave out those that you do not want"
+            )
+
+    # --- what callers and checkpoints use -----------------------------------------------------------------------------
+
+    @property
+    def reports(self) -> list[RoundReport]:
+        """The report of each round, oldest first."""
+        return self.run.reports
+
+    @property
+    def parts(self) -> Parts | None:
+        """The split of the model's state; without ``parts=`` it is None before the first arrays."""
+        return self.run.parts_or_none
+
+    @parts.setter
+    def parts(self, parts: Parts | None) -> None:
+        self.run.parts_or_none = parts
+
+    @property
+    def local(self) -> PartSet:
+        """The parts of the model's state that stay with the clients."""
+        return self.methods.local
+
+    @property
+    def continuity(self) -> Continuity | None:
+        """The run as it is sent to clients with a state folder; None = not sent."""
+        return self.run.continuity
+
+    @continuity.setter
+    def continuity(self, continuity: Continuity | None) -> None:
+        self.run.continuity = continuity
+
+    def note_divergence(self, losses: Sequence[str]) -> None:
+        """Note and log that losses of this round, in words (``losses_not_finite``), are not finite; empty = all are."""
+        health.note_losses(self.run, losses)
+
+    def advice(self, server_round: int) -> list[str]:
+        """Return the likely cause of a loss that is not finite in this round, with remedies; then further ones."""
+        return self.methods.advice(self.run.states, server_round)
+
+    def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the global model for the test after a round, with averaged BN parts if these are asked for."""
+        if not self.completes_tests:
+            return completion.with_statistics(self.run, arrays)
+        return completion.tested_by_server(self.run, server_round, arrays)
+
+    def outcome(self, num_rounds: int) -> dict[str, Any]:
+        """Return what the summary of a run says of the methods and of the protection."""
+        return {**self.methods.outcome(self.run.states, num_rounds), **self.protection.outcome()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the strategy state to checkpoint, without the model: JSON values and arrays by name."""
+        return self.run.saved()
+
+    def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:
+        """Let the next ``start`` continue after ``server_round`` with the ``state_dict`` of that round.
+
+        ``start`` raises ConfigError if the state belongs to another strategy.
+        """
+        self._saved = server_round, dict(state)
+
+    def go_back(self, arrays: ArrayRecord, state: Mapping[str, Any], server_round: int) -> ArrayRecord:
+        """Go back to the end of an earlier round of this run; return the model that the run returns there.
+
+        Args:
+            arrays: the global model of that round.
+            state: ``state_dict()`` of that round.
+            server_round: the round.
+        """
+        reports = [report for report in self.reports if report.server_round <= server_round]
+        self.load_state_dict(state, server_round)
+        self.prepare(arrays, self.run.num_rounds, self.run.timeout)
+        self.run.reports = reports
+        return completion.completed(self.run, arrays)
