@@ -1,16 +1,23 @@
-"""Batch Normalization in federated learning, done right, on Flower."""
+"""Batch Normalization in federated learning, done right, on Flower.
+
+A name costs its module when it is used: ``import fedbn_flwr`` alone imports nothing.
+"""
 
 from __future__ import annotations
 
-from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.client.saved_state import global_state, personal_state
-from fedbn_flwr.compat.legacy_strategy import to_legacy
-from fedbn_flwr.doctor import diagnose
-from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.privacy import DPWrapper
-from fedbn_flwr.training.wrappers import unwrap
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedbn_flwr.batchnorm.parts import split_state
+    from fedbn_flwr.client import TorchClient, client_app
+    from fedbn_flwr.client.saved_state import global_state, personal_state
+    from fedbn_flwr.compat.legacy_strategy import to_legacy
+    from fedbn_flwr.doctor import diagnose
+    from fedbn_flwr.engines import InProcessGrid
+    from fedbn_flwr.norms import replace_norm
+    from fedbn_flwr.privacy import DPWrapper
+    from fedbn_flwr.training.wrappers import unwrap
 
 __all__ = [
     "DPWrapper",
@@ -25,3 +32,32 @@ __all__ = [
     "to_legacy",
     "unwrap",
 ]
+
+_WHERE = {
+    "DPWrapper": "privacy",
+    "InProcessGrid": "engines",
+    "TorchClient": "client",
+    "client_app": "client",
+    "diagnose": "doctor",
+    "global_state": "client.saved_state",
+    "personal_state": "client.saved_state",
+    "replace_norm": "norms",
+    "split_state": "batchnorm.parts",
+    "to_legacy": "compat.legacy_strategy",
+    "unwrap": "training.wrappers",
+}
+_ROOMS = ("batchnorm", "doctor", "errors", "mods", "norms", "privacy", "strategies", "training")
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        if name in _ROOMS:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _WHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import ContextDecorator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ContextDecorator, contextmanager
 from typing import Any
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "RunFailedError",
     "StateError",
     "install_extra",
+    "needs_package",
     "raise_shared_config_error",
     "unknown_name",
 ]
@@ -133,6 +134,21 @@ def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
 def install_extra(extra: str) -> str:
     """Return how to install an extra of the package, which is on no index."""
     return f"in the checkout: pip install '.[{extra}]'"
+
+
+@contextmanager
+def needs_package(package: str, what: str) -> Iterator[None]:
+    """Name the package, and what needs it, where an import in the block does not find it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{what} need the package {package}, which is not installed; pip install {package}"
+        ) from error
 
 
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:

@@ -74,7 +74,13 @@ def test_each_archive_has_the_package_once(kind: str, unpacked: dict[str, Path])
         "fedbn_flwr/strategies/fedavg.py"
     ]
     links = [path for path in unpacked[kind].rglob("*") if path.is_symlink()]
-    assert links == []
+    assert links == ([unpacked[kind] / "strategies"] if kind == "sdist" else [])
+
+
+def test_the_source_archive_has_the_link_to_the_strategies(unpacked: dict[str, Path]) -> None:
+    link = unpacked["sdist"] / "strategies"
+    assert os.readlink(link) == "fedbn_flwr/strategies"
+    assert (link / "fedavg.py").samefile(unpacked["sdist"] / "fedbn_flwr/strategies/fedavg.py")
 
 
 def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
@@ -122,7 +128,8 @@ def test_each_archive_imports_from_an_empty_folder(
         found = json.loads(out.splitlines()[-1])
         assert found["files"], kind
         assert all(Path(file).is_relative_to(unpacked[kind]) for file in found["files"]), kind
-        assert found["strategies"] is False, "a module of that name would shadow, or be shadowed by, the user's own"
+        door = kind == "sdist"  # as in the checkout
+        assert found["strategies"] is door, "a module of that name would shadow, or be shadowed by, the user's own"
 
 
 WITHOUT = """

@@ -6,6 +6,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedbn_flwr.errors import needs_package
+
 __all__ = ["pictures"]
 
 _SHOWN = 40  # rows and columns with a label each
@@ -24,12 +26,8 @@ def pictures(measures: Mapping[str, Any]) -> dict[str, bytes]:
 
 def _heat_map(layers: Mapping[str, Any], clients: list[str]) -> bytes:
     """Draw layers by clients: how far the statistics of a client's batches are from the global ones."""
-    from matplotlib.figure import Figure
-
     table = [_gaps(row["batch-deviation"]["mean"]) for row in layers.values()]
-    figure = Figure(
-        figsize=(3.5 + 0.35 * min(len(clients), _SHOWN), 1.6 + 0.22 * min(len(layers), _SHOWN)), layout="tight"
-    )
+    figure = _figure(3.5 + 0.35 * min(len(clients), _SHOWN), 1.6 + 0.22 * min(len(layers), _SHOWN))
     axes = figure.subplots()
     image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
     figure.colorbar(image, ax=axes, label="standard deviations")
@@ -48,11 +46,9 @@ def _name(axis: Any, names: Sequence[str], most: int = _SHOWN) -> None:
 
 def _history(history: Mapping[str, Any]) -> bytes:
     """Draw FixBN's Fig. 3 (a) and (b), L1 norms and variances over a window, and the change by layer."""
-    from matplotlib.figure import Figure
-
     layers = history["layers"]
     panels = 3 if layers else 2
-    figure = Figure(figsize=(4.5 * panels, max(3.4, 1.6 + 0.15 * min(len(layers), _SHOWN))), layout="tight")
+    figure = _figure(4.5 * panels, max(3.4, 1.6 + 0.15 * min(len(layers), _SHOWN)))
     left, middle, *last = figure.subplots(1, panels)
     for by_layer in last:
         table = [_gaps(row["change-l1"]) for row in layers.values()]
@@ -78,6 +74,12 @@ def _history(history: Mapping[str, Any]) -> bytes:
         axes.set_xlabel("round")
         axes.set_yscale("symlog", linthresh=1e-6)
     return _png(figure)
+
+
+def _figure(width: float, height: float) -> Any:
+    with needs_package("matplotlib", "the doctor's pictures"):
+        from matplotlib.figure import Figure
+    return Figure(figsize=(width, height), layout="tight")
 
 
 def _gaps(values: list[float | None]) -> list[float]:

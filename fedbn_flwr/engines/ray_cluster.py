@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
-from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.errors import ConfigError, EngineError, needs_package
 
 __all__ = ["Machine", "check_versions", "connect", "machines", "on_each", "on_this_machine"]
 
@@ -72,8 +72,8 @@ def connect(
         EngineError: this process is connected already, the cluster does not answer, or a machine of it has other
             versions or does not work.
     """
-    import ray
-
+    with needs_package("ray", "runs on a cluster"):
+        import ray
     if ray.is_initialized():
         raise EngineError("this process is connected to Ray already. Call ray.shutdown() first.")
     environment = {"FLWR_TELEMETRY_ENABLED": "0", **(env_vars or {})}

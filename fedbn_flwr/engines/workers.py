@@ -22,7 +22,6 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
-import cloudpickle
 import torch
 from flwr.clientapp import ClientApp
 from torch import Tensor
@@ -31,7 +30,7 @@ from fedbn_flwr.compat.flower import PARTITION_ID_KEY, app_error
 from fedbn_flwr.engines.client_work import Job
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import ANSWER, CALL, READY, WORK, serve
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import EngineError, needs_package
 from fedbn_flwr.transport import Barrier, Dropped, RetryStep
 
 __all__ = ["WorkerProcesses"]
@@ -39,6 +38,22 @@ __all__ = ["WorkerProcesses"]
 logger = logging.getLogger("flwr")
 
 _SECONDS_TO_END = 5.0
+
+
+def _pickled(app: ClientApp) -> bytes:
+    """Return the app for a process that is no fork of this one.
+
+    Raises:
+        ConfigError: cloudpickle is not installed.
+        EngineError: the app cannot be pickled.
+    """
+    with needs_package("cloudpickle", "new processes of clients"):
+        import cloudpickle
+    try:
+        pickled: bytes = cloudpickle.dumps(app)
+    except Exception as error:  # pickling runs user code
+        raise EngineError(f"the ClientApp cannot be sent to a process: {type(error).__name__}: {error}") from error
+    return pickled
 
 
 class WorkerProcesses:
@@ -65,10 +80,7 @@ class WorkerProcesses:
         context = multiprocessing.get_context("fork" if fork else "spawn")
         self._process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
         self._settings = (torch_threads, run_id)
-        try:
-            self._app: ClientApp | bytes = app if fork else cloudpickle.dumps(app)
-        except Exception as error:  # pickling runs user code
-            raise EngineError(f"the ClientApp cannot be sent to a process: {type(error).__name__}: {error}") from error
+        self._app: ClientApp | bytes = app if fork else _pickled(app)
         self._lock = threading.Lock()  # of the two lists of jobs; nothing is sent while it is held
         self._closed = threading.Event()
         self._broadcasts = Broadcasts()

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.errors import needs_package
 
 __all__ = ["ClassMixAttack", "Leakage", "class_mix", "shadow_clients"]
 
@@ -54,7 +55,8 @@ class ClassMixAttack:
     """
 
     def __init__(self, updates: Sequence[Mapping[str, Array]], mixes: NDArray[np.float64]) -> None:
-        from sklearn.linear_model import RidgeCV
+        with needs_package("scikit-learn", "attacks on class mixes"):
+            from sklearn.linear_model import RidgeCV
 
         rows = np.stack([_row(update) for update in updates])
         spread = rows.std(0)

@@ -6,10 +6,13 @@ scikit-learn is imported when a metric is computed, which takes a second or two 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fedbn_flwr.errors import needs_package
 
 __all__ = ["confusion", "mean_iou", "of_classes", "of_labels", "of_numbers"]
 
@@ -79,10 +82,10 @@ def of_numbers(names: Iterable[str], outputs: Tensor, targets: Tensor) -> dict[s
         outputs: float64 (N, columns).
         targets: float64 (N, columns), NaN = unknown.
     """
-    from sklearn.metrics import mean_absolute_error
-
     known = ~targets.isnan()
-    found = {"mae": lambda: float(mean_absolute_error(targets[known], outputs[known])) if known.any() else _NAN}
+    found = {
+        "mae": lambda: float(_sklearn().mean_absolute_error(targets[known], outputs[known])) if known.any() else _NAN
+    }
     found["r2"] = lambda: _mean(_r2(outputs[k, i], targets[k, i]) for i, k in enumerate(known.T))
     return {name: found[name]() if bool(outputs.isfinite().all()) else _NAN for name in names}
 
@@ -104,15 +107,19 @@ def _over_columns(
     }
 
 
+def _sklearn() -> Any:
+    with needs_package("scikit-learn", "metrics other than loss, accuracy and mean IoU"):
+        import sklearn.metrics
+    return sklearn.metrics
+
+
 def _mean(values: Iterable[float]) -> float:
     defined = [value for value in values if value == value]
     return sum(defined) / len(defined) if defined else _NAN
 
 
 def _recall(_: Tensor, told: Tensor, truth: Tensor) -> float:
-    from sklearn.metrics import recall_score
-
-    return float(recall_score(truth, told)) if truth.any() else _NAN
+    return float(_sklearn().recall_score(truth, told)) if truth.any() else _NAN
 
 
 def _mean_recall(scores: Tensor, told: Tensor, truth: Tensor) -> float:
@@ -120,21 +127,15 @@ def _mean_recall(scores: Tensor, told: Tensor, truth: Tensor) -> float:
 
 
 def _f1(_: Tensor, told: Tensor, truth: Tensor) -> float:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(truth, told)) if (truth | told).any() else _NAN
+    return float(_sklearn().f1_score(truth, told)) if (truth | told).any() else _NAN
 
 
 def _auroc(scores: Tensor, _: Tensor, truth: Tensor) -> float:
-    from sklearn.metrics import roc_auc_score
-
-    return float(roc_auc_score(truth, _ranks(scores))) if 0 < truth.sum() < len(truth) else _NAN
+    return float(_sklearn().roc_auc_score(truth, _ranks(scores))) if 0 < truth.sum() < len(truth) else _NAN
 
 
 def _auprc(scores: Tensor, _: Tensor, truth: Tensor) -> float:
-    from sklearn.metrics import average_precision_score
-
-    return float(average_precision_score(truth, _ranks(scores))) if truth.any() else _NAN
+    return float(_sklearn().average_precision_score(truth, _ranks(scores))) if truth.any() else _NAN
 
 
 _OF_COLUMN: dict[str, _OfColumn] = {"f1": _f1, "macro-f1": _f1, "auroc": _auroc, "auprc": _auprc}
@@ -146,7 +147,9 @@ def _ranks(scores: Tensor) -> Tensor:
     return ranks
 
 
-def _r2(outputs: Tensor, targets: Tensor) -> float:
-    from sklearn.metrics import r2_score
+def _mae(outputs: Tensor, targets: Tensor) -> float:
+    return float(_sklearn().mean_absolute_error(targets, outputs)) if len(targets) else _NAN
 
-    return float(r2_score(targets, outputs)) if bool((targets != targets[:1]).any()) else _NAN
+
+def _r2(outputs: Tensor, targets: Tensor) -> float:
+    return float(_sklearn().r2_score(targets, outputs)) if bool((targets != targets[:1]).any()) else _NAN
