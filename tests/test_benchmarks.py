@@ -96,3 +96,96 @@ def test_errors_between_clients_are_told_from_those_within() -> None:
     assert (found["accuracy"], found["right client"], found["within"], found["equal means"]) == (0.25, 0.5, 0.75, 1.0)
     swapped = between_clients(targets[[1, 0, 3, 2]], logits, 2)
     assert (swapped["accuracy"], swapped["right client"], swapped["within"]) == (0.0, 1.0, 0.0)
+
+
+_REDRAWN = {
+    "server/method.py": """
+class Travels: ...
+
+class Method:
+    name: str
+    role: str
+
+    def travels(self): ...
+    def advice(self): ...
+    def aggregate(self, state, facts, replies, model): ...
+
+class Strategy:
+    method: type[Method]
+""",
+    "strategies/fedavg.py": """
+from fedbn_flwr.server.method import Method, Strategy
+
+class FedAvgMethod(Method):
+    name = "fedavg"
+
+    def shares(self): ...
+""",
+    "strategies/mine.py": """
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.server.method import Strategy, Travels
+from fedbn_flwr.strategies.fedavg import FedAvgMethod
+
+class Hook:  # at the client: none of its names count
+    def advice(self, reply):
+        return reply.metrics
+
+class Common(FedAvgMethod):
+    def travels(self):
+        return Travels(held="statistics")
+
+    def window(self): ...
+
+class MineMethod(Common):
+    name = "mine"
+    role = "client-hooks"
+
+    def window(self): ...
+
+    def aggregate(self, state, facts, replies, model):
+        return facts.parts.select(self.shares(), self.travels(), super().advice(), self.window())
+
+class Mine(Strategy):
+    method = MineMethod
+""",
+}
+
+
+def test_names_for_a_method_are_those_of_the_interface_that_its_file_mentions(tmp_path: Path) -> None:
+    from reading import names_for
+
+    for name, text in _REDRAWN.items():
+        file = tmp_path / "fedbn_flwr" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert names_for(tmp_path, tmp_path / "fedbn_flwr/strategies/mine.py") == {
+        "defined": {"role", "travels", "aggregate", "method"},
+        "imported": {"Strategy", "Travels"},
+        "given": {"held"},
+        "reached": {"facts.parts", "shares", "advice"},
+    }
+
+
+_TWO_FUNCTIONS = '''def one(a): ...  # why
+def two():
+    """A docstring."""
+    print(*("a", "b"))
+'''
+
+
+def test_lines_of_code_are_told_from_docstrings_and_comments(tmp_path: Path) -> None:
+    from reading import Source, style
+
+    file, long = tmp_path / "module.py", "x" * 100
+    file.write_text(f'"""{long}\n\nText."""\n\n# {long}\n{_TWO_FUNCTIONS}    return "{long}"\n')
+    found = style([Source(file)])
+    lines = [found[name] for name in ("code lines", "lines above 100 characters", "comment lines, % of code")]
+    assert lines == [4, 1, 25]
+    assert [found[name] for name in ("star groups", "function length, median", "function length, longest")] == [1, 2, 3]
+
+
+def test_the_files_that_a_round_enters_are_found() -> None:
+    from reading import files_of_a_round
+
+    found = files_of_a_round(ROOT)
+    assert 20 < found["files of a FedAvg round: core"] < found["files of a FedAvg round"]
