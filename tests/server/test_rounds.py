@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import client_app
@@ -30,7 +31,7 @@ from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedAvgM, FedBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
-from tests.support.federation import torch_clients
+from tests.support.federation import RecordingGrid, torch_clients
 
 dispatcher_of = functools.partial(
     Dispatcher, local=frozenset(), undoes_lost_rounds=False, arrays_key="arrays", config_key="config"
@@ -192,6 +193,39 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, m
     assert "no state folder (state-dir)" in reason
     assert [report.participants for report in outcome.strategy.reports] == [[0, 2], [0, 1, 2]]
     assert [report.server_round for report in outcome.strategy.reports] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("code", "asked_again"), [(ErrorCode.NODE_UNAVAILABLE, True), (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, False)]
+)
+def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
+    federate, mlp, points, monkeypatch, code: int, asked_again: bool
+) -> None:
+    """The SuperLink answers for it: the node has not restored its part, and must be told again which one that is."""
+    data = [points(8), points(12, 1)]
+    first = federate(FedBN(), mlp, data, rounds=2)
+    again = FedBN(fraction_evaluate=0.0)
+    again.load_state_dict({**first.strategy.state_dict(), "local_hashes": {}, "started": []}, 2)
+    send = RecordingGrid.send_and_receive
+
+    def lose_the_first(grid: RecordingGrid, messages: Any, *, timeout: float | None = None) -> list[Message]:
+        asked = list(messages)
+        if len(again.reports) > 1 or not asked or asked[0].metadata.message_type != "train":
+            return send(grid, asked, timeout=timeout)
+        lost = [message for message in asked if grid.partition(message.metadata.dst_node_id) == 1]
+        replies = send(grid, [message for message in asked if message not in lost], timeout=timeout)
+        grid.sent += lost
+        return [*replies, *(Message(Error(code, "lost"), reply_to=message) for message in lost)]
+
+    monkeypatch.setattr(RecordingGrid, "send_and_receive", lose_the_first)
+    run = federate(again, mlp, data, rounds=4)
+    asked = [message for message in run.grid.sent if message.metadata.message_type == "train"]
+    told = [
+        (message.content["config"]["server-round"], run.grid.partition(message.metadata.dst_node_id))
+        for message in asked
+        if "fedbn-flwr.local-sha256" in message.content["config"]
+    ]
+    assert sorted(told) == [(3, 0), (3, 1), *([(4, 1)] if asked_again else [])]
 
 
 def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
