@@ -31,6 +31,7 @@ from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedAvgM, FedBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.checkpoints import bits, through_a_file
 from tests.support.federation import RecordingGrid, torch_clients
 
 dispatcher_of = functools.partial(
@@ -131,6 +132,25 @@ def test_after_a_resume_the_callback_gets_the_new_rounds(federate, mlp, points) 
     again.load_state_dict(saved, 2)
     federate(again, mlp, data, rounds=3)
     assert list(ends.states) == [3]
+
+
+@pytest.mark.parametrize("make", [functools.partial(FedAvg, recalibrate=True), Scaffold])
+def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(federate, mlp, points, same_bits, make) -> None:
+    """Its model with re-estimated statistics, its state, and the reports up to it."""
+    ends, states = Ends(), dict[int, Any]()
+
+    def end_round(server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
+        ends(server_round, arrays, metrics)
+        states[server_round] = through_a_file(strategy.state_dict())
+
+    strategy = make(on_round_end=end_round)
+    run = federate(strategy, mlp, [points(8), points(12, 1)], rounds=4)
+    asked = [message.content for message in run.grid.sent if message.metadata.message_type == "train"]
+    trained = next(content["arrays"] for content in asked if content["config"]["server-round"] == 3)
+    found = strategy.go_back(trained, states[2], 2)
+    same_bits(from_record(found), ends.states[2])
+    assert bits(strategy.state_dict()) == bits(states[2])
+    assert [report.server_round for report in strategy.reports] == [1, 2]
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
