@@ -11,6 +11,7 @@ reported as not found or ambiguous, and its text must be brought up to date. The
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def _text(text: str) -> str:
 
 def run_tests(root: Path, tests: str) -> tuple[int, str]:
     """Return pytest's exit status, and the end of what it printed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

@@ -5,6 +5,7 @@ Runs are compared by all that the server sends, by their models and reports, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.checkpoints import bits, through_a_file
 from tests.support.federation import RecordingBarrierGrid, torch_clients
 
@@ -202,3 +204,48 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(federation: Open, ca
         again.load_state_dict(saved["state"], saved_after)
         rest = clients.start(again, rounds, away, arrays=kept[-1] if kept else None)
     whole.after(saved_after).assert_same(rest)
+
+
+HELD: Mapping[str, tuple[Callable[..., FedAvg[Any]], Collection[str]]] = {
+    "staticbn": (STRATEGIES["staticbn"], ("statistics", "counters")),
+    "fbn": (STRATEGIES["fbn"], ("statistics", "counters")),
+    "hbn": (STRATEGIES["hbn"], ("statistics", "counters")),
+    "fixbn": (functools.partial(STRATEGIES["fixbn"], freeze_at=0), ("statistics", "counters")),
+    "fixbn affine": (
+        functools.partial(STRATEGIES["fixbn"], freeze_at=0, freeze_affine=True),
+        ("statistics", "counters", "affine"),
+    ),
+    "fixbn affine alone": (
+        functools.partial(STRATEGIES["fixbn"], freeze_at=0, freeze_affine=True, freeze_statistics=False),
+        ("affine",),
+    ),
+    "fedtan2": (functools.partial(STRATEGIES["fedtan2"], fedtan_rounds=0), ("statistics", "counters")),
+    "fedadam+staticbn": (combined(STRATEGIES["fedadam"], STRATEGIES["staticbn"]), ("statistics", "counters")),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+@pytest.mark.parametrize("entry", [entry for entry in two_layers().state_dict() if entry.startswith("4.")])
+def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it_is(
+    federate, points, case: str, entry: str
+) -> None:
+    """One reply has another value of the last layer's gamma, beta, statistics or counter; other methods average it."""
+    make, parts = HELD[case]
+    held = {name for part in parts for name in getattr(split_state(two_layers()), part)}
+
+    def change(state: dict[str, Array]) -> None:
+        state[entry] = state[entry] + 1
+
+    app = functools.partial(spoiling, spoil_state(change))
+    run = federate(make(), two_layers, [points(8, i) for i in range(3)], rounds=1, local_steps=1, wrap=app)
+    (report,) = run.strategy.reports
+    assert report.participants == ([0, 2] if entry in held else [0, 1, 2])
+    if entry in held:
+        assert f"entry '{entry}' changed " in run.reason(1)
+    if entry in held and case not in {
+        "staticbn",
+        "fedadam+staticbn",
+        "fbn",
+        "hbn",
+    }:  # they have statistics of their own
+        assert bits(run.history[1][entry]) == bits(run.history[0][entry])
