@@ -85,6 +85,22 @@ def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(strategy: str
     assert personal_state(out, 0).keys() == personal_state(tmp_path / "short", 0).keys()
 
 
+def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(tmp_path: Path) -> None:
+    """Training does not see them: they are in the checkpoint beside the model, whose own ones are other values."""
+    settings = {"strategy": "fedavg", "recalibrate": True, "num-server-rounds": 9, "early-stopping": 2}
+    summary = start(tmp_path / "long", **settings)
+    best = summary["best-validation"]["round"]
+    assert best < summary["rounds"]
+    short = {**settings, "early-stopping": 0, "num-server-rounds": best}
+    start(tmp_path / "short", **short)
+    start(tmp_path / "trained", **{**short, "recalibrate": False})
+    found, wanted, trained = (files(tmp_path / name)["model.safetensors"] for name in ("long", "short", "trained"))
+    assert found == wanted
+    changed = {name for name in trained if trained[name] != wanted[name]}
+    assert changed
+    assert all("running_" in name for name in changed)
+
+
 def test_the_card_has_the_metrics_of_the_best_round(whole, tmp_path: Path) -> None:
     out, summary = whole["fedbn"]
     lines, best = read_metrics(out / "metrics.jsonl"), summary["best-validation"]["round"]

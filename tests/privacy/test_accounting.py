@@ -60,6 +60,25 @@ def test_secret_samples_cost_less_and_never_less_than_samples_of_the_removed_cli
     assert wrong.get_epsilon(1e-5) < 0.9 * secret
 
 
+def test_a_release_whose_clients_are_known_costs_beside_secret_ones_as_if_all_were_drawn() -> None:
+    """Releases of both kinds, with several noises: sampling makes only the secret ones cheaper."""
+    secret = [Release(4.0, 10, 1000, True)] * 50 + [Release(3.0, 20, 1000, True)] * 10
+    known = [Release(40.0, 10, 1000)] * 3
+    mixed, all_drawn, all_secret = (
+        PrivacyAccountant(1e-5, "replace-one", releases=secret + others).epsilon()
+        for others in (known, [Release(40.0, 1000, 1000, True)] * 3, [one._replace(secret=True) for one in known])
+    )
+    oracle = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    for z, drawn, count in ((2.0, 10, 50), (1.5, 20, 10), (20.0, 1000, 3)):  # in units of the whole change, 2 C
+        event = dp_accounting.SampledWithoutReplacementDpEvent(1000, drawn, dp_accounting.GaussianDpEvent(z))
+        oracle.compose(event, count)
+    assert mixed == all_drawn == pytest.approx(oracle.get_epsilon(1e-5), rel=1e-9)
+    assert all_secret < 0.99 * mixed
+    assert mixed == PrivacyAccountant(1e-5, "replace-one", releases=[*known, *secret]).epsilon()
+    plain = [one._replace(secret=False) for one in [*secret, *known]]
+    assert mixed < PrivacyAccountant(1e-5, "replace-one", releases=plain).epsilon()
+
+
 def test_a_release_without_noise_has_no_epsilon() -> None:
     assert PrivacyAccountant(1e-5, "zero-out").epsilon() == 0
     assert PrivacyAccountant(1e-5, "zero-out", releases=[Release(1.0, 4, 4), Release(0.0, 4, 4)]).epsilon() == math.inf

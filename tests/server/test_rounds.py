@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import client_app
@@ -30,7 +31,8 @@ from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedAvgM, FedBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
-from tests.support.federation import torch_clients
+from tests.support.checkpoints import bits, through_a_file
+from tests.support.federation import RecordingGrid, torch_clients
 
 dispatcher_of = functools.partial(
     Dispatcher, local=frozenset(), undoes_lost_rounds=False, arrays_key="arrays", config_key="config"
@@ -132,6 +134,25 @@ def test_after_a_resume_the_callback_gets_the_new_rounds(federate, mlp, points) 
     assert list(ends.states) == [3]
 
 
+@pytest.mark.parametrize("make", [functools.partial(FedAvg, recalibrate=True), Scaffold])
+def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(federate, mlp, points, same_bits, make) -> None:
+    """Its model with re-estimated statistics, its state, and the reports up to it."""
+    ends, states = Ends(), dict[int, Any]()
+
+    def end_round(server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
+        ends(server_round, arrays, metrics)
+        states[server_round] = through_a_file(strategy.state_dict())
+
+    strategy = make(on_round_end=end_round)
+    run = federate(strategy, mlp, [points(8), points(12, 1)], rounds=4)
+    asked = [message.content for message in run.grid.sent if message.metadata.message_type == "train"]
+    trained = next(content["arrays"] for content in asked if content["config"]["server-round"] == 3)
+    found = strategy.go_back(trained, states[2], 2)
+    same_bits(from_record(found), ends.states[2])
+    assert bits(strategy.state_dict()) == bits(states[2])
+    assert [report.server_round for report in strategy.reports] == [1, 2]
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
 def test_in_the_legacy_loop_the_callback_is_called_too(federate, run_legacy_loop, mlp, points, fraction) -> None:
     ends, data = Ends(), [points(8), points(12, 1)]
@@ -192,6 +213,39 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, m
     assert "no state folder (state-dir)" in reason
     assert [report.participants for report in outcome.strategy.reports] == [[0, 2], [0, 1, 2]]
     assert [report.server_round for report in outcome.strategy.reports] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("code", "asked_again"), [(ErrorCode.NODE_UNAVAILABLE, True), (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, False)]
+)
+def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
+    federate, mlp, points, monkeypatch, code: int, asked_again: bool
+) -> None:
+    """The SuperLink answers for it: the node has not restored its part, and must be told again which one that is."""
+    data = [points(8), points(12, 1)]
+    first = federate(FedBN(), mlp, data, rounds=2)
+    again = FedBN(fraction_evaluate=0.0)
+    again.load_state_dict({**first.strategy.state_dict(), "local_hashes": {}, "started": []}, 2)
+    send = RecordingGrid.send_and_receive
+
+    def lose_the_first(grid: RecordingGrid, messages: Any, *, timeout: float | None = None) -> list[Message]:
+        asked = list(messages)
+        if len(again.reports) > 1 or not asked or asked[0].metadata.message_type != "train":
+            return send(grid, asked, timeout=timeout)
+        lost = [message for message in asked if grid.partition(message.metadata.dst_node_id) == 1]
+        replies = send(grid, [message for message in asked if message not in lost], timeout=timeout)
+        grid.sent += lost
+        return [*replies, *(Message(Error(code, "lost"), reply_to=message) for message in lost)]
+
+    monkeypatch.setattr(RecordingGrid, "send_and_receive", lose_the_first)
+    run = federate(again, mlp, data, rounds=4)
+    asked = [message for message in run.grid.sent if message.metadata.message_type == "train"]
+    told = [
+        (message.content["config"]["server-round"], run.grid.partition(message.metadata.dst_node_id))
+        for message in asked
+        if "fedbn-flwr.local-sha256" in message.content["config"]
+    ]
+    assert sorted(told) == [(3, 0), (3, 1), *([(4, 1)] if asked_again else [])]
 
 
 def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:

@@ -311,6 +311,23 @@ def test_false_moments_are_refused_and_a_round_without_replies_does_not_end_the_
     assert [report.phase for report in strategy.reports] == ["warm-up", "warm-up", "train"]
 
 
+@pytest.mark.parametrize("method", [FBN, HBN])
+def test_a_round_whose_replies_have_no_moments_does_not_end_the_warm_up(federate, datasets, mlp, method) -> None:
+    """Nothing was pooled: the statistics are still those of the start."""
+
+    def spoil(content: Any) -> None:
+        content["bn-moments"] = to_record({})
+
+    strategy = method()
+    run = federate(strategy, mlp, datasets, wrap=functools.partial(spoiling, spoil, rounds=(1,), who=range(3)))
+    assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * 3
+    assert [report.phase for report in strategy.reports] == ["warm-up", "warm-up", "train"]
+    for leaf in ("running_mean", "running_var"):
+        start, first, second = (state[f"1.{leaf}"] for state in run.history[:3])
+        np.testing.assert_array_equal(first, start)
+        assert (second != start).all()
+
+
 def moments_with(count: int, mean: float, var: float) -> Moments:
     return Moments(count, torch.full((2,), mean).double(), torch.full((2,), var * count).double())
 

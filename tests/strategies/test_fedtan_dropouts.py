@@ -362,6 +362,30 @@ def test_an_array_that_cannot_be_read_drops_its_sender(run_step, model, data, wi
     same_bits(done.state, without.state)
 
 
+def test_an_exchange_waits_for_the_others_from_its_first_tensor_on_however_late_that_is(
+    run_step, model, data, monkeypatch
+) -> None:
+    """The first tensor comes after the timeout of an exchange, and those of the others right after it."""
+    timeout = 0.4
+    made = synchronised(FedTAN, "messages", fedtan_timeout=timeout)
+    plain, began, pulls = PollingGrid.pull_messages, list[float](), list[int]()
+
+    def late(self: PollingGrid, message_ids: Any) -> list[Message]:
+        waiting = list(message_ids)
+        began.append(time.monotonic())
+        if began[-1] - began[0] < 1.5 * timeout:
+            return []
+        replies = list(plain(self, waiting if pulls else waiting[:1]))
+        pulls.extend([1] * bool(replies))
+        return replies
+
+    monkeypatch.setattr(PollingGrid, "pull_messages", late)
+    run_step(made, model, data, transport="messages", local_steps=1, batch_size=4)
+    (report,) = made.reports
+    assert report.rejected == {}
+    assert report.participants == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 def test_replayed_steps_give_the_bits_of_uninterrupted_steps(run_step, model, data, same_bits, steps: int) -> None:
     """With dropout on: batch, random state and running statistics are those of the first pass in every replay."""

@@ -223,6 +223,34 @@ def test_alpha_stays_with_its_client_and_its_mean_starts_others_if_it_is_shared(
     assert [predicted.first, predicted.later] == reports
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["no record", "an entry less"])
+def test_shared_alpha_is_averaged_over_the_clients_that_have_it(federate, points, whole: bool) -> None:
+    """One client sends no alpha, or that of one layer of two."""
+
+    def two_layers() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+
+    def spoil(content: Any) -> None:
+        if whole:
+            content["bn-alpha"] = to_record({})
+        else:
+            del content["bn-alpha"]["1.alpha"]
+
+    datasets = [points(size, i) for i, size in enumerate(SIZES)]
+    app = functools.partial(spoiling, spoil, rounds=(2,))
+    run = federate(HBN(share_alpha=True), two_layers, datasets, rounds=3, wrap=app)
+    first = federate(HBN(share_alpha=True), two_layers, datasets, rounds=2)
+    kept = [from_record(first.context(i).state.array_records["fedbn-flwr.rules"]) for i in range(3)]
+    given = [message.content["bn-alpha"] for message in run.grid.sent if "bn-alpha" in message.content]
+    for name in ("1.alpha", "3.alpha"):
+        have = (0, 2) if whole or name == "1.alpha" else (0, 1, 2)
+        total = sum(SIZES[i] * kept[i][f"HybridStatistics/{name}"] for i in have)
+        mean = total / sum(SIZES[i] for i in have)
+        assert abs(mean).min() > 1e-6
+        np.testing.assert_allclose(from_record(given[-1])[name], mean, rtol=1e-12)
+
+
 def test_a_client_of_the_warm_up_alone_starts_with_the_mean_and_one_of_before_keeps_its_own(
     federate, points, mlp
 ) -> None:

@@ -25,14 +25,15 @@ def spoiling(
     *,
     kind: str = MessageType.TRAIN,
     rounds: Collection[int] | None = None,
+    who: Collection[int] = (BAD,),
 ) -> ClientApp:
-    """Return the usual app, in which partition BAD spoils its replies to messages of a kind; in all rounds, or some."""
+    """Return the usual app, in which partitions ``who`` spoil replies to messages of a kind, in all rounds or some."""
     whole, app = client_app(client_fn), ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
         asked = next(iter(message.content.config_records.values()), ConfigRecord()).get("server-round")
         reply = whole(message, context)
-        bad = context.node_config["partition-id"] == BAD and message.metadata.message_type == kind
+        bad = context.node_config["partition-id"] in who and message.metadata.message_type == kind
         if bad and (rounds is None or asked in rounds):
             spoil(reply.content)
         return reply

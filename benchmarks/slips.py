@@ -1,0 +1,143 @@
+"""Make one slip at a time in a copy of the code, run the tests that should notice, and say killed or survived.
+
+    python benchmarks/slips.py              # all slips of slips.yaml
+    python benchmarks/slips.py -k fbn       # those whose name has "fbn"
+
+A slip replaces one text by another: a dropped line, a wrong default, a negated condition, a forgotten reset. Its old
+text is looked up in all files of its folder, because code moves. Exactly one place must have it; else the slip is
+reported as not found or ambiguous, and its text must be brought up to date. The tests are first run without a slip.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = Path(__file__).with_name("slips.yaml")
+COPIED = ("fedbn_flwr", "tests", "apps", "benchmarks", "docs", "studies", "pyproject.toml")
+TIMEOUT = 600.0  # seconds; a slip may make a test wait for ever
+GREEN, RED = 0, 1  # exit statuses of pytest; others mean that it ran no test
+
+
+class NotUniqueError(Exception):
+    """The old text of a slip is in no file, or in several places."""
+
+
+@dataclass(frozen=True)
+class Slip:
+    """A fault of a line.
+
+    Attributes:
+        name: the name in the report.
+        folder: where the old text is looked up, a folder or a file.
+        old: the text to replace; its lines are indented as in the file.
+        new: the text in its place.
+        tests: arguments of pytest.
+    """
+
+    name: str
+    folder: str
+    old: str
+    new: str
+    tests: str
+
+    @contextmanager
+    def made(self, root: Path) -> Iterator[None]:
+        """Make the slip in the block.
+
+        Raises:
+            NotUniqueError: the old text is not in exactly one place.
+        """
+        files = sorted((root / self.folder).rglob("*.py")) or [root / self.folder]
+        texts = {file: file.read_text(encoding="utf-8") for file in files if file.is_file()}
+        count = sum(text.count(self.old) for text in texts.values())
+        if count != 1:
+            raise NotUniqueError("not found" if count == 0 else f"ambiguous: {count} places")
+        ((file, text),) = ((file, text) for file, text in texts.items() if self.old in text)
+        file.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        try:
+            yield
+        finally:
+            file.write_text(text, encoding="utf-8")
+
+
+def read_slips(words: str = "") -> list[Slip]:
+    """Return the slips of the list whose name has these words."""
+    entries = yaml.safe_load(LIST.read_text(encoding="utf-8"))
+    slips = [Slip(**{**entry, "old": _text(entry["old"]), "new": _text(entry["new"])}) for entry in entries]
+    return [slip for slip in slips if words in slip.name]
+
+
+def _text(text: str) -> str:
+    """Return a text of the list without the line feed that ends a block."""
+    return text.rstrip("\n")
+
+
+def run_tests(root: Path, tests: str) -> tuple[int, str]:
+    """Return pytest's exit status, and the end of what it printed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return RED, f"no end within {TIMEOUT:g} s"
+    return done.returncode, (done.stdout + done.stderr)[-2000:]
+
+
+def judged(slip: Slip, root: Path) -> str:
+    """Return what became of a slip, in words."""
+    try:
+        with slip.made(root):
+            status, said = run_tests(root, slip.tests)
+    except NotUniqueError as error:
+        return str(error)
+    if status not in (GREEN, RED):
+        return f"no verdict, pytest ended with status {status}:\n{textwrap.indent(said, '    ')}"
+    return "killed" if status == RED else "survived"
+
+
+def main(
+    words: Annotated[str, typer.Option("-k", help="Slips whose name has these words.")] = "",
+    check: Annotated[bool, typer.Option(help="Run the tests without a slip first.")] = True,
+) -> None:
+    """Make the slips one after the other; the exit status is 1 unless the tests notice all of them."""
+    slips = read_slips(words)
+    with tempfile.TemporaryDirectory(prefix="slips-") as folder:
+        root = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, root)
+        for tests in dict.fromkeys(slip.tests for slip in slips) if check else ():
+            status, said = run_tests(root, tests)
+            if status != GREEN:
+                raise typer.BadParameter(f"the tests fail without a slip: {tests}\n{said}")
+        verdicts = []
+        for slip in slips:
+            verdicts.append(judged(slip, root))
+            typer.echo(f"{slip.name}: {verdicts[-1]}")
+    killed = verdicts.count("killed")
+    typer.echo(f"{killed} of {len(slips)} killed")
+    raise typer.Exit(killed != len(slips))
+
+
+if __name__ == "__main__":
+    typer.run(main)

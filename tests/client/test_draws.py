@@ -1,0 +1,68 @@
+"""What an app draws from the default generators: anew in each round, client, kind of work and seed, and repeatably."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.mods import local_bn
+from fedbn_flwr.strategies import FedAvg
+
+KINDS = ("train", "evaluate", "query.statistics")
+
+
+def draw(message: Message, context: Context) -> Message:
+    metrics = MetricRecord({"num-examples": 1, "drawn": float(torch.rand(()))})
+    return Message(RecordDict({**message.content.array_records, "metrics": metrics}), reply_to=message)
+
+
+def app_with(mods: Any) -> ClientApp:
+    app = ClientApp(mods=list(mods))
+    for register in (app.train(), app.evaluate(), app.query("statistics"), app.query("exchange")):
+        register(draw)
+    return app
+
+
+def drawn(grid: InProcessGrid, kind: str, server_round: int, partition: int, seed: int) -> float:
+    config = ConfigRecord({"server-round": server_round, **({"fedbn-flwr.seed": seed} if seed else {})})
+    content = RecordDict({"arrays": to_record({"w": np.zeros(1)}), "config": config})
+    (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[partition], kind)])
+    return float(reply.content["metrics"]["drawn"])
+
+
+@pytest.mark.parametrize("mods", [(), (local_bn,)], ids=["no mod", "local_bn"])
+def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None:
+    cases = list(itertools.product(KINDS, (1, 2, 3), (0, 1), (0, 5)))
+    runs = []
+    for _ in range(2):
+        with InProcessGrid(app_with(mods), 2) as grid:
+            runs.append([drawn(grid, *case) for case in cases])
+            exchange, training = (drawn(grid, kind, 2, 1, 5) for kind in ("query.exchange", "train"))
+            assert exchange == training, "the training repeats the exchanges of its first step"
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == len(cases)
+
+
+class Drawing(TorchClient):
+    def fit(self, parameters: Any, config: Any) -> Any:
+        drawn = float(torch.rand(()))
+        arrays, size, metrics = super().fit(parameters, config)
+        return arrays, size, {**metrics, "drawn": drawn}
+
+
+def test_clients_of_a_run_draw_anew_in_each_round(federate, mlp, points) -> None:
+    found = []
+    for seed in (0, 0, 1):
+        run = federate(FedAvg(seed=seed), mlp, [points(8), points(12, 1)], rounds=3, client=Drawing)
+        found.append([report.clients[label]["drawn"] for report in run.strategy.reports for label in ("0", "1")])
+    assert found[0] == found[1]
+    assert len({*found[0], *found[2]}) == 12

@@ -1,0 +1,251 @@
+"""What holds for every method and option: a run leaves nothing behind, and a checkpoint has all that a run needs.
+
+Runs are compared by all that the server sends, by their models and reports, and by the strategy's state, to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.client import client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.bad_replies import spoil_state, spoiling
+from tests.support.checkpoints import bits, through_a_file
+from tests.support.federation import RecordingBarrierGrid, torch_clients
+
+SIZES = (6, 13, 9)
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "fixbn": {"freeze_at": 2},
+    "fedtan2": {"fedtan_rounds": 2},
+    "fedbs": {"fedbs_eps": 1e9, "fedbs_rounds": 3},
+    "fedavgm": {"server_momentum": 0.8},
+}
+AUTO = {"freeze_at": "auto", "freeze_window": 3, "freeze_tau": 1e9}
+OPTIONS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
+    "momentum global": (("fedavg",), {"momentum_scope": "global"}),
+    "momentum local": (("fedavg",), {"momentum_scope": "local"}),
+    "momentum global, fedbn": (("fedbn",), {"momentum_scope": "global"}),
+    "recalibrate": (("fedavg",), {"recalibrate": True, "min_replies": 2}),
+    "recalibrate, eval-every": (("fedavg",), {"recalibrate": True, "eval_every": 2}),
+    "recalibrated test": (("silobn",), {"eval_on": "personal-own,recalibrated"}),
+    "variance pooled": (("fedavg",), {"variance": "pooled"}),
+    "agc": (("fedavg",), {"agc": 0.05}),
+    "averaged-bn, fedbn": (("fedbn",), {"eval_on": "averaged-bn", "variance": "pooled"}),
+    "averaged-bn, silobn": (("silobn",), {"eval_on": "averaged-bn"}),
+    "averaged-bn, mtfl": (("mtfl",), {"eval_on": "averaged-bn"}),
+    "fixbn auto": (("fixbn",), AUTO),
+    "fixbn auto, clients": (("fixbn",), {**AUTO, "freeze_rule": "clients"}),
+    "fixbn affine": (("fixbn",), {"freeze_affine": True}),
+    "fedtan 2L+1": (("fedtan",), {"fedtan_exchanges": "2L+1"}),
+    "bn-scaffold pass": (("bn-scaffold",), {"bn_variates": "pass"}),
+    "fbn pass": (("fbn",), {"fbn_measure": "pass", "statistics_warm_up": 3}),
+    "fbn trimmed": (("fbn",), {"statistics_aggregation": "trimmed", "trim": 0.4}),
+    "hbn share-alpha": (("hbn",), {"share_alpha": True}),
+    "fedbn+scaffold": (("fedbn", "scaffold"), {}),
+    "mtfl+fixbn+fedadam": (("mtfl", "fixbn", "fedadam"), {}),
+    "scaffold+hbn": (("scaffold", "hbn"), {"share_alpha": True}),
+}
+CASES = (*STRATEGIES, *OPTIONS)
+Absent = Mapping[int, Collection[int]]
+"""By round the partitions that the server does not see in it."""
+
+# Which start this is, what a resumed run expects, and the name of a barrier.
+VOLATILE = ("fedbn-flwr.start", "fedbn-flwr.local-sha256", "fedbn-flwr.fedtan-barrier")
+ALONE = {"min_available_nodes": 1, "min_train_nodes": 1, "min_evaluate_nodes": 1}
+
+
+def made(case: str) -> FedAvg[Any]:
+    methods, options = OPTIONS.get(case, ((case,), {}))
+    settings = {key: value for name in methods for key, value in SETTINGS.get(name, {}).items()}
+    return combined(*(STRATEGIES[name] for name in methods))(**{**ALONE, **settings, **options})
+
+
+def two_layers() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()]
+        return nn.Sequential(*first, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
+
+
+@dataclass
+class Run:
+    """What is known of a run from outside."""
+
+    sent: list[Any]
+    history: list[Any]
+    reports: list[Any]
+    state: Any
+
+    def after(self, server_round: int) -> Run:
+        """Return what comes after a round."""
+        sent = [message for message in self.sent if message[2]["server-round"] > server_round]
+        reports = [report for report in self.reports if report.server_round > server_round]
+        return Run(sent, self.history[server_round + 1 :], reports, self.state)
+
+    def assert_same(self, other: Run) -> None:
+        for one, two in zip(self.sent, other.sent, strict=True):
+            assert one[:3] == two[:3]
+            for name in {**one[3], **two[3]}:
+                assert one[3][name] == two[3][name], f"{one[:2]}: record '{name}' of round {one[2]['server-round']}"
+        assert self.history == other.history
+        assert self.reports == other.reports
+        assert self.state == other.state
+
+
+class Federation:
+    """Three clients, which one strategy after the other trains. ``away`` says who is not there."""
+
+    def __init__(self, inner: InProcessGrid, model: Callable[[], nn.Module]) -> None:
+        self.grid = RecordingBarrierGrid(inner, self._hidden, backwards=False)
+        self._model = model
+        self._strategy: FedAvg[Any]
+        self._away: Absent = {}
+
+    def start(
+        self,
+        strategy: FedAvg[Any],
+        rounds: int,
+        away: Absent,
+        arrays: Mapping[str, Array] | None = None,
+        stop_after: int | None = None,
+    ) -> Run:
+        """Run the rounds, those after ``stop_after`` left out."""
+        self._strategy, self._away = strategy, away
+        strategy.parts = split_state(self._model())
+        first, history = len(self.grid.sent), list[Any]()
+
+        def test(server_round: int, tested: ArrayRecord) -> MetricRecord | None:
+            history.append(bits(from_record(tested)))
+            strategy.stopped = server_round == stop_after
+            return None
+
+        start = to_record(arrays or self._model().state_dict())
+        strategy.start(self.grid, start, num_rounds=rounds, timeout=60, evaluate_fn=test)
+        sent = [self._read(m) for m in self.grid.sent[first:] if m.metadata.message_type != "query"]
+        return Run(sent, history, list(strategy.reports), bits(strategy.state_dict()))
+
+    def _hidden(self) -> Collection[int]:
+        return self._away.get(self._strategy.reports[-1].server_round, ())
+
+    def _read(self, message: Message) -> tuple[int, str, Mapping[str, Any], Mapping[str, Any]]:
+        config = {k: v for record in message.content.config_records.values() for k, v in record.items()}
+        known = {key: value for key, value in config.items() if key not in VOLATILE}
+        arrays = {name: bits(from_record(record)) for name, record in message.content.array_records.items()}
+        return self.grid.partition(message.metadata.dst_node_id), message.metadata.message_type, known, arrays
+
+
+Open = Callable[[str], Any]
+
+
+@pytest.fixture
+def federation(points, wsconv_net) -> Open:
+    """Give what opens the clients of a case."""
+    datasets = [points(size, i) for i, size in enumerate(SIZES)]
+
+    @contextmanager
+    def opened(case: str) -> Iterator[Federation]:
+        model = wsconv_net if case == "fedwon" else two_layers
+        momentum = 0.9 if case.startswith("momentum") else 0.0
+        training = LocalTraining(learning_rate=LearningRate(0.05), batch_size=4, local_steps=2, sgd_momentum=momentum)
+        with InProcessGrid(client_app(torch_clients(model, datasets, training)), len(SIZES)) as grid:
+            yield Federation(grid, model)
+
+    return opened
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_second_start_equals_a_new_strategys_run(federation: Open, case: str) -> None:
+    """On the same clients. One client is away at first, in the run before and another in this one."""
+    rounds = 4 if "auto" in case else 3
+    strategy, away = made(case), {1: {1}}
+    with federation(case) as clients:
+        clients.start(strategy, rounds, {1: {0}})
+        again = clients.start(strategy, rounds, away)
+    with federation(case) as new_clients:
+        again.assert_same(new_clients.start(made(case), rounds, away))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(federation: Open, case: str) -> None:
+    """From a copy of the state as a file holds it. After the checkpoint client 2 joins, at first without the others."""
+    rounds, saved_after, away = 5, 2, {1: {2}, 2: {2}, 3: {0, 1}, 4: {0}}
+    with federation(case) as clients:
+        whole = clients.start(made(case), rounds, away)
+    strategy, again = made(case), made(case)
+    kept: list[Mapping[str, Array]] = []
+    saved: dict[str, Any] = {}
+    aggregate = strategy.aggregate_train
+
+    def keep_model(server_round: int, replies: Any) -> Any:
+        found = aggregate(server_round, replies)
+        kept.extend([from_record(found[0])] if found[0] is not None else [])
+        return found
+
+    def save(server_round: int, *_: Any) -> None:
+        saved.update(state=through_a_file(strategy.state_dict()))
+
+    strategy.aggregate_train, strategy.on_round_end = keep_model, save  # type: ignore[method-assign]
+    with federation(case) as clients:
+        clients.start(strategy, rounds, away, stop_after=saved_after)
+        again.load_state_dict(saved["state"], saved_after)
+        rest = clients.start(again, rounds, away, arrays=kept[-1] if kept else None)
+    whole.after(saved_after).assert_same(rest)
+
+
+HELD: Mapping[str, tuple[Callable[..., FedAvg[Any]], Collection[str]]] = {
+    "staticbn": (STRATEGIES["staticbn"], ("statistics", "counters")),
+    "fbn": (STRATEGIES["fbn"], ("statistics", "counters")),
+    "hbn": (STRATEGIES["hbn"], ("statistics", "counters")),
+    "fixbn": (functools.partial(STRATEGIES["fixbn"], freeze_at=0), ("statistics", "counters")),
+    "fixbn affine": (
+        functools.partial(STRATEGIES["fixbn"], freeze_at=0, freeze_affine=True),
+        ("statistics", "counters", "affine"),
+    ),
+    "fixbn affine alone": (
+        functools.partial(STRATEGIES["fixbn"], freeze_at=0, freeze_affine=True, freeze_statistics=False),
+        ("affine",),
+    ),
+    "fedtan2": (functools.partial(STRATEGIES["fedtan2"], fedtan_rounds=0), ("statistics", "counters")),
+    "fedadam+staticbn": (combined(STRATEGIES["fedadam"], STRATEGIES["staticbn"]), ("statistics", "counters")),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+@pytest.mark.parametrize("entry", [entry for entry in two_layers().state_dict() if entry.startswith("4.")])
+def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it_is(
+    federate, points, case: str, entry: str
+) -> None:
+    """One reply has another value of the last layer's gamma, beta, statistics or counter; other methods average it."""
+    make, parts = HELD[case]
+    held = {name for part in parts for name in getattr(split_state(two_layers()), part)}
+
+    def change(state: dict[str, Array]) -> None:
+        state[entry] = state[entry] + 1
+
+    app = functools.partial(spoiling, spoil_state(change))
+    run = federate(make(), two_layers, [points(8, i) for i in range(3)], rounds=1, local_steps=1, wrap=app)
+    (report,) = run.strategy.reports
+    assert report.participants == ([0, 2] if entry in held else [0, 1, 2])
+    if entry in held:
+        assert f"entry '{entry}' changed " in run.reason(1)
+    if entry in held and case not in {
+        "staticbn",
+        "fedadam+staticbn",
+        "fbn",
+        "hbn",
+    }:  # they have statistics of their own
+        assert bits(run.history[1][entry]) == bits(run.history[0][entry])
