@@ -16,11 +16,12 @@ from fedbn_flwr.server.metrics import AVERAGED, average_metrics
 if TYPE_CHECKING:  # the strategy calls this loop
     from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["TestModel", "run_rounds"]
+__all__ = ["ShouldStop", "TestModel", "run_rounds"]
 
 logger = logging.getLogger("flwr")
 
 TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
+ShouldStop = Callable[[int, Result], bool]
 
 
 def run_rounds(
@@ -33,6 +34,7 @@ def run_rounds(
     train_config: ConfigRecord | None,
     evaluate_config: ConfigRecord | None,
     test_model: TestModel | None,
+    should_stop: ShouldStop | None,
 ) -> Result:
     """Run the rounds ``after`` + 1 to ``num_rounds``, or until the strategy stops.
 
@@ -48,9 +50,10 @@ def run_rounds(
         train_config: further config of every training message.
         evaluate_config: further config of every evaluation message.
         test_model: tests the global model after a round; also called with 0 before round 1.
+        should_stop: called after that test, with the model and the metrics so far; True = no further round.
 
     Returns:
-        The model and the metrics of these rounds; without arrays if no round changed the model.
+        The model and the metrics of these rounds.
     """
     logger.info("Starting %s strategy:", type(strategy).__name__)
     log_start(num_rounds, arrays, train_config, evaluate_config)
@@ -58,7 +61,7 @@ def run_rounds(
     if after:
         logger.info("Continuing after round %d", after)
     train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-    result = Result()
+    result = Result(arrays=arrays)
 
     def test(server_round: int) -> MetricRecord | None:
         metrics = test_model(server_round, strategy.for_evaluate_fn(server_round, arrays)) if test_model else None
@@ -85,7 +88,10 @@ def run_rounds(
         if metrics is not None:
             logger.info("Evaluation%s: %s", _aggregation_note(strategy.evaluate_metrics_aggr_fn), metrics)
             result.evaluate_metrics_clientapp[server_round] = metrics
-        strategy.end_round(server_round, test(server_round))
+        tested = test(server_round)
+        if should_stop is not None and should_stop(server_round, result):
+            strategy.stopped = True
+        strategy.end_round(server_round, tested)
     return result
 
 

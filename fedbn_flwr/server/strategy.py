@@ -32,7 +32,7 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.reestimation import reestimate_before_tests
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.round import Played, close_round, play_tests, play_training
-from fedbn_flwr.server.rounds import TestModel, run_rounds
+from fedbn_flwr.server.rounds import ShouldStop, TestModel, run_rounds
 from fedbn_flwr.server.run import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.server.synchronised_training import Link
 from fedbn_flwr.server.travels import PartSet
@@ -149,7 +149,7 @@ class Strategy(FlowerFedAvg):
         completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
             model with ``server.completion`` sets it to False.
         input_scale: mean and std of inputs that only the nodes have; every message with the model has them.
-        stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round.
+        stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round; ``should_stop`` sets it.
         protection: what happens to the replies before the method sees them.
         num_partitions: number of the parts of the data that nodes with one of them must name; 0 = any, all the same;
             None = not compared.
@@ -256,8 +256,12 @@ class Strategy(FlowerFedAvg):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: TestModel | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> Result:
         """Run the rounds as Flower's own loop does, without its pauses. ``timeout`` also limits the wait for nodes.
+
+        ``should_stop(server_round, result)`` is called after each round's test, with the model and the metrics so far,
+        and before ``on_round_end``; where it returns True, ``start`` does no further round. Flower has it from 1.43 on.
 
         After ``load_state_dict`` the run continues after the given round; ``initial_arrays`` is then the global model
         of that round.
@@ -279,17 +283,25 @@ class Strategy(FlowerFedAvg):
         self._in_start = True
         try:
             result = run_rounds(
-                self, grid, initial_arrays, after, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+                self,
+                grid,
+                initial_arrays,
+                after,
+                num_rounds,
+                timeout,
+                train_config,
+                evaluate_config,
+                evaluate_fn,
+                should_stop,
             )
         finally:
             self._in_start = False
             self._link.close()
             self.stopped = False  # of this run, not of a next one
-        arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
         last = self.reports[-1].server_round if self.reports else num_rounds
         if self.methods.reestimates and not health.ends_run(self.run) and not self.run.tests_after(last):
-            reestimate_before_tests(self.run, arrays, grid)  # the run was stopped between two tests
-        result.arrays = completion.completed(self.run, arrays)
+            reestimate_before_tests(self.run, result.arrays, grid)  # the run was stopped between two tests
+        result.arrays = completion.completed(self.run, result.arrays)
         if self.completes_tests:
             completion.warn_of_nothing_shared(self.run)
         health.raise_if_failed(self.run, result)
@@ -315,7 +327,7 @@ class Strategy(FlowerFedAvg):
         """
         self._forget_run(num_rounds, timeout, self.run.parts_or_none, self.run.continuity)
         self.run.set_model(initial_arrays)
-        self.run.before = views(initial_arrays)
+        self.run.arrays, self.run.before = initial_arrays, views(initial_arrays)
         if self._saved is None:
             self.run.check_initial(self.run.before)
         self._begin()
