@@ -12,20 +12,22 @@ from typing import Any
 import yaml
 from doc_config import field_cells
 
+from doc_travels import travels_section
+
 from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import feature
-from fedbn_flwr.server import momentum, recalibration, shared_bn
+from fedbn_flwr.server import momentum, reestimation, shared_bn
 from fedbn_flwr.server.params import Params
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
 __all__ = ["method_pages", "method_title"]
 
 _OPTIONS = {
     feature: "feature-norm",
     momentum: "momentum-scope",
-    recalibration: "recalibrate",
+    reestimation: "recalibrate",
     shared_bn: "eval-on=averaged-bn",
     adaptation: "test-bn",
 }
@@ -66,7 +68,7 @@ more methods are combined if each pair is.
 """
 _REACHED = re.compile(r"# (Digits, .+)\. Reaches (\d+\.\d\d) % on (.+) \((seed \d+), CPU")
 _UP = "../../"  # from docs/methods to the root
-Method = type[FedAvg[Any]]
+StrategyClass = type[Strategy]
 
 
 def method_pages(root: Path) -> dict[Path, str]:
@@ -81,17 +83,19 @@ def method_pages(root: Path) -> dict[Path, str]:
     return pages | {folder / "options.md": _options_page(root), folder / "combinations.md": _combinations_page()}
 
 
-def method_title(method: Method) -> str:
+def method_title(method: StrategyClass) -> str:
     """Return the paper's name of a method: how its module's docstring begins, or the class, if a module has several."""
     several = sum(other.__module__ == method.__module__ for other in STRATEGIES.values()) > 1
     return method.__name__ if several else _docstring(sys.modules[method.__module__])[0].partition(":")[0]
 
 
-def _page(method: Method, root: Path, results: Mapping[str, Any]) -> str:
+def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
     file = method.__module__.replace(".", "/") + ".py"
     first, body = _docstring(sys.modules[method.__module__])
+    made = travels_section(METHODS[method.name](method.Params()))
+    before, mark, after = body.partition("## Differs from the paper")
     lead = first.partition(": ")[2]
-    kept = ", ".join(part.value for part in Part if part in method.local) or "nothing"
+    kept = ", ".join(part.value for part in Part if part in method().local) or "nothing"
     return "\n".join(
         [
             f"<!-- Made by `make generate` from {file}. Do not edit. -->",
@@ -104,7 +108,11 @@ def _page(method: Method, root: Path, results: Mapping[str, Any]) -> str:
             "|---|---|---|---|",
             f"| `{method.name}` | `{method.__name__}` | {kept} | [{file}]({_UP}{file}) |",
             "",
-            body,
+            before.strip(),
+            "",
+            *made,
+            "",
+            mark + after,
             "",
             "## Settings",
             "",
@@ -128,7 +136,7 @@ def _docstring(module: Any) -> tuple[str, str]:
     return first, body.replace("``", "`").strip()
 
 
-def _settings(method: Method) -> Iterator[str]:
+def _settings(method: StrategyClass) -> Iterator[str]:
     common = {name: field.default for name, field in Params.model_fields.items()}
     fields = method.Params.model_fields
     own = {name: f for name, f in fields.items() if name not in common or f.default != common[name]}
@@ -159,7 +167,7 @@ def _run_recipe(name: str) -> Iterator[str]:
     yield ""
 
 
-def _how_to_run(method: Method) -> Iterator[str]:
+def _how_to_run(method: StrategyClass) -> Iterator[str]:
     yield from _run_recipe(method.name)
     yield "In a Flower `ServerApp` it takes Flower's arguments and the settings above; `arrays` is the initial model:"
     yield ""
@@ -173,7 +181,7 @@ def _how_to_run(method: Method) -> Iterator[str]:
     yield "[Flower projects](../flower-projects.md) shows what the client adds."
 
 
-def _reached(method: Method, root: Path, results: Mapping[str, Any]) -> Iterator[str]:
+def _reached(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> Iterator[str]:
     yield "Test accuracy in per cent. [Results](../results/README.md) has the tables, the curves and what differs from"
     yield "the papers."
     yield ""
@@ -193,7 +201,7 @@ def _reached(method: Method, root: Path, results: Mapping[str, Any]) -> Iterator
 
 def _combinations_page() -> str:
     roles = ("local-part", "client-hooks", "server-step")
-    named = [(name, method) for role in roles for name, method in STRATEGIES.items() if method.role == role]
+    named = [(name, method) for role in roles for name, method in STRATEGIES.items() if METHODS[name].role == role]
     lines = [_COMBINATIONS_HEAD, "| | " + " | ".join(f"`{name}`" for name, _ in named) + " |"]
     lines.append("|---" * (1 + len(named)) + "|")
     reasons: dict[str, int] = {}
@@ -208,7 +216,7 @@ def _combinations_page() -> str:
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines += ["", *(f"{number}. {why}." for why, number in reasons.items()), ""]
     lines += ["Methods that are not combined with others:", ""]
-    lines += [f"- `{m.name}`: {m.not_combined_because}." for m in STRATEGIES.values() if m.not_combined_because]
+    lines += [f"- `{method.name}`: {method.alone}." for method in METHODS.values() if method.alone]
     return "\n".join([*lines, ""])
 
 

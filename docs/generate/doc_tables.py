@@ -24,7 +24,8 @@ from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.server.options import OPTIONS
+from fedbn_flwr.strategies import METHODS, STRATEGIES
 
 __all__ = ["changed", "derived", "main"]
 
@@ -76,8 +77,8 @@ def strategy_table(folder: str) -> str:
     lines = ["| name | what it does | model entries that stay with the client | source |", "|---|---|---|---|"]
     for name, strategy in STRATEGIES.items():
         file = f"{folder}/{strategy.__module__.rpartition('.')[2]}.py" if folder else f"{name}.md"
-        kept = ", ".join(part.value for part in Part if part in strategy.local) or "nothing"
-        lines.append(f"| [`{name}`]({file}) | {strategy.summary_line} | {kept} | {strategy.source} |")
+        kept = ", ".join(part.value for part in Part if part in strategy().local) or "nothing"
+        lines.append(f"| [`{name}`]({file}) | {METHODS[name].summary_line} | {kept} | {METHODS[name].source} |")
     return "\n".join(line.replace("||", "\\|\\|") for line in lines)
 
 
@@ -100,8 +101,10 @@ def key_table() -> str:
     """Return a table of every key that travels: those of all methods, then those of single methods, by file."""
     head = ["| key | type | writes | reads |", "|---|---|---|---|"]
     lines = ["", *head, *(_row(key) for key in _declared(protocol))]
-    kinds = [kind for strategy in STRATEGIES.values() for kind in (strategy, *strategy.__mro__)]
-    own = {key: None for kind in kinds for key in getattr(kind, "keys", ())}
+    kinds = [kind for method in (*OPTIONS, *METHODS.values()) for kind in method.__mro__]
+    modules = dict.fromkeys(sys.modules[kind.__module__] for kind in kinds if kind.__module__.startswith("fedbn_flwr."))
+    of_all = _declared(protocol)
+    own = {key: None for module in modules for key in _declared(module) if key not in of_all}
     files = dict.fromkeys(_file(key) for key in own)
     for file in files:
         lines += ["", f"`{file}`:", "", *head, *(_row(key) for key in own if _file(key) == file)]

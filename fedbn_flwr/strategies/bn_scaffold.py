@@ -43,17 +43,6 @@ statistics in its first round.
 The server knows a client by its partition id. A node without one is a new client after a restart, and its old variates
 stay in $(u, s)$ with their weight: give each node a `partition-id` in its node config.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state $x$; the server's variates $c$ and $(u, s)$ |
-| sent up | the whole state $y_i$; the change $c_i^+ - c_i$; per BN layer a count, $u_i$ and count times $s_i$ |
-| kept | $c_i$ and $(u_i, s_i)$, and those before the round (in memory, or on disk with a state folder) |
-| cost | $F + T + S$ floats down, $F + T + S$ up per client |
-
-$T$ = trainable parameters, $S$ = floats of the running statistics.
-
 ## Differs from the paper
 
 Unknown: see above. In SCAFFOLD's part nothing differs from `scaffold`. Variates of the gradients with respect to the

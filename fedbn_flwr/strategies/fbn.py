@@ -43,17 +43,6 @@ but the statistics.
 
 `steps` is the default because it needs no additional pass.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state |
-| sent up | the whole state, its running statistics as received; per BN layer a count $n_i$, $m_i$, $M_i$ |
-| kept | nothing |
-| cost | $F$ floats down, $F + N_S$ up per client |
-
-$N_S$ = floats of the running statistics.
-
 ## Differs from the paper
 
 How statistics are exchanged is not in what was read, nor is the paper's robust aggregation. The warm-up, `pass` and

@@ -23,15 +23,6 @@ everything else with `variance="mean"`. With `variance="pooled"` the spread of t
 
 $$v = \sum_i p_i \left( v_i + (m_i - m)^2 \right), \qquad m = \sum_i p_i m_i$$
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state (a method with local parts: the shared entries; all of them the first time) |
-| sent up | the shared entries after local training |
-| kept | nothing (a method with local parts: those, in each client's `Context.state`) |
-| cost | $F$ floats down (one broadcast), $F$ up per client; $F$ = 271,098 for ResNet-20 |
-
 ## Differs from the paper
 
 BN's int64 counters take the maximum. `variance="pooled"` is an option that the paper does not have.

@@ -17,15 +17,6 @@ $$v \leftarrow \beta v + \Delta, \qquad w \leftarrow w + \gamma v$$
 
 $\beta$ is `server_momentum`. $\gamma$ is `server_learning_rate` (the paper: 1).
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state |
-| sent up | the whole state |
-| kept | nothing; the server keeps $v$, one number per entry it steps |
-| cost | $F$ floats down, $F$ up per client, as FedAvg |
-
 ## Differs from the paper
 
 The paper has no BatchNorm. Here gamma, beta and the other floating entries are stepped; running statistics and counters

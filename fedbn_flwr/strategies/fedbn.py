@@ -18,15 +18,6 @@ $$w = \sum_i p_i w_i, \qquad b_i \text{ stays with client } i$$
 The personalised model of client $i$ is $(w, b_i)$. The first $b_i$ comes from the common start, which is sent in a
 client's first round.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the state without BN entries |
-| sent up | the same entries, after local training |
-| kept | gamma, beta, running statistics and counters, in `Context.state` |
-| cost | the shared floats down, the same up per client; the whole state once, at the start |
-
 ## Differs from the paper
 
 Algorithm 1 and the authors' code (med-air/FedBN) give each of $K$ clients the weight $1/K$. It is equal to $p_i$ where

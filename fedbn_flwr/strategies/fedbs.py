@@ -22,15 +22,6 @@ each step, without the proximal term. Where clients have validation data (`valid
 `loss_key="validation-loss"`), it is the mean loss of the model that the client sends up, in eval mode, on its
 validation data. $\epsilon$ is `fedbs_eps`, $r$ is `fedbs_rounds`, $\mu$ is `proximal_mu`.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state; in phase 2 also $\mu$ |
-| sent up | the whole state, and the loss $F_k$ |
-| kept | nothing |
-| cost | the floats of the model down, the same up per client, as FedAvg |
-
 ## Differs from the paper
 
 Algorithm 1 and the text of the paper disagree on $F_k$. The introduction has the empirical risk over the local data,

@@ -22,18 +22,6 @@ $$\frac{\partial F_i}{\partial y} = \frac{g}{s} + \frac{\partial F_i}{\partial \
 with $g = \partial F_i / \partial \hat{x}$, $s = \sqrt{\sigma^2 + \epsilon}$ and $n_i$ elements per channel, as in
 FedTAN.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state; then, per BN layer, the global mean and variance |
-| sent up | per BN layer the local ones; at the end the whole state |
-| kept | nothing |
-| cost | $F + S$ floats down and up per client in $2L + 1$ exchanges, or $F + 1.5S$ in $L + 1$ |
-
-$F$ = floats of the model, $S$ = of its running statistics, $L$ = BN layers. `fedtan_exchanges="2L+1"`, mean and
-variance together, gives $L + 1$.
-
 ## Differs from the paper
 
 As FedTAN.

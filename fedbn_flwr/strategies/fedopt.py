@@ -25,15 +25,6 @@ $$\text{FedAdam:} \quad v \leftarrow \beta_2 v + (1 - \beta_2) \, \Delta^2$$
 $\eta$ is `eta`, $\tau$ is `tau`, $\beta_1$ is `beta_1` (FedAdagrad: 0), $\beta_2$ is `beta_2`. All is computed in
 float64.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state |
-| sent up | the whole state |
-| kept | nothing; the server keeps $m$ and $v$, one number each per entry it steps |
-| cost | $F$ floats down, $F$ up per client, as FedAvg |
-
 ## Differs from the paper
 
 The paper has no BatchNorm. Here gamma, beta and the other floating entries are stepped; running statistics and counters

@@ -16,15 +16,6 @@ $$F_k(w) + \frac{\mu}{2} \lVert w - w^t \rVert^2$$
 $\mu$ is `proximal_mu`. $w^t$ are the trainable parameters as received; running statistics have no gradient and no
 penalty. The server averages as FedAvg.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state, $\mu$ |
-| sent up | the whole state |
-| kept | nothing |
-| cost | $F$ floats down, $F$ up per client, as FedAvg |
-
 ## Differs from the paper
 
 None known. A client does a fixed number of steps, so gamma-inexactness is what those steps reach.

@@ -43,18 +43,6 @@ A client lost in the middle of the step is dropped, and the others redo the step
 equals one without that client. A client lost after its last exchange leaves a step that contains its batch. That step
 stands; only the client's model is missing in the average. The log says which of the two happened.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state; then, per BN layer, the global mean, variance, and the gradients w.r.t. both |
-| sent up | per BN layer the local ones; at the end the whole state |
-| kept | nothing (by messages: model and answers of the round, until its end) |
-| cost | $F + 2S$ floats down and up per client in $3L + 1$ exchanges, or $F + 2.5S$ in $2L + 1$ |
-
-$F$ = floats of the model, $S$ = of its running statistics, $L$ = BN layers. ResNet-20: $F$ = 271,098, $S$ = 1,376,
-$L$ = 19.
-
 ## Differs from the paper
 
 Running variances take torch's $n/(n-1)$ correction with $n$ of the union (the paper's (2b) and (6) are biased). One SGD

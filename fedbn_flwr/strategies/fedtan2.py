@@ -14,15 +14,6 @@ round is FedAvg's, as in FixBN with $T^* = M$.
 $M$ is `fedtan_rounds`: a number of rounds, a fraction of all, or "auto", FixBN's window rule with $W$ =
 `freeze_window` and $\tau$ = `freeze_tau`.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | as FedTAN in rounds $1 \dots M$; then the whole state, and a flag that says that BN is frozen |
-| sent up | as FedTAN in rounds $1 \dots M$; then the whole state, the frozen statistics unchanged |
-| kept | as FedTAN |
-| cost | $M$ rounds cost as FedTAN's, the others as FedAvg's: $F$ floats down, $F$ up per client, one exchange |
-
 ## Differs from the paper
 
 As FedTAN. The automatic $M$ is ours. What changes after round 8000 in the paper's runs with momentum is the learning

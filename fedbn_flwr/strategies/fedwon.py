@@ -24,15 +24,6 @@ $$G \leftarrow \lambda \, \frac{\lVert W \rVert_+}{\lVert G \rVert} G \quad \tex
 
 $\lambda$ is `agc`, a setting of every strategy. The server averages as FedAvg.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state, $\lambda$ |
-| sent up | the whole state |
-| kept | nothing |
-| cost | $F$ floats down, $F$ up per client, as FedAvg; $F$ has no BN entries |
-
 ## Differs from the paper
 
 The gain per channel of wsconv is Brock's (`wsconv-gain`).

@@ -34,15 +34,6 @@ after it. With its decay, `lr-decay-at=freeze`, the recipe `apps/main/recipes/fi
 decay it diverges in round 32 of 60, with $T^*$ = 30. In the tuned studies (`docs/results/which-method.md`) FixBN has no
 decay: it diverges at rate 1.0 on MNIST, and from 0.01 on with Office-Caltech-10.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state; from round $T^* + 1$ a flag that says that BN is frozen |
-| sent up | the whole state (the frozen statistics unchanged); with an automatic $T^*$, one number $\delta_m$ |
-| kept | nothing; the server keeps $S(T^*)$, the statistics after round $T^*$ |
-| cost | $F$ floats down, $F$ up per client, as FedAvg |
-
 ## Differs from the paper
 
 The weights are those of eq. (6); Algorithm 1 prints $1/M$, the case of equal sizes. The rule of the automatic $T^*$ is

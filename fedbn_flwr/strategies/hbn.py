@@ -32,17 +32,6 @@ The first `statistics-warm-up` rounds with a result are FedAvg's, and the pooled
 with a trained model use 0. These statistics are those of the round's participants alone, and with $\mu$ = 0.1 they
 still weigh 35 % after ten more rounds: with few clients a round take a longer warm-up or a larger $\mu$.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state; with `share-alpha` the mean of $\alpha$, for clients that have none yet |
-| sent up | the whole state, its running statistics as received; a count, $m_i$, $M_i$ per BN layer; with it $\alpha$ |
-| kept | $\alpha$ |
-| cost | $F$ floats down, $F + S$ up per client; with `share-alpha` $S/2$ more each way; a pass over the data |
-
-$S$ = floats of the running statistics.
-
 ## Differs from the paper
 
 Ours: the warm-up, the momentum of 0.1, no weight decay on $\alpha$, tests with the global statistics as they are

@@ -17,15 +17,6 @@ $$w = \sum_i p_i w_i, \qquad a_i \text{ stays with client } i$$
 
 The first $a_i$ comes from the common start, which is sent in a client's first round.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the state without gamma and beta |
-| sent up | the same entries, after local training |
-| kept | gamma and beta, in `Context.state` |
-| cost | the shared floats down, the same up per client; the whole state once, at the start |
-
 ## Differs from the paper
 
 None known.

@@ -30,15 +30,6 @@ variates $c$ and $c_i$ are over trainable parameters only and start at zero. The
 and other optimizers are refused, because $(x - y_i) / (K_i \eta_l)$ is a mean gradient under plain SGD only. With
 `gradient-clip-norm` $g$ is the clipped gradient, and the correction is added to it as it is.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state $x$; the server's variate $c$ |
-| sent up | the whole state $y_i$; the change $c_i^+ - c_i$ |
-| kept | $c_i$, the client's variate, and the one before the round (in memory, or on disk with a state folder) |
-| cost | $F + T$ floats down, $F + T$ up per client, $T$ = trainable parameters |
-
 ## Differs from the paper
 
 The paper has no BatchNorm. Running statistics and buffers are averaged with $p_i$ and not corrected.

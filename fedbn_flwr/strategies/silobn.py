@@ -16,15 +16,6 @@ $$w = \sum_i p_i w_i, \qquad s_i \text{ stays with client } i$$
 
 The first $s_i$ comes from the common start, which is sent in a client's first round.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the state without running statistics and counters |
-| sent up | the same entries, after local training |
-| kept | running statistics and counters, in `Context.state` |
-| cost | the shared floats down, the same up per client; the whole state once, at the start |
-
 ## Differs from the paper
 
 None known.

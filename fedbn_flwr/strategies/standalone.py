@@ -11,15 +11,6 @@ A federation is useful only where it beats what each client reaches without it. 
 Client $i$ keeps its whole state $x_i$ and trains it in every round. The server averages nothing. The first $x_i$ is
 the common start, which is sent in a client's first round.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | nothing (the common start once) |
-| sent up | nothing |
-| kept | the whole state, in `Context.state` |
-| cost | nothing; the whole state once, at the start |
-
 ## Differs from the paper
 
 None known.

@@ -21,17 +21,6 @@ $$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad M = \sum_i \left( 
 The running mean is $m$ and the running variance $M / (n - 1)$. Training keeps the statistics of the start; the tested
 and the final model hold the re-estimated ones.
 
-## What travels
-
-| | per round |
-|---|---|
-| sent down | the whole state; before a test again, with the new weights |
-| sent up | the whole state, its running statistics as received; before a test $(n_i, m_i, M_i)$ per BN layer |
-| kept | nothing |
-| cost | $F$ floats down, $F$ up per client, as FedAvg; before each test $F$ down and $S$ up per client more |
-
-$S$ = floats of the running statistics.
-
 ## Differs from the paper
 
 The paper averages batch means and variances. Here the moments of all clients are merged exactly

@@ -25,9 +25,9 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     """List the names that a config can use, one line each, with the source."""
     rows: list[tuple[str, str, str]]
     if kind is Kind.strategies:
-        from fedbn_flwr.strategies import STRATEGIES
+        from fedbn_flwr.strategies import METHODS
 
-        rows = [(name, strategy.summary_line, strategy.source) for name, strategy in STRATEGIES.items()]
+        rows = [(name, method.summary_line, method.source) for name, method in METHODS.items()]
         rows.append(("centralized", "the reference: one loop over all data (`fedbn-flwr run` only)", "-"))
     else:
         rows = [(name, info.summary, info.source) for name, info in _registry(kind).items()]

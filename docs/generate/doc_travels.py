@@ -1,0 +1,102 @@
+"""The section *What travels* of a method's page, from the method's declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.methods import declared
+from fedbn_flwr.server.travels import ALL, Exchanges, PartSet, Travels
+
+__all__ = ["travels_section"]
+
+_WORDS = {
+    Part.AFFINE: "gamma and beta",
+    Part.STATISTICS: "running statistics",
+    Part.COUNTERS: "counters",
+    Part.REST: "all other entries",
+}
+_RECORDS = {
+    "trainable": "as many floats as the shared trainable entries",
+    "moments": "count, mean and sum of squared deviations of each BN layer",
+    "channels": "a number for each BN channel",
+    "local": "a copy of what stays with the client",
+    "scalar": "a number",
+}
+_SYMBOLS = (
+    "$F$ = floats of the model, $T$ = of its shared trainable entries, $S$ = of its running statistics, $L$ = BN layers, "
+    "$F_l$ = floats of what stays with the client. ResNet-20: $F$ = 271,098, $S$ = 1,376, $L$ = 19."
+)
+
+
+def travels_section(method: Method[Any, Any]) -> list[str]:
+    """Return the section, one table for each phase that differs from the one before it."""
+    lines = ["## What travels", ""]
+    phases = declared(method)
+    for phase in phases:
+        name = f"in phase *{phase.phase}*" if len(phases) > 1 else "per round"
+        lines += [f"| | {name} |", "|---|---|", *(f"| {what} | {text} |" for what, text in _rows(phase)), ""]
+    return [*lines, _SYMBOLS]
+
+
+def _rows(travels: Travels) -> Iterator[tuple[str, str]]:
+    shared = _shared(travels.local)
+    down = [f"`{beside.key}`: {_RECORDS[beside.size]}, not in round 1" for beside in travels.beside if beside.down]
+    up = [f"`{beside.key}`: {_RECORDS[beside.size]}" for beside in travels.beside]
+    step = ["per BN layer of the first step: the vectors of its exchanges"] if travels.exchanges else []
+    before_test = ["before a test: the whole state"] if travels.reestimates else []
+    moments = ["before a test: the moments of each BN layer"] if travels.reestimates else []
+    held = f"{_listed(travels.held)} return as they were sent" if travels.held else ""
+    yield "sent down", "; ".join([shared, *down, *step, *before_test])
+    yield "sent up", "; ".join(filter(None, [shared, held, *up, *step, *moments]))
+    yield "kept", "; ".join(filter(None, [_listed(travels.local), travels.kept])) or "nothing"
+    yield "weights", _weights(travels.weights)
+    yield "cost", _cost(travels)
+
+
+def _shared(local: PartSet) -> str:
+    if local == ALL:
+        return "nothing (the whole state once, at a client's start)"
+    if not local:
+        return "the whole state"
+    return f"the state without {_listed(local)} (the whole state once, at a client's start)"
+
+
+def _listed(parts: PartSet) -> str:
+    if parts == ALL:
+        return "the whole state"
+    return ", ".join(_WORDS[part] for part in Part if part in parts)
+
+
+def _weights(weights: str) -> str:
+    known = {"examples": "$p_i$ by the number of examples", "equal": "equal"}
+    return known.get(weights, f"by the metric `{weights}`")
+
+
+def _cost(travels: Travels) -> str:
+    floats = {(): "$F$", tuple(sorted(ALL)): "nothing"}.get(tuple(sorted(travels.local)), "$F - F_l$")
+    down_statistics, up_statistics = travels.extra_statistics
+    copies = travels.extra_copies
+    extra = _plus(copies, "T")
+    step = _plus(travels.exchanges.cost()[1] / 2, "S") if travels.exchanges else ""
+    down = f"{floats}{extra}{_plus(down_statistics, 'S')}{step}"
+    up = f"{floats}{extra}{_plus(up_statistics, 'S')}{step}"
+    text = f"{down} floats down, {up} up per client"
+    if travels.exchanges:
+        text += f"; {_exchanges(travels.exchanges)} exchanges"
+    if travels.reestimates:
+        text += "; before a test $F$ down, $S$ up per client"
+    return text
+
+
+def _exchanges(exchanges: Exchanges) -> str:
+    number = exchanges.cost()[0]
+    return f"${number if number > 1 else ''}L + 1$"
+
+
+def _plus(times: float, symbol: str) -> str:
+    if not times:
+        return ""
+    return f" + ${'' if times == 1 else f'{times:g}'}{symbol}$"
