@@ -90,7 +90,7 @@ def test_the_mods_state_folder_goes_on(tmp_path: Path) -> None:
     whole = {name: start[name] for name in model().state_dict()}
     with InProcessGrid(app, 2, node_configs=[{"state-dir": str(folder)}] * 2) as grid:
         result = strategy.start(grid=grid, initial_arrays=ArrayRecord(whole), num_rounds=1)
-    assert strategy.run.local_hashes == EXPECTED["mod-local"]
+    assert strategy.run.kept.hashes == EXPECTED["mod-local"]
     assert state_sha256(from_record(result.arrays)) == EXPECTED["mod"]
 
 

@@ -161,16 +161,15 @@ class Terms:
         value = reply.metrics.get(beside.key)
         if beside.required and (value is None or not 0 <= value < math.inf):
             raise ReplyError(
-                f"metric '{beside.key}' is {value}, and strategy '{self.strategy}' needs a finite number >= 0: the "
-                f"client's training must apply the strategy's client hooks{no_batchnorm_hint(self.facts.parts)}"
+                f"metric '{beside.key}' is {value}, and strategy '{self.strategy}' needs a finite number >= 0: "
+                f"{self._hooks_to_apply()}{no_batchnorm_hint(self.facts.parts)}"
             )
 
     def _check_record(self, record: State, beside: Beside) -> None:
         facts = self.facts
         if beside.required and not record:
             raise ReplyError(
-                f"record '{beside.key}' is missing, which strategy '{self.strategy}' needs: the client's training must "
-                "apply the strategy's client hooks"
+                f"record '{beside.key}' is missing, which strategy '{self.strategy}' needs: {self._hooks_to_apply()}"
             )
         if beside.size == "moments":
             decode_moments(record, facts.before, facts.parts)
@@ -180,6 +179,10 @@ class Terms:
         else:
             shapes = {name: array.shape for name, array in facts.before.items()}
             refuse_misshapen(beside.key, record, shapes if beside.size == "trainable" else channel_shapes(facts))
+
+    def _hooks_to_apply(self) -> str:
+        named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))
+        return f"the client's training must apply the client hook {named}"
 
     def _refuse_changed(self, reply: Reply) -> None:
         """Refuse a reply in which an entry changed that the client part leaves as it was sent."""

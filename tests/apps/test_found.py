@@ -269,8 +269,8 @@ def test_a_changed_project_ends_in_the_bits_of_our_own_client(
     make = METHODS[method] if (project, method) != (ADVANCED, "fixbn") else lambda: FixBN(freeze_at=2)
     ours = federate(make(), seeded(theirs.model), data, **options)
     same_bits(theirs.state, ours.state)
-    assert theirs.strategy.run.local_hashes == ours.strategy.run.local_hashes
-    assert len(theirs.strategy.run.local_hashes) == (len(SIZES) if method == "fedbn" else 0)
+    assert theirs.strategy.run.kept.hashes == ours.strategy.run.kept.hashes
+    assert len(theirs.strategy.run.kept.hashes) == (len(SIZES) if method == "fedbn" else 0)
     assert [r.phase for r in theirs.strategy.reports] == [r.phase for r in ours.strategy.reports]
     assert len({r.phase for r in theirs.strategy.reports}) == (2 if method == "fixbn" else 1)
     accuracy = "accuracy" if project == BASELINE else "eval_acc"

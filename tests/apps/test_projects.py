@@ -119,7 +119,7 @@ def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
     ours = federate(method(), model, datasets, rounds=2, rate=0.01, client=OurClient)
     same_bits(from_record(theirs.result.arrays), ours.state)
     assert theirs.strategy.phase(2) == {"fedbn": "train", "fixbn": "frozen", "fedtan": "synchronised"}[method.name]
-    assert theirs.strategy.run.local_hashes.keys() == ours.strategy.run.local_hashes.keys()
+    assert theirs.strategy.run.kept.hashes.keys() == ours.strategy.run.kept.hashes.keys()
 
 
 @pytest.mark.parametrize(("diff", "lines"), [("fedbn", 4), ("fixbn", 6), ("fedtan", 14)])

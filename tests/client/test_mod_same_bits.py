@@ -52,7 +52,7 @@ def test_an_unchanged_app_with_the_mod_equals_our_client(
     theirs = run_app(method(), user_app())
     same_bits(theirs.state, ours.state)
     same_reports(theirs.strategy, ours.strategy)
-    assert theirs.strategy.run.local_hashes.keys() == ours.strategy.run.local_hashes.keys()
+    assert theirs.strategy.run.kept.hashes.keys() == ours.strategy.run.kept.hashes.keys()
     for i in range(len(SIZES)) if method.local else ():
         same_bits(theirs.local_state(i), ours.local_state(i))
 

@@ -55,10 +55,10 @@ KEEPING = [FedBN, SiloBN, Standalone, Scaffold]
 def test_a_restarted_node_continues_with_its_part(run_on_disk, run_app, user_app, same_bits, method: Any) -> None:
     plain, strategy = run_app(method(), user_app(hooked_loop, query=True)), method(fraction_evaluate=0.0)
     same_bits(run_on_disk(strategy, 3, mods=(restarted,)).state, plain.state)
-    assert strategy.run.local_hashes == plain.strategy.run.local_hashes != {}
+    assert strategy.run.kept.hashes == plain.strategy.run.kept.hashes != {}
     assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * 3
-    assert strategy.run.volatile == set()
-    assert plain.strategy.run.volatile == {"0", "1", "2"}
+    assert strategy.run.kept.volatile == set()
+    assert plain.strategy.run.kept.volatile == {"0", "1", "2"}
 
 
 @pytest.mark.parametrize("method", KEEPING)
@@ -67,7 +67,7 @@ def test_a_resumed_run_continues_on_new_nodes(run_on_disk, run_app, user_app, sa
     first = run_on_disk(before, 1)
     after.load_state_dict(before.state_dict(), 1)
     same_bits(run_on_disk(after, 3, start=first.state).state, whole.state)
-    assert after.run.local_hashes == whole.strategy.run.local_hashes
+    assert after.run.kept.hashes == whole.strategy.run.kept.hashes
     assert [report.rejected for report in after.reports] == [{}] * 2
 
 

@@ -211,4 +211,4 @@ def test_the_next_run_of_a_series_begins_with_zero(on_disk, same_bits) -> None:
     run = on_disk(strategy, 2, run_id="second", mods=(look,))
     assert_mean(run)
     assert all("fedbn-flwr.local" in keys for keys in seen.values())
-    assert strategy.run.local_hashes.keys() == first.strategy.run.local_hashes.keys()
+    assert strategy.run.kept.hashes.keys() == first.strategy.run.kept.hashes.keys()

@@ -142,7 +142,7 @@ def test_a_numpy_client_with_the_mod_equals_our_client(
     else:
         state = by_the_loop(strategy, ClientApp(client_fn=function, mods=[local_bn]), mlp())
     same_bits(state, ours.state if way == "messages" else ours.history[-1])
-    assert strategy.run.local_hashes == ours.strategy.run.local_hashes
+    assert strategy.run.kept.hashes == ours.strategy.run.kept.hashes
     assert [report.phase for report in strategy.reports] == [report.phase for report in ours.strategy.reports]
     for report in strategy.reports:
         assert (report.participants, report.rejected) == ([0, 1, 2], {})

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fedbn_flwr.server.run_state import RunState
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
@@ -34,7 +35,6 @@ from fedbn_flwr.privacy.noise import SystemNoise
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FixBN, combined
 from tests.support.noise import SeededNoise
 

@@ -18,6 +18,7 @@ from unittest.mock import ANY, Mock
 import numpy as np
 import pytest
 import torch
+from fedbn_flwr.server.run_state import RunState
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.client import NumPyClient
 from torch import Tensor, nn
@@ -45,7 +46,6 @@ from fedbn_flwr.privacy.record_server import RecordLevelDP
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.strategies import MTFL, STRATEGIES, FedAvg, FixBN, Scaffold, combined
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.fixbn import FreezeBN

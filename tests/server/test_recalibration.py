@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
+from fedbn_flwr.server.completion import completing_entries
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedTAN, FixBN, Scaffold, SiloBN, Standalone
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.synchronised import client_data
@@ -61,8 +62,8 @@ def test_recalibration_asks_every_client_and_does_not_change_training(federate, 
             np.testing.assert_allclose(found[name], value, rtol=1e-12)
     for name in STATISTICS:  # beside the plain model: offered, and not put into it
         assert beside.state[name].tobytes() == plain.state[name].tobytes()
-        assert beside.strategy.model_completion.entries("recalibrated")[name].tobytes() == mine.state[name].tobytes()
-    assert plain.strategy.model_completion.entries("recalibrated") == {}
+        assert completing_entries(beside.strategy.run, "recalibrated")[name].tobytes() == mine.state[name].tobytes()
+    assert completing_entries(plain.strategy.run, "recalibrated") == {}
 
 
 def test_recalibration_does_not_change_the_training_of_fedtan(run_step, mlp) -> None:
@@ -164,6 +165,6 @@ def test_statistics_have_the_weights_of_their_examples_whatever_weighs_the_model
         for key in ({}, {"weighted_by_key": "steps"})
     )
     assert other.strategy.reports[0].rejected == {}
-    assert list(other.strategy.model_completion.entries("recalibrated")) == list(
-        plain.strategy.model_completion.entries("recalibrated")
+    assert list(completing_entries(other.strategy.run, "recalibrated")) == list(
+        completing_entries(plain.strategy.run, "recalibrated")
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fedbn_flwr.server.run_state import RunState
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
@@ -28,7 +29,6 @@ from fedbn_flwr.server import flower
 from fedbn_flwr.server.dispatch import Dispatcher
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.server.run_state import RunState
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedAvgM, FedBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.checkpoints import bits, through_a_file

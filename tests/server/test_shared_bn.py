@@ -12,6 +12,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.server.completion import completing_entries
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, Scaffold, SiloBN, Standalone, combined
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
@@ -134,7 +135,7 @@ def test_the_users_own_test_gets_the_average_or_a_warning(
     start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
     strategy = FedBN(eval_on=AVERAGED)
     seen = history(strategy)
-    average = strategy.model_completion.entries(AVERAGED)
+    average = completing_entries(strategy.run, AVERAGED)
     assert len(average) == 5
     assert all(np.array_equal(seen[-1][name], average[name]) for name in average)
     assert not np.array_equal(seen[1]["1.running_mean"], start["1.running_mean"])
@@ -198,7 +199,7 @@ def test_a_second_run_of_the_strategy_starts_without_shared_parts(federate, data
 
 def test_recalibrated_statistics_replace_averaged_ones(federate, datasets, mlp) -> None:
     run = federate(SiloBN(eval_on=AVERAGED, recalibrate=True), mlp, datasets, rounds=2)
-    reestimated = run.strategy.model_completion.entries("recalibrated")
+    reestimated = completing_entries(run.strategy.run, "recalibrated")
     assert all(run.state[name].tobytes() == reestimated[name].tobytes() for name in reestimated)
     assert len(reestimated) == 2
 
