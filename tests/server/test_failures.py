@@ -12,9 +12,11 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import client_app
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DivergedError, NothingTrainedError
 from fedbn_flwr.mods import local_bn
+from fedbn_flwr.server.facts import Facts
 from fedbn_flwr.server.failures import account, losses_not_finite, nothing_trained
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN, FedBS, FedProx, FedTAN, FedWon, FixBN, combined
@@ -83,7 +85,7 @@ def test_a_loss_of_the_servers_test_ends_the_run(federate, datasets, mlp, same_b
     said = "in round 2: loss is nan. Likely cause: the training steps are too large for the model."
     assert said in str(run.error)
     assert "on-divergence=continue" in str(run.error)
-    assert caplog.messages == [" ".join(["round 2 diverged: loss is nan.", *FedAvg().divergence_advice(2)])]
+    assert caplog.messages == [" ".join(["round 2 diverged: loss is nan.", *FedAvg().advice(2)])]
 
 
 def test_with_continue_the_run_goes_on_and_logs_it(federate, datasets, mlp, caplog) -> None:
@@ -222,8 +224,8 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
     ],
 )
 def test_the_advice_names_the_settings_that_count(strategy: FedAvg[Any], named: str, left_out: str) -> None:
-    strategy.frozen_after = 1  # type: ignore[attr-defined]
-    advice = " ".join(strategy.divergence_advice(2))
+    facts = Facts(0, 9, split_state({}), {})
+    advice = " ".join(strategy.methods.advice(strategy.methods.begin(facts), 2))
     assert named in advice
     assert left_out not in advice
 

@@ -11,9 +11,11 @@ from fedbn_flwr.batchnorm.averaging import Array, average
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.messages.records import encode, to_record
+from fedbn_flwr.server.facts import Facts
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Terms, read_arrays
 from fedbn_flwr.server.shared_bn import LatestBN
+from fedbn_flwr.server.travels import Travels
 
 STATE: dict[str, Array] = {
     **{f"{i}.weight": np.ones((256, 512), np.float32) for i in range(3)},
@@ -24,8 +26,7 @@ STATE: dict[str, Array] = {
 SIZE = sum(array.nbytes for array in STATE.values())
 TERMS = Terms(
     strategy="fedavg",
-    parts=split_state(STATE),
-    local=frozenset({Part.COUNTERS}),
+    facts=Facts(1, None, split_state(STATE), STATE, travels=Travels(local=frozenset({Part.COUNTERS}))),
     expected={name: array for name, array in STATE.items() if array.ndim},
     hooks=frozenset(),
     extras=frozenset({"more"}),

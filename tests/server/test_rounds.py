@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedbn_flwr.server.run_state import RunState
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
@@ -25,18 +24,22 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server import flower
-from fedbn_flwr.server.dispatch import Dispatcher
-from fedbn_flwr.server.nodes import Node, NodeRegistry
+from fedbn_flwr.server import strategy as strategy_module
+from fedbn_flwr.server.dispatch import address, in_order
+from fedbn_flwr.server.kept import Kept
+from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedAvgM, FedBN, Scaffold, StaticBN
+from fedbn_flwr.server.run import Run
+from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.checkpoints import bits, through_a_file
 from tests.support.federation import RecordingGrid, torch_clients
 
-dispatcher_of = functools.partial(
-    Dispatcher, local=frozenset(), undoes_lost_rounds=False, arrays_key="arrays", config_key="config"
-)
+
+def run_of(strategy: Any, timeout: float = 1.0) -> Run:
+    """The strategy's run, with another timeout."""
+    strategy.run.timeout = timeout
+    return strategy.run
 
 
 def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, monkeypatch) -> None:
@@ -56,11 +59,12 @@ def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, m
 
     ours, calls = run()
 
-    def flowers(strategy, grid, arrays, after, after_round, **rest):
+    def flowers(strategy, grid, arrays, after, num_rounds, timeout, train_config, evaluate_config, test_model, stop):
         assert after == 0
-        return FlowerFedAvg.start(strategy, grid, arrays, evaluate_fn=after_round, **rest)
+        configs = train_config, evaluate_config
+        return FlowerFedAvg.start(strategy, grid, arrays, num_rounds, timeout, *configs, test_model)
 
-    monkeypatch.setattr(flower, "run_rounds", flowers)
+    monkeypatch.setattr(strategy_module, "run_rounds", flowers)
     theirs, their_calls = run()
     assert calls == their_calls
     same_bits(ours.state, theirs.state)
@@ -174,20 +178,21 @@ def test_what_the_callback_raises_ends_the_run(federate, mlp, points) -> None:
         federate(FedAvg(on_round_end=full), mlp, [points(8), points(12, 1)])
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_checkpoint_keys_are_unique(name: str) -> None:
-    strategy = STRATEGIES[name]()
-    names = [*strategy.names_in_bases("checkpoint_keys"), *strategy.run.checkpoint([])]
-    assert len(names) == len(set(names))
-    assert {"momentum", "local_hashes", "volatile", "started"} <= set(names)
+@pytest.mark.parametrize("saved_by", [FedAvg, FedBN])
+def test_the_checkpoint_of_another_method_is_refused(saved_by: Any, federate, mlp, points) -> None:
+    data = [points(8), points(12, 1)]
+    saved = federate(saved_by(), mlp, data, rounds=1).strategy.state_dict()
+    other = Scaffold()
+    other.load_state_dict(saved, 1)
+    with pytest.raises(ConfigError, match=r"does not fit strategy 'scaffold'\. Needed: .*scaffold.variates"):
+        federate(other, mlp, data, rounds=2)
 
 
-def test_the_checkpoint_of_another_method_is_refused() -> None:
-    saved = FedAvg().state_dict()
-    with pytest.raises(
-        ConfigError, match=r"this state does not fit strategy 'scaffold'\. Needed: .*variates, volatile\. Found: "
-    ):
-        Scaffold().load_state_dict(saved, 3)
+def test_a_checkpoint_of_version_0_1_is_refused_with_what_to_do(federate, mlp, points) -> None:
+    strategy = FedAvg()
+    strategy.load_state_dict({"local_hashes": {}, "volatile": [], "started": [], "gathered": {}, "momentum": {}}, 1)
+    with pytest.raises(ConfigError, match="begin the run anew"):
+        federate(strategy, mlp, [points(8), points(12, 1)], rounds=2)
 
 
 def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, mlp, points) -> None:
@@ -197,9 +202,10 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, m
         "fedbn-flwr.local-sha256" not in config for kind in ("train", "evaluate") for config in first.grid.config(kind)
     )
     saved = first.strategy.state_dict()
-    assert sorted(saved["local_hashes"]) == saved["started"] == saved["volatile"] == ["0", "1", "2"]
+    kept = saved["kept"]
+    assert sorted(kept["hashes"]) == saved["initialised"] == kept["volatile"] == ["0", "1", "2"]
     again = FedBN()
-    again.load_state_dict({**saved, "local_hashes": {"1": "0" * 64}, "started": []}, 2)
+    again.load_state_dict({**saved, "kept": {**kept, "hashes": {"1": "0" * 64}}, "initialised": []}, 2)
     outcome = federate(again, mlp, data, rounds=4)
     expected = {
         outcome.grid.partition(m.metadata.dst_node_id): m.content.config_records["config"].get(
@@ -225,7 +231,8 @@ def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
     data = [points(8), points(12, 1)]
     first = federate(FedBN(), mlp, data, rounds=2)
     again = FedBN(fraction_evaluate=0.0)
-    again.load_state_dict({**first.strategy.state_dict(), "local_hashes": {}, "started": []}, 2)
+    saved = first.strategy.state_dict()
+    again.load_state_dict({**saved, "kept": {**saved["kept"], "hashes": {}}, "initialised": []}, 2)
     send = RecordingGrid.send_and_receive
 
     def lose_the_first(grid: RecordingGrid, messages: Any, *, timeout: float | None = None) -> list[Message]:
@@ -250,9 +257,8 @@ def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
 
 def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     """What it holds may be what another message names, and "" would make it drop that."""
-    dispatcher = dispatcher_of(RunState("fedavg"), NodeRegistry(0, 1.0), 1.0)
-    dispatcher.expect_hashes({"0": "a" * 64})
-    expected = [dispatcher._expected_hash(Node(7, partition)) for partition in (0, 1, None)]
+    kept = Kept(to_restore={"0": "a" * 64})
+    expected = [kept.config(Node(7, partition), undo=False) for partition in (0, 1, None)]
     assert expected == [{"fedbn-flwr.local-sha256": "a" * 64}, {"fedbn-flwr.local-sha256": ""}, {}]
 
 
@@ -263,18 +269,20 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, 
     """A loop that waits less than the strategy, and a reply that names another node than those asked."""
     InProcessGrid(client_app(lambda context: None), 1).close()  # Flower makes messages only in a process of a run
     report = RoundReport(1, "train")
-    run = RunState("fedavg", split_state({}), reports=[report])
-    dispatcher = dispatcher_of(run, NodeRegistry(0, 1.0), timeout)
+    run = run_of(FedAvg(parts=split_state({})), timeout)
+    run.reports = [report]
     asked = [Node(7, 0), Node(8, 1)]
-    first, _ = dispatcher.address(asked, "train", ArrayRecord(), {}, report.train)
+    sent = address(run, asked, "train", ArrayRecord(), {}, report.train)
     strange = Message(RecordDict(), 9, "train")
-    replies = [Message(RecordDict(), reply_to=first), Message(Error(6, "not mine"), reply_to=strange)]
-    assert [node.node_id for node, _ in dispatcher.in_order(replies)] == [7]
+    replies = [
+        Message(RecordDict(), reply_to=sent.messages[0]),
+        Message(Error(6, "not mine"), reply_to=strange),
+    ]
+    assert [node.node_id for node, _ in in_order(run, sent, replies)] == [7]
     expected = rf"node 8 \(partition 1\): {why}; replies from none of the nodes asked \(1\): error 6: not mine"
     assert list(report.rejected) == [8]
     assert re.match(expected, report.rejected[8])
-    dispatcher.address(asked[1:], "evaluate", ArrayRecord(), {}, report.evaluate)
-    dispatcher.in_order([])
+    in_order(run, address(run, asked[1:], "evaluate", ArrayRecord(), {}, report.evaluate), [])
     assert report.rejected[8].count("no reply") == 2, "that of the training, and that of the test"
 
 
@@ -389,7 +397,7 @@ def test_a_finished_run_is_freed_at_once(federate, mlp, points) -> None:
 
 
 def test_a_strategy_object_takes_another_model_in_a_later_run() -> None:
-    run = RunState("fedavg")
+    run = run_of(FedAvg())
     run.set_model(to_record({"a": np.zeros(1), "b": np.zeros(2)}))
     run.set_model(to_record({"c": np.zeros(1), "d": np.zeros(1)}))
     with pytest.raises(ConfigError, match="lacks 1 entries that it had at the start \\('c'"):

@@ -16,7 +16,10 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg, FedBN, FedProx, FixBN, combined
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg, FedProx, FixBN, combined
+from fedbn_flwr.strategies.fedbn import FedBNMethod
+from fedbn_flwr.strategies.fedopt import FedAdamMethod
 
 SIZES = (6, 14, 10, 8)
 ROUNDS, STEPS, RATE, T_STAR = 4, 2, 0.1, 2
@@ -233,7 +236,7 @@ def equals_the_reference(methods: Sequence[str], make: Any, datasets: Sequence[A
         reference.round(report.server_round, report.participants)
     got = tensors({name: a for name, a in run.state.items() if name not in reference.local})
     for name, value in got.items():
-        if not (name in reference.statistics and strategy.reestimates):  # those are re-estimated for the tests
+        if not (name in reference.statistics and strategy.methods.reestimates):  # those are re-estimated for the tests
             torch.testing.assert_close(value, reference.state[name], rtol=1e-9, atol=1e-11, msg=name)
     trained = {client for report in strategy.reports for client in report.participants}
     for client in trained if reference.local else ():
@@ -279,15 +282,18 @@ def test_every_other_pair_is_refused_with_the_reason(pair: tuple[str, str]) -> N
 def test_a_combination_has_the_settings_of_its_methods() -> None:
     strategy = combined(FixBN, FedProx)(freeze_at=5, proximal_mu=0.1, fraction_train=0.5)
     assert (strategy.params.freeze_at, strategy.params.proximal_mu, strategy.fraction_train) == (5, 0.1, 0.5)
-    assert (strategy.name, type(strategy).__name__) == ("fedprox+fixbn", "FedProxAndFixBN")
+    assert (strategy.name, type(strategy.params).__name__) == ("fedprox+fixbn", "FedProxAndFixBNParams")
     with pytest.raises(ConfigError, match="eta"):
         combined(FixBN, FedProx)(eta=0.1)
 
 
 def test_the_own_subclass_of_a_method_can_be_combined() -> None:
-    class Mine(FedBN):
+    class MineMethod(FedBNMethod):
         name = "mine"
 
-    assert combined(FedAdam, Mine).__mro__[1:3] == (Mine, FedBN)
+    class Mine(Strategy):
+        method = MineMethod
+
+    assert combined(FedAdam, Mine).combination.kinds == (FedAdamMethod, MineMethod)
     assert combined(Mine) is Mine
     assert combined(FedAvg) is FedAvg

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fedbn_flwr.batchnorm.averaging import average
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError, ReplyError
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.messages.records import from_record, tensors
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.replies import Reply
-from fedbn_flwr.strategies import FedAvg, FedProx
-from fedbn_flwr.strategies.fedbs import FedBS
+from fedbn_flwr.server.replies import Replies, Reply, Terms
+from fedbn_flwr.strategies import FedProx
+from fedbn_flwr.strategies.fedbs import FedBS, FedBSMethod, FedBSParams, FedBSState
 
 SIZES = (6, 13, 9)
 
@@ -26,13 +32,18 @@ def replies(*losses: float) -> list[Reply]:
     ]
 
 
-def begun(**settings) -> FedBS:
-    from fedbn_flwr.batchnorm.parts import split_state
+PARTS = split_state({"w": None})
 
-    strategy = FedBS(**settings)
-    strategy.parts = split_state({"w": None})
-    strategy.begin()
-    return strategy
+
+def facts(number: int) -> Facts:
+    return Facts(number, None, PARTS, {})
+
+
+def averaged(method: FedBSMethod, state: FedBSState, number: int, sent: list[Reply]) -> Any:
+    """The model and the state after a round, as the round computes them."""
+    (travels,) = [one for one in method.travels() if one.phase == method.phase(state, number)]
+    weighed = Replies(sent, travels.weights)
+    return method.aggregate(state, facts(number), weighed, average([r.state for r in sent], weighed.weights, PARTS))
 
 
 def test_the_model_is_the_loss_weighted_mean(federate, datasets, mlp) -> None:
@@ -76,30 +87,31 @@ def test_a_client_without_a_validation_example_is_left_out_with_the_reason(feder
 
 
 def test_zero_losses_have_equal_weights() -> None:
-    state = begun().combine(1, replies(0.0, 0.0, 0.0), {})
-    np.testing.assert_array_equal(state["w"], [1.0, 1.0])
+    model, _ = averaged(FedBSMethod(FedBSParams()), FedBSState(), 1, replies(0.0, 0.0, 0.0))
+    np.testing.assert_array_equal(model["w"], [1.0, 1.0])
 
 
 def test_the_switch_happens_once_in_the_round_of_the_rule() -> None:
     """Two consecutive rounds with a spread of at most eps; single replies do not count, a wide round starts anew."""
-    strategy = begun(fedbs_eps=0.1, fedbs_rounds=2)
+    method, state = FedBSMethod(FedBSParams(fedbs_eps=0.1, fedbs_rounds=2)), FedBSState()
     near, wide = (1.0, 1.1, 0.9), (1.0, 2.0, 0.5)
     for server_round, losses in enumerate([near, wide, near, (1.0,), near], start=1):
-        assert strategy.phase(server_round) == "loss-weighted"
-        assert "proximal" not in strategy.hooks_for(server_round)
-        strategy.combine(server_round, replies(*losses), {})
-    assert strategy.switched_after == 5
-    assert strategy.phase(6) == "proximal"
-    assert strategy.hooks_for(6) == {"proximal": {"fedbn-flwr.proximal-mu": 0.01}}
-    strategy.combine(6, replies(*wide), {})
-    assert strategy.switched_after == 5
-    np.testing.assert_array_equal(strategy.combine(7, replies(*wide), {})["w"], [1.0, 1.0])
+        assert method.phase(state, server_round) == "loss-weighted"
+        assert method.on_clients(state, facts(server_round)) == []
+        _, state = averaged(method, state, server_round, replies(*losses))
+    assert state.switched_after == 5
+    assert method.phase(state, 5) == "loss-weighted"
+    assert method.phase(state, 6) == "proximal"
+    assert method.on_clients(state, facts(6)) == [Ask("proximal", {"fedbn-flwr.proximal-mu": 0.01})]
+    model, state = averaged(method, state, 6, replies(*wide))
+    assert state.switched_after == 5
+    np.testing.assert_array_equal(model["w"], [1.0, 1.0])
 
 
 def test_a_spread_equal_to_eps_counts() -> None:
-    strategy = begun(fedbs_eps=0.5, fedbs_rounds=1)
-    strategy.combine(1, replies(1.0, 2.0), {})  # population deviation exactly 0.5
-    assert strategy.switched_after == 1
+    method = FedBSMethod(FedBSParams(fedbs_eps=0.5, fedbs_rounds=1))
+    _, state = averaged(method, FedBSState(), 1, replies(1.0, 2.0))  # population deviation exactly 0.5
+    assert state.switched_after == 1
 
 
 def test_after_the_switch_fedbs_is_fedprox_with_equal_clients(federate, points, mlp) -> None:
@@ -122,18 +134,24 @@ def test_after_the_switch_fedbs_is_fedprox_with_equal_clients(federate, points, 
 
 
 def test_equal_losses_give_the_plain_mean(same_bits) -> None:
-    plain = FedAvg()
-    plain.parts = begun().parts
-    plain.begin()
     same = [Reply(r.node, 1.0, r.state, r.metrics) for r in replies(0.5, 0.5, 0.5)]
-    same_bits(begun().combine(1, same, {}), plain.combine(1, same, {}))
+    model, _ = averaged(FedBSMethod(FedBSParams()), FedBSState(), 1, same)
+    same_bits(model, average([r.state for r in same], [1.0] * 3, PARTS))
 
 
 @pytest.mark.parametrize("loss", [None, float("nan"), -0.1])
 def test_a_reply_without_a_usable_loss_is_refused(loss) -> None:
     metrics = {} if loss is None else {"train-loss": loss}
     with pytest.raises(ReplyError, match="metric 'train-loss' is"):
-        begun().check(1, Reply(Node(0, 0), 1.0, {}, metrics), {})
+        Terms(
+            strategy="fedbs",
+            facts=Facts(1, None, PARTS, {}, "loss-weighted", FedBSMethod(FedBSParams()).travels()[0]),
+            expected={},
+            hooks=frozenset(),
+            extras=frozenset(),
+            arrays_key="arrays",
+            count_key="num-examples",
+        ).check(Reply(Node(0, 0), 1.0, {}, metrics))
 
 
 @pytest.mark.parametrize("settings", [{"fedbs_eps": -0.1}, {"fedbs_rounds": 0}, {"proximal_mu": -1.0}])

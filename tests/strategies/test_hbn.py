@@ -19,6 +19,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.server.sent_beside import sent_beside
 from fedbn_flwr.strategies import FBN, HBN, FedAvg
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer, train
@@ -185,10 +186,9 @@ def test_a_survey_in_eval_mode_would_be_the_unions_at_every_layer(points, torchv
 
 
 def test_shared_alpha_is_named_where_a_protection_would_have_to_hide_it() -> None:
-    assert [list(HBN(share_alpha=share).beside_updates()) for share in (True, False)] == [
-        ["alpha", "moments"],
-        ["moments"],
-    ]
+    keys = [[beside.key for beside in HBN(share_alpha=share).methods.whole.beside] for share in (True, False)]
+    assert keys == [["bn-moments", "bn-alpha"], ["bn-moments"]]
+    assert [len(sent_beside(HBN(share_alpha=share).methods)) for share in (True, False)] == [2, 1]
 
 
 def kept_alpha(run: Any, partition: int) -> np.ndarray:
@@ -377,7 +377,7 @@ def test_alpha_that_does_not_fit_and_changed_statistics_are_refused(federate, da
         content["arrays"] = to_record(state)
 
     run = federate(HBN(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, moved))
-    assert "entry '1.running_mean' changed in training, which leaves" in run.reason(1)
+    assert "entry '1.running_mean' changed in training, and strategy 'hbn' holds it" in run.reason(1)
 
 
 def test_a_model_without_batchnorm_is_refused(federate, datasets, mlp) -> None:

@@ -11,6 +11,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import replace_norm
+from fedbn_flwr.server.travels import model_needs
 from fedbn_flwr.strategies import MTFL, STRATEGIES, FedAvg, FedBN, FedTAN, FedTAN2, FedWon, FixBN, SiloBN, StaticBN
 
 
@@ -36,7 +37,9 @@ def accepted(strategy: FedAvg, model: nn.Module) -> None:
     strategy.prepare(to_record(model.state_dict()), 200, 1)
 
 
-@pytest.mark.parametrize("method", [m for m in STRATEGIES.values() if m.needs_batchnorm], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method", [m for m in STRATEGIES.values() if model_needs(m().methods.whole)], ids=lambda m: m.name
+)
 def test_methods_about_batchnorm_refuse_a_model_without(method: type[FedAvg]) -> None:
     said = "strategy '{}' needs BatchNorm; the model has {}. Use FedAvg, or a model with BatchNorm."
     assert refused(method(parts=split_state(bare())), bare()) == said.format(method.name, "none")

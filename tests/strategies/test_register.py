@@ -14,9 +14,11 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.server.method import HookContext
+from fedbn_flwr.server.method import Ask, HookContext
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, combined, make_hooks, register
+from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, Method, Strategy, combined, make_hooks, register
+from fedbn_flwr.strategies.fedbn import FedBNMethod
+from fedbn_flwr.strategies.fedprox import FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
 STRENGTH = Key("tests.strength", "float: lambda", "server", "client")
@@ -37,20 +39,23 @@ class SlimmingParams(FedAvg.Params):
     strength: float = setting(SMALL, "lambda of the penalty", ge=0)
 
 
-class Slimming(FedAvg):
+class SlimmingMethod(Method):
     name = "slimming"
     role = "client-hooks"
     Params = SlimmingParams
     client_hooks = {"small-gammas": lambda context: SmallGammas(float(context.config[STRENGTH]))}
-    keys = (STRENGTH,)
 
-    def hooks_for(self, server_round: int) -> dict[str, dict[str, Any]]:
-        return {**super().hooks_for(server_round), "small-gammas": {STRENGTH: self.params.strength}}
+    def on_clients(self, state: Any, facts: Any) -> list[Ask]:
+        return [Ask("small-gammas", {STRENGTH: self.params.strength})]
+
+
+class Slimming(Strategy):
+    method = SlimmingMethod
 
 
 def variant(qualname: str, *bases: type, **fields: Any) -> Any:
     """A class statement of this module, as if run once more."""
-    return type(qualname, bases or (FedAvg,), {"__module__": __name__, "name": qualname.lower(), **fields})
+    return type(qualname, bases or (Method,), {"__module__": __name__, "name": qualname.lower(), **fields})
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +82,11 @@ def test_a_registered_method_equals_sgd_by_hand(others, mu: float, federate, poi
 
 
 def test_the_order_of_own_methods_in_a_combination_has_no_meaning() -> None:
-    other, derived = variant("Other", role="client-hooks"), variant("Derived", Slimming)
-    assert combined(Slimming, other) is combined(other, Slimming)
-    assert combined(Slimming, derived).__mro__[1:3] == combined(derived, Slimming).__mro__[1:3] == (derived, Slimming)
+    other, derived = variant("Other", role="client-hooks"), variant("Derived", SlimmingMethod)
+    first, second = (type(kind.__name__, (Strategy,), {"method": kind}) for kind in (other, derived))
+    assert combined(Slimming, first) is combined(first, Slimming)
+    kinds = [combined(*pair).combination.kinds for pair in ((Slimming, second), (second, Slimming))]
+    assert kinds == [(SlimmingMethod, derived)] * 2
 
 
 def test_bn_rules_applies_a_registered_hook(mlp) -> None:
@@ -112,8 +119,10 @@ def test_two_strategies_that_make_a_hook_in_two_ways_are_refused(hook: str, owne
 
 
 def test_an_inherited_hook_is_the_same_hook() -> None:
-    register(variant("Mine", FedProx))
-    mine = register(variant("Mine2", Slimming, client_hooks={**FedProx.client_hooks, **Slimming.client_hooks}))
+    register(variant("Mine", FedProxMethod))
+    mine = register(
+        variant("Mine2", SlimmingMethod, client_hooks={**FedProxMethod.client_hooks, **SlimmingMethod.client_hooks})
+    )
     assert register(Slimming) is Slimming
     assert {"proximal", "small-gammas"} <= mine.client_hooks.keys()
 
@@ -136,13 +145,13 @@ def test_a_class_statement_that_is_run_again_replaces_the_class() -> None:
 
 
 @pytest.mark.parametrize("wrong", [ClientHook, FedAvg(), "slimming"])
-def test_only_a_subclass_of_fedavg_can_be_registered(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"takes a subclass of fedbn_flwr\.strategies\.FedAvg"):
+def test_only_a_method_or_its_strategy_can_be_registered(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="takes a subclass of Method, or of Strategy"):
         register(wrong)
 
 
 def test_a_registered_class_has_a_name_of_its_own() -> None:
-    class Mine(FedBN):
+    class Mine(FedBNMethod):
         pass
 
     with pytest.raises(ConfigError, match=r"Mine\): .* inherits 'fedbn'.* name = "):

@@ -18,8 +18,10 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.server.momentum import MOMENTUM
+from fedbn_flwr.server.replies import Replies
+from fedbn_flwr.server.training import terms_of
 from fedbn_flwr.strategies import FedAvg, Scaffold
-from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates
+from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates, ScaffoldMethod, Variates
 
 SIZES = (6, 14, 10, 8)
 SERVER_RATE, ROUNDS = 0.7, 5
@@ -304,8 +306,9 @@ def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(federate, da
             {name: array * (name not in frozen) for name, array in sent.items()},
         ):
             changed = [*replies[:at], dataclasses.replace(replies[at], extras={VARIATES: change}), *replies[at + 1 :]]
-            strategy.variates = {}
-            ends.append((strategy.combine(2, changed, before), strategy.variates))
+            method, facts = ScaffoldMethod(strategy.params), strategy.run.facts(2)
+            model, state = method.aggregate(Variates(), facts, Replies(changed), dict(before))
+            ends.append((model, state.variates))
         for ours, theirs in zip(*ends, strict=True):
             same_bits({name: ours[name] for name in theirs}, theirs)
 
@@ -314,8 +317,10 @@ def test_momentum_that_does_not_fit_the_model_is_refused(federate, datasets, mlp
     strategy, seen = FedAvg(momentum_scope="global"), []
     strategy.on_replies = lambda *found: seen.append(found)
     federate(strategy, mlp, datasets, rounds=1, sgd_momentum=0.9)
-    _, (reply, *_), before, _ = seen[0]
-    strategy.check(2, reply, before)
+    _, (reply, *_), _, _ = seen[0]
+    run = strategy.run
+    terms = terms_of(run, run.facts(2, run.phase), run.methods.on_clients(run.states, run.facts(2)))
+    terms.check(reply)
     for wrong in ({"0.weight": np.zeros(3)}, {"no.such": np.zeros(3)}):
         with pytest.raises(ReplyError, match=r"'momentum': entry .* does not fit the model"):
-            strategy.check(2, dataclasses.replace(reply, extras={MOMENTUM: wrong}), before)
+            terms.check(dataclasses.replace(reply, extras={MOMENTUM: wrong}))

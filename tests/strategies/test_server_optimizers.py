@@ -19,7 +19,7 @@ from fedbn_flwr import strategies
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN
+from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN, combined
 
 SIZES = (6, 14, 10, 8)
 ROUNDS, RATE, ETA, MOMENTUM = 5, 0.1, 0.07, 0.8
@@ -156,7 +156,7 @@ def test_statistics_of_an_instancenorm_are_averaged_too(name: str, federate, poi
 def test_a_round_without_enough_replies_leaves_the_optimizer_alone(federate, datasets, mlp, same_bits) -> None:
     run = federate(FedAdam(min_replies=5), mlp, datasets, rounds=2, fails=NothingTrainedError)
     assert all(report.kept_previous for report in run.strategy.reports)
-    assert run.strategy.m == run.strategy.v == {}
+    assert run.strategy.moments == {}
     same_bits(run.state, run.history[0])
 
 
@@ -167,13 +167,9 @@ def test_a_second_run_starts_with_a_new_optimizer(federate, datasets, mlp, same_
 
 def test_server_optimizers_work_with_local_parts(federate, datasets, mlp) -> None:
     """FedBN's parts stay with the clients; what is shared is stepped as by FedAdam."""
-
-    class FedBNAdam(FedAdam):
-        local = FedBN.local
-
-    run = federate(FedBNAdam(), mlp, datasets)
+    run = federate(combined(FedBN, FedAdam)(), mlp, datasets)
     shared = {key for key, part in split_state(mlp()).part_of.items() if part is Part.REST}
-    assert run.strategy.m.keys() == run.strategy.v.keys() == shared
+    assert run.strategy.moments.keys() == shared
     for key, value in run.state.items():
         assert (value.tobytes() == run.history[0][key].tobytes()) == (key not in shared), key
     assert set(run.local_state(0)) == set(run.state) - shared

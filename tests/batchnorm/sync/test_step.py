@@ -73,7 +73,7 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
 def test_exchanges_of_a_round():
     """ResNet-20 has 19 layers: methods of 3L + 1, 2L + 1 and, without the backward half, 2L + 1, L + 1."""
     methods = [method(fedtan_exchanges=e) for method in (FedTAN, FedDNA) for e in ("3L+1", "2L+1")]
-    assert [19 * method.exchange_cost(method.params)[0] + 1 for method in methods] == [58, 39, 39, 20]
+    assert [19 * method.methods.whole.exchanges.cost()[0] + 1 for method in methods] == [58, 39, 39, 20]
 
 
 @pytest.mark.parametrize(
