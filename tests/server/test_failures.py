@@ -85,7 +85,7 @@ def test_a_loss_of_the_servers_test_ends_the_run(federate, datasets, mlp, same_b
     said = "in round 2: loss is nan. Likely cause: the training steps are too large for the model."
     assert said in str(run.error)
     assert "on-divergence=continue" in str(run.error)
-    assert caplog.messages == [" ".join(["round 2 diverged: loss is nan.", *FedAvg().advice(2)])]
+    assert caplog.messages == [" ".join(["round 2 diverged: loss is nan.", *run.strategy.advice(2)])]
 
 
 def test_with_continue_the_run_goes_on_and_logs_it(federate, datasets, mlp, caplog) -> None:

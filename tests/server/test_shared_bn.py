@@ -29,7 +29,7 @@ def test_the_final_model_holds_the_average_of_each_clients_latest_parts(federate
     run = federate(method(eval_on=f"personal-own,{AVERAGED}", variance=variance, **options), mlp, datasets, rounds=4)
     options |= {"variance": variance} if method is MTFL else {}  # the others average no variances without
     plain = federate(method(**options), mlp, datasets, rounds=4)
-    own = split_state(mlp()).select(method.local)
+    own = split_state(mlp()).select(method().local)
     trained = sorted({client for report in run.strategy.reports for client in report.participants})
     assert len(trained) >= 2
     kept = {i: run.local_state(i) for i in trained}
@@ -69,7 +69,7 @@ def test_a_client_that_has_not_trained_is_tested_with_the_average(federate, data
         sent = [m for m in run.grid.sent if m.metadata.message_type == "evaluate"][:4]
         tests[asked] = {run.grid.partition(m.metadata.dst_node_id): from_record(m.content["arrays"]) for m in sent}
     (first,) = run.strategy.reports[0].participants
-    names = split_state(mlp()).select(FedBN.local)
+    names = split_state(mlp()).select(FedBN().local)
     start = {name: tensor.numpy() for name, tensor in mlp().state_dict().items()}
     own = {}
     for partition in range(4):

@@ -295,7 +295,8 @@ def test_a_client_that_changes_frozen_entries_is_rejected_by_name(federate, data
     node_id = run.grid.get_node_ids()[1]
     assert run.strategy.reports[1].rejected == {
         node_id: f"node {node_id} (partition 1): entry '1.running_mean' changed in training, and strategy 'fixbn' "
-        "holds it in this round (phase 'frozen'). Run the client's training inside `with bn_rules(model, msg, context):`."
+        "holds it in this round (phase 'frozen'). Run the client's training inside `with bn_rules(model, msg, "
+        "context):`."
     }
     assert run.strategy.reports[1].participants == [0, 2]
 
