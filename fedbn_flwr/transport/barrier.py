@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.sync import Combine, combine
-from fedbn_flwr.errors import EngineError, FedBNError
+from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, EngineError, FedBNError, coded, split_code
 from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
 
@@ -189,7 +189,7 @@ class Barrier:
         if attempt != exchange.attempt:
             raise RetryStep(f"attempt {attempt} is over; attempt {exchange.attempt} has begun")
         if not bool(torch.isfinite(tensor).all()):
-            self._drop({node_id: f"sent a value that is not finite in exchange '{tag}'"})
+            self._drop({node_id: coded(NOT_FINITE, f"sent a value that is not finite in exchange '{tag}'")})
             self._refuse_dropped(node_id)
         exchange.sent[node_id] = (tag, tensor)
         if self._in_turns or not exchange.deadline:
@@ -250,12 +250,13 @@ class Barrier:
         if node_id not in self.members:
             raise Dropped(f"node {node_id} is not a member of this round")
         if node_id in self.dropped:
-            name, reason = self.members[node_id].name, self.dropped[node_id]
-            raise Dropped(f"{name} was dropped from the synchronised step: it {reason}")
+            code, reason = split_code(self.dropped[node_id])
+            text = f"{self.members[node_id].name} was dropped from the synchronised step: it {reason}"
+            raise Dropped(coded(code, text) if code else text)
         if len(self._remaining()) < self._min_members:
-            raise Dropped(
-                f"{len(self._remaining())} clients are left for the synchronised step, {self._min_members} needed"
-            )
+            left = len(self._remaining())
+            text = f"{left} clients are left for the synchronised step, {self._min_members} needed"
+            raise Dropped(coded(TOO_FEW_LEFT, text))
 
     def _reason_late(self, node_id: int, exchange: _Exchange) -> str:
         """Return the reason for dropping a member that did not send in time."""

@@ -25,6 +25,8 @@ class RetryStep(Signal):
 class Dropped(FedBNError):
     """This client is out of the round: it was too late, sent an unusable tensor, or too few clients remain."""
 
+    code = "dropped"
+
 
 class Reducer(Protocol):
     """Sends a client's tensors and returns the reduced tensors of all clients, by any transport."""
