@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.sync import Combine, combine
-from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, EngineError, FedBNError, coded, split_code
+from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, FedBNError, coded, split_code
 from fedbn_flwr.training.turns import Wait
-from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
+from fedbn_flwr.transport.reducer import Dropped, Reducer
+from fedbn_flwr.transport.through_user_code import RetryStep
 
 __all__ = [
     "LOOK",
@@ -32,9 +32,7 @@ __all__ = [
     "Outcome",
     "Sent",
     "Then",
-    "local_reducer",
     "odd_ones",
-    "use_reducers",
 ]
 
 Sent = tuple[str, Tensor]  # the tag of an exchange, and a client's tensor
@@ -352,31 +350,3 @@ class _MemberReducer:
 
     def close(self) -> None:
         self._barrier.close(self._node_id)
-
-
-# Returns this client's reducer for a barrier id; the engine sets it around a client's work.
-_FIND: ContextVar[Callable[[str], Reducer]] = ContextVar("reducers")
-
-
-@contextmanager
-def use_reducers(find: Callable[[str], Reducer]) -> Iterator[None]:
-    """Let ``local_reducer`` use ``find(barrier_id)`` inside the block."""
-    token = _FIND.set(find)
-    try:
-        yield
-    finally:
-        _FIND.reset(token)
-
-
-def local_reducer(barrier_id: str) -> Reducer:
-    """Return this client's reducer at a barrier in this process.
-
-    Raises:
-        EngineError: no engine of this process has such a barrier.
-    """
-    try:
-        return _FIND.get()(barrier_id)
-    except (LookupError, KeyError) as error:
-        raise EngineError(
-            f"no barrier {barrier_id!r} in this process; fedtan-transport must be messages or channel"
-        ) from error
