@@ -7,9 +7,9 @@ In: their functions have no argument for a reducer, so the engine and the mods l
 
 Out: by messages the client must send a tensor and end its work in mid-step. Nothing but an exception leaves a function
 of others from the inside; a thread that waits in the layer would need the process to live until the next message, and
-Flower may end it. The step then runs again from its beginning, with the answers so far. The exceptions here are no
-errors, and a user's ``except Exception`` must let them pass: they are BaseExceptions. This package catches them where
-the message came in (``TorchClient.train``, ``local_bn``), and returns a value.
+Flower may end it. The step then runs again from its beginning, with the answers so far. ``StopStep`` is no error, and a
+user's ``except Exception`` must let it pass: it is a BaseException. It is caught where the message came in
+(``TorchClient.train``, ``local_bn``), and becomes a value. So is ``RetryStep``, which repeats the step at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedbn_flwr.errors import EngineError
+from fedbn_flwr.training.client_hook import RetryStep
 from fedbn_flwr.transport.reducer import Reducer
 
 __all__ = ["NextExchange", "RetryStep", "StopStep", "local_reducer", "use_reducers", "wrap_reducers", "wrapped"]
@@ -49,10 +50,6 @@ class StopStep(BaseException):
     def __init__(self, exchange: NextExchange) -> None:
         super().__init__(f"the client sends {list(exchange.tensors)} and waits for the next message")
         self.exchange = exchange
-
-
-class RetryStep(BaseException):
-    """Leaves the step: another client was lost. Repeat it with the remaining clients."""
 
 
 class _OfClient(NamedTuple):
