@@ -1,4 +1,8 @@
-"""Errors of the package: each message names its subject, the value, the allowed values, and the remedy."""
+"""Errors of the package: each message names its subject, the value, the allowed values, and the remedy.
+
+Each class has a ``code``, an instance may have a finer one. Code and tests decide by class and code, never by the words
+of a message. Flower sends a client's error as text alone, so a code on which the server acts stands in that text.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from contextlib import ContextDecorator, contextmanager
 from typing import Any
 
 __all__ = [
+    "NOT_FINITE",
+    "TOO_FEW_LEFT",
     "ClientPartError",
     "ConfigError",
     "DataError",
@@ -22,54 +28,103 @@ __all__ = [
     "ReplyError",
     "RunFailedError",
     "StateError",
+    "code_of",
+    "coded",
     "install_extra",
     "needs_package",
     "raise_shared_config_error",
+    "split_code",
     "unknown_name",
 ]
 
-_CONFIG_ERROR = "ConfigError: "
-_CONFIG_ERROR_IN_REASON = re.compile(r"\bConfigError(?:: |'>:<')(?:ConfigError: )?")  # in Ray's and Flower's texts
+NOT_FINITE = "not-finite"
+"""The code of a value that is NaN or infinite."""
+TOO_FEW_LEFT = "too-few-left"
+"""The code of a synchronised step that has lost too many clients."""
+_CLIENTS_CONFIG = "clients-config"  # of a ConfigError that has left a client
+_IN_TEXT = (NOT_FINITE, TOO_FEW_LEFT, _CLIENTS_CONFIG)
+_CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})\] ")
+# A user's app may raise a ConfigError outside ``NamedConfigErrors``: then Flower's or Ray's text names the class.
+_CONFIG_ERROR = re.compile(rf"\[{_CLIENTS_CONFIG}\] |\bConfigError(?:: |'>:<')")
 
 
 class FedBNError(Exception):
-    """Base of all errors that this package defines."""
+    """Base of all errors that this package defines.
+
+    Args:
+        text: the message; it may have a code, see ``coded``.
+        code: a finer code than that of the class.
+
+    Attributes:
+        code: what kind of error it is, for code and tests.
+    """
+
+    code = "error"
+
+    def __init__(self, text: object = "", *, code: str | None = None) -> None:
+        super().__init__(text)
+        if finer := code or code_of(str(text)):
+            self.code = finer
+
+    @property
+    def reason(self) -> str:
+        """The text with the code, if it is one on which the server acts."""
+        text = str(self)
+        return coded(self.code, text) if self.code in _IN_TEXT and code_of(text) is None else text
 
 
 class ConfigError(FedBNError, ValueError):
     """A setting is unknown, out of range or contradicts another one."""
 
+    code = "config"
+
 
 class NotResumableError(ConfigError):
     """The folder of a run has no checkpoint with which the run could continue; it can only begin anew."""
+
+    code = "not-resumable"
 
 
 class NormLayerError(ConfigError):
     """A model's normalisation layers do not fit the requested operation."""
 
+    code = "norm-layer"
+
 
 class DataError(FedBNError, ValueError):
     """A data set is missing, unreadable or cannot be split in the requested way."""
+
+    code = "data"
 
 
 class StateError(FedBNError, ValueError):
     """A model state, or a part that a client keeps, does not fit the model."""
 
+    code = "state"
+
 
 class ReplyError(FedBNError, ValueError):
     """A client's reply cannot be used; the round continues without it."""
+
+    code = "reply"
 
 
 class ClientPartError(ReplyError):
     """A client's app lacks the method's client part; if this is so on all clients, the run ends with this error."""
 
+    code = "client-part"
+
 
 class MaskingError(FedBNError, ValueError):
     """A client refuses a step of a masked sum, or the masks of a sum cannot be removed."""
 
+    code = "masking"
+
 
 class EngineError(FedBNError, RuntimeError):
     """A federation could not be started, reached or finished."""
+
+    code = "engine"
 
 
 class RunFailedError(EngineError):
@@ -80,6 +135,8 @@ class RunFailedError(EngineError):
             ``sweep`` the table; None if it is not known.
     """
 
+    code = "run-failed"
+
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)
         self.result = result
@@ -87,6 +144,8 @@ class RunFailedError(EngineError):
 
 class NothingTrainedError(RunFailedError):
     """No round of the run had enough usable replies."""
+
+    code = "nothing-trained"
 
 
 class DivergedError(RunFailedError):
@@ -96,13 +155,15 @@ class DivergedError(RunFailedError):
         diverged_at: the first round that diverged; None for several runs.
     """
 
+    code = "diverged"
+
     def __init__(self, message: str, diverged_at: int | None = None, result: Any = None) -> None:
         super().__init__(message, result)
         self.diverged_at = diverged_at
 
 
 class NamedConfigErrors(ContextDecorator):
-    """Begin the text of a ConfigError of the block with its class: Flower sends a client's error as text only.
+    """Let the text of a ConfigError of the block say that it is one: Flower sends a client's error as text only.
 
     It is also a decorator. It is a class because Ray must pickle it with the app, and cannot pickle a generator.
     """
@@ -111,9 +172,24 @@ class NamedConfigErrors(ContextDecorator):
         """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raise the ConfigError with its name."""
-        if isinstance(error, ConfigError) and not str(error).startswith(_CONFIG_ERROR):
-            raise ConfigError(_CONFIG_ERROR + str(error)) from error
+        """Raise the ConfigError with the code that stands in its text."""
+        if isinstance(error, ConfigError) and error.code != _CLIENTS_CONFIG:
+            raise ConfigError(coded(_CLIENTS_CONFIG, str(error))) from error
+
+
+def coded(code: str, text: str) -> str:
+    """Return the text of an error that travels as text: with its code."""
+    return f"[{code}] {text}"
+
+
+def split_code(reason: str) -> tuple[str | None, str]:
+    """Return the code in the text of an error, None without one, and the text without it."""
+    return code_of(reason), _CODE.sub("", reason, count=1)
+
+
+def code_of(reason: str) -> str | None:
+    """Return the code in the text of an error, such as the reason of an error reply; None without one."""
+    return found[1] if (found := _CODE.search(reason)) else None
 
 
 def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
@@ -123,12 +199,18 @@ def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
         reasons: the reasons of the error replies.
         num_asked: number of clients that were asked.
     """
-    found = [_CONFIG_ERROR_IN_REASON.split(reason) for reason in reasons]
-    texts = {parts[-1].partition("\n\nThe above exception")[0] if len(parts) > 1 else "" for parts in found}
-    if len(reasons) == num_asked and len(texts) == 1 and (text := texts.pop()):
-        text = text.removesuffix("'>")
+    texts = {_text_of_config_error(reason) for reason in reasons}
+    if len(reasons) != num_asked or len(texts) != 1:
+        return
+    if text := texts.pop():
         who = f"All {num_asked} clients that were" if num_asked > 1 else "The client that was"
         raise ConfigError(f"{text}\n({who} asked raised this error.)")
+
+
+def _text_of_config_error(reason: str) -> str:
+    """Return the text of the ConfigError in a reason of Flower's; "" if it has another cause."""
+    _, *texts = _CONFIG_ERROR.split(reason)
+    return texts[-1].partition("\n\nThe above exception")[0].removesuffix("'>") if texts else ""
 
 
 def install_extra(extra: str) -> str:
@@ -156,4 +238,4 @@ def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigErro
     names = sorted(allowed)
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}.")
+    return ConfigError(f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}.", code="unknown-name")

@@ -28,24 +28,45 @@ def test_a_config_error_of_a_client_is_found_in_the_texts_of_all_engines() -> No
     def client() -> None:
         raise errors.ConfigError("agc=-1")
 
-    with pytest.raises(errors.ConfigError, match=r"^ConfigError: agc=-1$"), errors.NamedConfigErrors():
+    with pytest.raises(errors.ConfigError, match=r"^\[clients-config\] agc=-1$"), errors.NamedConfigErrors():
         client()
     flower = "<class 'ClientAppException'>:<'\nException ClientAppException occurred. Message: "
-    ray = "ray::run() (pid={})\nfedbn_flwr.errors.ConfigError: agc=-1\n\nThe above exception was the direct cause"
+    ray = "ray::run() (pid={})\nfedbn_flwr.errors.ConfigError: [clients-config] agc=-1"
+    ray += "\n\nThe above exception was the direct cause"
     for reasons in (
-        [f"{flower}ConfigError: agc=-1'>"] * 2,
-        ["<class 'fedbn_flwr.errors.ConfigError'>:<'agc=-1'>", "<class 'a.ConfigError'>:<'ConfigError: agc=-1'>"],
+        [f"{flower}[clients-config] agc=-1'>"] * 2,
+        ["<class 'fedbn_flwr.errors.ConfigError'>:<'agc=-1'>", "<class 'a.ConfigError'>:<'[clients-config] agc=-1'>"],
         [ray.format(1), ray.format(2)],
     ):
         with pytest.raises(errors.ConfigError, match=r"^agc=-1\n\(All 2 clients"):
             errors.raise_shared_config_error(reasons, 2)
         errors.raise_shared_config_error(reasons, 3)
-        errors.raise_shared_config_error([*reasons[:1], "ConfigError: agc=-2"], 2)
+        errors.raise_shared_config_error([*reasons[:1], "[clients-config] agc=-2"], 2)
     with pytest.raises(errors.ConfigError, match=r"^agc=-1\n\(The client that was asked raised this error\.\)$"):
-        errors.raise_shared_config_error(["ConfigError: agc=-1"], 1)
+        errors.raise_shared_config_error(["[clients-config] agc=-1"], 1)
     errors.raise_shared_config_error(["disk full"] * 2, 2)
     errors.raise_shared_config_error([], 0)
 
 
 def test_ray_can_send_what_names_config_errors() -> None:
     assert isinstance(pickle.loads(pickle.dumps(errors.NamedConfigErrors())), errors.NamedConfigErrors)
+
+
+def test_each_class_has_a_code_of_its_own_and_an_error_may_have_a_finer_one() -> None:
+    classes = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error")]
+    assert len({kind.code for kind in classes}) == len(classes)
+    assert errors.ConfigError("lr=-1").code == "config"
+    assert errors.unknown_name("strategy", "x", ["a"]).code == "unknown-name"
+    diverged = pickle.loads(pickle.dumps(errors.DivergedError("nan", 3)))
+    assert (diverged.code, diverged.diverged_at) == ("diverged", 3)
+
+
+def test_a_code_on_which_the_server_acts_is_found_in_the_reason_of_a_reply() -> None:
+    holds_nan = errors.ReplyError("entry 'x' holds nan", code=errors.NOT_FINITE)
+    assert str(holds_nan) == "entry 'x' holds nan"
+    assert errors.code_of(holds_nan.reason) == errors.NOT_FINITE
+    assert errors.StateError(f"app error:<'{holds_nan.reason}'>").code == errors.NOT_FINITE
+    assert pickle.loads(pickle.dumps(holds_nan)).reason == holds_nan.reason
+    assert errors.split_code(f"node 1: {holds_nan.reason}") == (errors.NOT_FINITE, "node 1: entry 'x' holds nan")
+    finer = errors.ConfigError("agc=-1", code="agc-range")
+    assert (finer.reason, errors.code_of("a [list] of things")) == ("agc=-1", None)

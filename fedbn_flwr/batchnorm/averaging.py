@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.errors import ReplyError
+from fedbn_flwr.errors import NOT_FINITE, ReplyError
 
 __all__ = [
     "Array",
@@ -163,32 +163,41 @@ def check_state(state: State, like: State, parts: Parts) -> None:
     problems = [f"entry '{name}' is missing" for name in like if name not in state]
     problems += [f"entry '{name}' was not asked for" for name in state if name not in like]
     variances = {var_name for _, var_name in parts.moments()}
+    code = None
     for name, expected in like.items():
-        if name in state:
-            problems += _check_entry(name, state[name], expected, name in variances)
+        if name not in state:
+            continue
+        if problem := _misfit(name, state[name], expected):
+            problems.append(problem)
+        elif problem := _not_finite(name, state[name]):
+            problems.append(problem)
+            code = NOT_FINITE
+        elif name in variances and state[name].size and float(state[name].min()) < 0:
+            problems.append(f"entry '{name}' holds a negative variance, {float(state[name].min())}")
     if problems:
         more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
-        raise ReplyError("; ".join(problems[:2]) + more)
+        raise ReplyError("; ".join(problems[:2]) + more, code=code)
 
 
 def check_finite(state: State, subject: str = "") -> None:
     """Raise ReplyError for an array with NaN or infinity; the message is ``subject``, then the first such entry."""
     for name, array in state.items():
-        if problems := _check_entry(name, array, array, False):
-            raise ReplyError(subject + problems[0])
+        if problem := _not_finite(name, array):
+            raise ReplyError(subject + problem, code=NOT_FINITE)
 
 
-def _check_entry(name: str, array: Array, expected: Array, is_variance: bool) -> list[str]:
+def _misfit(name: str, array: Array, expected: Array) -> str:
     if array.shape != expected.shape:
-        return [f"entry '{name}' has shape {array.shape}, expected {expected.shape}"]
+        return f"entry '{name}' has shape {array.shape}, expected {expected.shape}"
     if array.dtype != expected.dtype:
-        return [f"entry '{name}' has dtype {array.dtype}, expected {expected.dtype}"]
-    if array.dtype.kind in "fc" and not _is_finite(array):
-        bad = array[~np.isfinite(array)].flat[0]
-        return [f"entry '{name}' holds {bad}"]
-    if is_variance and array.size and float(array.min()) < 0:
-        return [f"entry '{name}' holds a negative variance, {float(array.min())}"]
-    return []
+        return f"entry '{name}' has dtype {array.dtype}, expected {expected.dtype}"
+    return ""
+
+
+def _not_finite(name: str, array: Array) -> str:
+    if array.dtype.kind not in "fc" or _is_finite(array):
+        return ""
+    return f"entry '{name}' holds {array[~np.isfinite(array)].flat[0]}"
 
 
 def _is_finite(array: Array) -> bool:

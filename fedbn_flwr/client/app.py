@@ -122,7 +122,7 @@ class _ClientMessages:
         client = self._client(context)
         fit = client.fit
         if only_reads := _only_reads(fit, TorchClient.fit):
-            fit = cast(Any, fit).__self__._round  # of the client that owns `fit`; the reply has a copy of the arrays
+            fit = cast(Any, fit).__self__.fit_uncopied  # of the client that owns `fit`; the reply copies the arrays
         return reply_to_fit(message, *checked(fit(*open_message(message, copy=not only_reads)), "fit"))
 
     @NamedConfigErrors()

@@ -26,7 +26,7 @@ from fedbn_flwr.messages.protocol import APPLIED, ARRAY_NAMES, INBOX, TrainConfi
 from fedbn_flwr.messages.records import from_record, tensors, to_state
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
-from fedbn_flwr.training.client_hook import ClientHook, overrides
+from fedbn_flwr.training.client_hook import ClientHook, around_step, overrides
 from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.optimizer_hooks import before_steps
 from fedbn_flwr.training.wrappers import not_compiled, view_with_names
@@ -199,9 +199,7 @@ class Hooks:
     @contextmanager
     def step(self, batch_size: int) -> Iterator[None]:
         """Wrap forward and backward pass of a step with ``batch_size`` examples: FedTAN synchronises the first one."""
-        with ExitStack() as stack:
-            for hook in self._hooks.values():
-                stack.enter_context(hook.around(self._passes, self._model, batch_size))
+        with around_step(self._hooks.values(), self._passes, self._model, batch_size):
             yield
         self._passes += 1
 

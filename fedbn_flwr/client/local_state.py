@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.client.state_folder import Folder, OpenFolder, StateFolder
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import NOT_FINITE, StateError, coded
 from fedbn_flwr.messages.protocol import (
     BEGUN,
     FINGERPRINT,
@@ -194,10 +194,11 @@ class LocalState:
         # Diverged entries are not kept: the engine restores the context, and the part of the round before stays.
         bad = [n for n, array in entries.items() if array.dtype.kind == "f" and not np.isfinite(array).all()]
         if bad:
-            raise StateError(
+            text = (
                 f"entry '{bad[0]}' is not finite after training ({len(bad)} of {len(entries)} entries). The client "
                 "keeps its values of the round before. Use a smaller learning-rate, or gradient-clip-norm=1.0."
             )
+            raise StateError(coded(NOT_FINITE, text))
         begun = self._begun(server_round) if self._holds() else server_round
         self._context.state[key] = to_record(entries)
         self._describe(server_round, begun)

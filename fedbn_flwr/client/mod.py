@@ -17,7 +17,6 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
-from torch import Tensor
 
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.mailbox import open_outbox, take_records
@@ -46,7 +45,7 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
 )
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.transport import Pending, RetryStep, Signal, StepDone
+from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
 
 __all__ = ["local_bn"]
 
@@ -87,11 +86,9 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     kept = {name: record for name, record in context.state.items() if name.startswith(PREFIX)}
     try:
         reply = _call(call_next, message, context, key, whole, bool(config.hooks))
-    except Pending as exchange:
-        log_sent(context, exchange)
-        return _exchange(message, key, {exchange.tag: exchange.tensor})
-    except StepDone:
-        return _exchange(message, key, {})
+    except StopStep as stop:
+        log_sent(context, stop.exchange)
+        return _exchange_reply(message, key, stop.exchange)
     if trained:
         kept.pop(KEPT_BY_HOOKS, None)  # those of an earlier round
     context.state.update({name: kept[name] for name in kept.keys() - context.state.keys()})  # the app may replace it
@@ -104,9 +101,9 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     return _sign(reply, context)
 
 
-def _exchange(message: Message, key: str, entries: Mapping[str, Tensor]) -> Message:
+def _exchange_reply(message: Message, key: str, exchange: NextExchange) -> Message:
     """Return the reply with the tensor of an exchange; without one if the step has all its answers."""
-    records = {key: ArrayRecord(), EXCHANGE: to_record(entries)}
+    records = {key: ArrayRecord(), EXCHANGE: to_record(exchange.tensors)}
     return Message(RecordDict({**records, METRICS: MetricRecord({NUM_EXAMPLES: 1})}), reply_to=message)
 
 
@@ -115,18 +112,19 @@ def _call(
 ) -> Message:
     """Call the app, and repeat the call if a client was lost in the synchronised step.
 
-    A call that a signal of the step ends runs again, now or in the next message: what it wrote into ``Context.state``
-    is undone. Without client hooks there are no signals.
+    A call that stops in mid-step runs again, now or in the next message, so what it wrote into ``Context.state`` is
+    undone. Without client hooks there is no such step.
     """
     while True:
         message.content[key] = ArrayRecord(dict(whole))
         before = copy.deepcopy(context.state) if hooks else context.state
         try:
             return call_next(message, context)
-        except Signal as signal:
+        except RetryStep:
             context.state = before
-            if not isinstance(signal, RetryStep):
-                raise
+        except StopStep:
+            context.state = before
+            raise
 
 
 def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> tuple[ArrayRecord, LocalState]:

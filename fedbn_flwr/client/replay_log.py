@@ -28,7 +28,7 @@ from fedbn_flwr.messages.protocol import (
     UNION,
 )
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.transport import Pending, Replay
+from fedbn_flwr.transport import NextExchange, Replay
 
 __all__ = ["clear_log", "log_answer", "log_sent", "replay"]
 
@@ -82,10 +82,10 @@ def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
     return Replay(tensors(from_record(records[STEP_ANSWERS])), int(config[UNION]), sent, STEP_ONLY in config)
 
 
-def log_sent(context: Context, exchange: Pending) -> None:
+def log_sent(context: Context, exchange: NextExchange) -> None:
     """Add the sent tensor to the log, to check that a user's training repeats itself exactly."""
-    before = context.state.array_records.get(STEP_SENT, ArrayRecord())
-    context.state[STEP_SENT] = ArrayRecord({**before, **to_record({exchange.tag: exchange.tensor})})
+    sent = context.state.array_records.get(STEP_SENT, ArrayRecord())
+    context.state[STEP_SENT] = ArrayRecord({**sent, **to_record(exchange.tensors)})
 
 
 def clear_log(context: Context | None) -> None:

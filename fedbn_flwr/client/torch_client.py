@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Context
@@ -67,11 +67,19 @@ from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.transport import Pending, StepDone
+from fedbn_flwr.transport import NextExchange, StopStep
 
 __all__ = ["TorchClient"]
 
 logger = logging.getLogger("flwr")
+
+
+class Trained(NamedTuple):
+    """What a client sends after a round of training; the arrays share the model's memory."""
+
+    arrays: list[Array]
+    num_examples: int
+    metrics: Config
 
 
 class TorchClient(NumPyClient):
@@ -211,21 +219,27 @@ class TorchClient(NumPyClient):
             ConfigError: the config names no round; or ``record_level`` is set, and a client hook sends more of the
                 client than its model, or a buffer has changed.
         """
-        arrays, num_examples, metrics = self._round(parameters, config)
+        arrays, num_examples, metrics = self.fit_uncopied(parameters, config)
         return [array.copy() for array in arrays], num_examples, metrics
 
-    def _round(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
-        """Train like ``fit``, but return arrays that share the model's memory: copy them before the next message."""
+    def fit_uncopied(self, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
+        """Do ``fit``, and return arrays that share the model's memory: copy them before the next message."""
+        result = self.train(parameters, config)
+        if isinstance(result, Trained):
+            return result
+        names = [f"{EXCHANGE}/{tag}" for tag in result.tensors]
+        arrays = [tensor.cpu().numpy() for tensor in result.tensors.values()]
+        return arrays, len(self.train_data), {ARRAY_NAMES: json.dumps(names)}
+
+    def train(self, parameters: list[Array], config: Config) -> Trained | NextExchange:
+        """Train for one round; by messages a synchronised step may need an exchange before it can go on."""
         with self._lend() as lent:
             try:
                 return self._train(lent, parameters, config)
-            except Pending as exchange:
-                name = json.dumps([f"{EXCHANGE}/{exchange.tag}"])
-                return [exchange.tensor.cpu().numpy()], len(self.train_data), {ARRAY_NAMES: name}
-            except StepDone:
-                return [], len(self.train_data), {ARRAY_NAMES: json.dumps([])}
+            except StopStep as stop:
+                return stop.exchange
 
-    def _train(self, lent: LentModel, parameters: list[Array], config: Config) -> tuple[list[Array], int, Config]:
+    def _train(self, lent: LentModel, parameters: list[Array], config: Config) -> Trained:
         if round_in(config) is None:
             raise ConfigError(
                 f"the config of fit has no '{SERVER_ROUND}', by which a client draws other batches in each round. "
@@ -271,7 +285,7 @@ class TorchClient(NumPyClient):
         returned = _returned(state, local, hooks.values(), prefix)
         if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
-        return list(returned.values()), len(self.train_data), metrics
+        return Trained(list(returned.values()), len(self.train_data), metrics)
 
     def _validation_loss(self, model: nn.Module) -> float:
         """Return the model's loss on the validation data.

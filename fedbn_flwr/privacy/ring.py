@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.errors import ConfigError, DataError, ReplyError
+from fedbn_flwr.errors import NOT_FINITE, ConfigError, DataError, ReplyError, coded
 
 __all__ = ["FixedPoint", "split"]
 
@@ -72,7 +72,8 @@ class FixedPoint:
             wide = values[name].reshape(-1).astype(np.float64)
             if size and not float(np.abs(wide).max()) <= self.value_range:
                 if not np.isfinite(wide).all():
-                    raise DataError(f"entry '{name}' holds a value that is not finite, which cannot be masked")
+                    text = f"entry '{name}' holds a value that is not finite, which cannot be masked"
+                    raise DataError(coded(NOT_FINITE, text))
                 # Without the value: the server reads this.
                 raise DataError(
                     f"entry '{name}' holds a value above masked-range={self.value_range:g}, the largest size that a "

@@ -72,10 +72,8 @@ from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Exchanges, LinkSettings, Travels
 from fedbn_flwr.strategies.fedavg import FedAvgParams
-from fedbn_flwr.training.client_hook import ClientHook, Compute, LossAndOutputs
-from fedbn_flwr.training.randomness import Generators
-from fedbn_flwr.training.wrappers import load_state
-from fedbn_flwr.transport import Reducer, RetryStep
+from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.connect import connect
 
 __all__ = ["FedTAN", "FedTANMethod", "FedTANParams", "SynchroniseFirstStep"]
@@ -104,7 +102,7 @@ S = TypeVar("S", default=None)
 
 
 class SynchroniseFirstStep(ClientHook):
-    """Client half: the BN layers of the first step use ``reducer``; if another client is lost, the step is repeated.
+    """Client half: the BN layers of the first step use ``reducer``.
 
     ``batch_size`` is the size of the first batch that this client has reported; the other clients rely on it.
     """
@@ -121,26 +119,13 @@ class SynchroniseFirstStep(ClientHook):
         """Return True for the first step, which uses the union of the batches."""
         return step == 0
 
-    def run_step(self, step: int, model: nn.Module, batch_size: int, compute: Compute) -> LossAndOutputs:
-        """Run the first step synchronised; repeat it from the same state and batch until it succeeds."""
-        if step > 0:
-            return compute()
-        before, generators = {name: value.clone() for name, value in model.state_dict().items()}, Generators.now()
-        while True:
-            try:
-                with self.around(step, model, batch_size):
-                    return compute()
-            except RetryStep:
-                load_state(model, before)
-                generators.restore()
-
     @contextmanager
     def around(self, step: int, model: nn.Module, batch_size: int) -> Iterator[None]:
         """Synchronise the first step.
 
         Raises:
             RetryStep: another client was lost; the caller must repeat the step with the same state and batch.
-            Pending: the step travels in messages, and its next exchange has no answer yet.
+            StopStep: the step travels in messages, and its next exchange has no answer yet.
             NormLayerError: a layer cannot be synchronised, or none was called in train mode.
             DataError: the batch does not have the size that this client has reported.
         """

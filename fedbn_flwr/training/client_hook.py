@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -11,20 +11,25 @@ from torch import Tensor, nn
 
 from fedbn_flwr.training.batches import Batches
 
-__all__ = ["ClientHook", "Compute", "Entries", "Extras", "LossAndOutputs", "overrides"]
+__all__ = ["ClientHook", "Entries", "Extras", "LossAndOutputs", "RetryStep", "around_step", "overrides"]
 
 LossAndOutputs = tuple[Tensor, Tensor]  # the batch's mean loss without penalties, and the outputs, both detached
-Compute = Callable[[], LossAndOutputs]
 Entries = Mapping[str, Tensor]
 Extras = Mapping[str, Entries]
+
+
+class RetryStep(BaseException):
+    """Leaves a step: another client was lost. Repeat it with the remaining clients.
+
+    It may pass through a user's training loop, so it is no Exception; see ``transport.through_user_code``.
+    """
 
 
 class ClientHook:
     """The client part of a method in local training. Here every hook does nothing; a method overrides what it needs.
 
-    Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step ``penalty`` and ``gradients``; then
-    ``end``, ``reply``, ``keep``. Around a step ``TorchClient`` calls ``run_step``, and a user's loop calls ``around``:
-    a hook that acts there overrides both. What ``keep`` returns is stored under the name of the hook's class.
+    Calls in a round: ``receive``, ``begin``, ``survey``, ``start``; for each step ``around``, ``penalty`` and
+    ``gradients``; then ``end``, ``reply``, ``keep``. What ``keep`` returns is stored under the name of its class.
 
     Attributes:
         compares_with_start: whether ``end`` compares the model with what ``begin`` found, and the optimizer need not be
@@ -67,16 +72,12 @@ class ClientHook:
         """Return whether this BatchNorm layer, in train mode, can use a batch with one value per channel."""
         return False
 
-    def run_step(self, step: int, model: nn.Module, batch_size: int, compute: Compute) -> LossAndOutputs:
-        """Return ``compute()``, the forward and backward pass of a step; a hook may call it again to repeat the step.
-
-        Every call of ``compute`` uses the same batch, but the hook must restore the model's state and the default
-        generators first. An exception here ends the round's training.
-        """
-        return compute()
-
     def around(self, step: int, model: nn.Module, batch_size: int) -> AbstractContextManager[object]:
-        """Return a context for the forward and backward pass of a step, for training loops of other projects."""
+        """Return a context for the forward and backward pass of a step.
+
+        Where the hook ``synchronises`` a step, the context may raise RetryStep: the step is repeated from the same
+        state and batch.
+        """
         return nullcontext()
 
     def end(self, model: nn.Module) -> dict[str, float]:
@@ -90,6 +91,15 @@ class ClientHook:
     def keep(self) -> Entries:
         """Return the entries that the client keeps until its next round."""
         return {}
+
+
+@contextmanager
+def around_step(hooks: Iterable[ClientHook], step: int, model: nn.Module, batch_size: int) -> Iterator[None]:
+    """Let the hooks act around the forward and backward pass of a step."""
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook.around(step, model, batch_size))
+        yield
 
 
 def overrides(hook: ClientHook, *names: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches, with_positions
-from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs, RetryStep, around_step
 from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
-from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.randomness import Generators, seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.single_examples import SingleExamples
 from fedbn_flwr.training.step_rule import StepRule, Stream
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.training.wrappers import unwrap
+from fedbn_flwr.training.wrappers import load_state, unwrap
 
 __all__ = ["TrainResult", "train"]
 
@@ -106,9 +106,7 @@ def train(
                 if rule.may_drop and len(positions) == 1 and singles.drop(step, inputs):
                     continue
                 compute = functools.partial(rule.compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
-                for hook in hooks:
-                    compute = functools.partial(hook.run_step, step, bare, len(positions), compute)
-                loss, outputs = compute()
+                loss, outputs = _computed(compute, hooks, step, bare, len(positions))
                 if settings.gradient_clip_norm:
                     nn.utils.clip_grad_norm_(bare.parameters(), settings.gradient_clip_norm)  # not HBN's alpha
                 for hook in hooks:
@@ -135,6 +133,23 @@ def _begun(hooks: Sequence[ClientHook], model: nn.Module) -> Iterator[None]:
             with suppress(Exception):  # the first error is the one to see
                 hook.end(model)
         raise
+
+
+def _computed(
+    compute: Callable[[], LossAndOutputs], hooks: Sequence[ClientHook], step: int, model: nn.Module, batch_size: int
+) -> LossAndOutputs:
+    """Return ``compute()``, forward and backward pass; a synchronised step is repeated until it succeeds."""
+    if not any(hook.synchronises(step) for hook in hooks):
+        with around_step(hooks, step, model, batch_size):
+            return compute()
+    before, generators = {name: value.clone() for name, value in model.state_dict().items()}, Generators.now()
+    while True:
+        try:
+            with around_step(hooks, step, model, batch_size):
+                return compute()
+        except RetryStep:
+            load_state(model, before)
+            generators.restore()
 
 
 @dataclass

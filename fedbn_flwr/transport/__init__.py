@@ -6,21 +6,29 @@ from a log of earlier answers.
 
 from __future__ import annotations
 
-from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member, local_reducer, use_reducers
-from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep, Signal, wrap_reducers, wrapped
-from fedbn_flwr.transport.replay import Pending, Replay, StepDone
+from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member
+from fedbn_flwr.transport.reducer import Dropped, Reducer
+from fedbn_flwr.transport.replay import Replay
+from fedbn_flwr.transport.through_user_code import (
+    NextExchange,
+    RetryStep,
+    StopStep,
+    local_reducer,
+    use_reducers,
+    wrap_reducers,
+    wrapped,
+)
 
 __all__ = [
     "Barrier",
     "BarrierGrid",
     "Dropped",
     "Member",
-    "Pending",
+    "NextExchange",
     "Reducer",
     "Replay",
     "RetryStep",
-    "Signal",
-    "StepDone",
+    "StopStep",
     "local_reducer",
     "use_reducers",
     "wrap_reducers",

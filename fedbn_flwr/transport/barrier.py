@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.sync import Combine, combine
-from fedbn_flwr.errors import EngineError, FedBNError
+from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, FedBNError, coded, split_code
 from fedbn_flwr.training.turns import Wait
-from fedbn_flwr.transport.reducer import Dropped, Reducer, RetryStep
+from fedbn_flwr.transport.reducer import Dropped, Reducer
+from fedbn_flwr.transport.through_user_code import RetryStep
 
 __all__ = [
     "LOOK",
@@ -32,9 +32,7 @@ __all__ = [
     "Outcome",
     "Sent",
     "Then",
-    "local_reducer",
     "odd_ones",
-    "use_reducers",
 ]
 
 Sent = tuple[str, Tensor]  # the tag of an exchange, and a client's tensor
@@ -189,7 +187,7 @@ class Barrier:
         if attempt != exchange.attempt:
             raise RetryStep(f"attempt {attempt} is over; attempt {exchange.attempt} has begun")
         if not bool(torch.isfinite(tensor).all()):
-            self._drop({node_id: f"sent a value that is not finite in exchange '{tag}'"})
+            self._drop({node_id: coded(NOT_FINITE, f"sent a value that is not finite in exchange '{tag}'")})
             self._refuse_dropped(node_id)
         exchange.sent[node_id] = (tag, tensor)
         if self._in_turns or not exchange.deadline:
@@ -250,12 +248,13 @@ class Barrier:
         if node_id not in self.members:
             raise Dropped(f"node {node_id} is not a member of this round")
         if node_id in self.dropped:
-            name, reason = self.members[node_id].name, self.dropped[node_id]
-            raise Dropped(f"{name} was dropped from the synchronised step: it {reason}")
+            code, reason = split_code(self.dropped[node_id])
+            text = f"{self.members[node_id].name} was dropped from the synchronised step: it {reason}"
+            raise Dropped(coded(code, text) if code else text)
         if len(self._remaining()) < self._min_members:
-            raise Dropped(
-                f"{len(self._remaining())} clients are left for the synchronised step, {self._min_members} needed"
-            )
+            left = len(self._remaining())
+            text = f"{left} clients are left for the synchronised step, {self._min_members} needed"
+            raise Dropped(coded(TOO_FEW_LEFT, text))
 
     def _reason_late(self, node_id: int, exchange: _Exchange) -> str:
         """Return the reason for dropping a member that did not send in time."""
@@ -351,31 +350,3 @@ class _MemberReducer:
 
     def close(self) -> None:
         self._barrier.close(self._node_id)
-
-
-# Returns this client's reducer for a barrier id; the engine sets it around a client's work.
-_FIND: ContextVar[Callable[[str], Reducer]] = ContextVar("reducers")
-
-
-@contextmanager
-def use_reducers(find: Callable[[str], Reducer]) -> Iterator[None]:
-    """Let ``local_reducer`` use ``find(barrier_id)`` inside the block."""
-    token = _FIND.set(find)
-    try:
-        yield
-    finally:
-        _FIND.reset(token)
-
-
-def local_reducer(barrier_id: str) -> Reducer:
-    """Return this client's reducer at a barrier in this process.
-
-    Raises:
-        EngineError: no engine of this process has such a barrier.
-    """
-    try:
-        return _FIND.get()(barrier_id)
-    except (LookupError, KeyError) as error:
-        raise EngineError(
-            f"no barrier {barrier_id!r} in this process; fedtan-transport must be messages or channel"
-        ) from error

@@ -13,9 +13,9 @@ from fedbn_flwr.messages.protocol import (
     CHANNEL_TOKEN,
     MASK_PRESENT,
 )
-from fedbn_flwr.transport.barrier import local_reducer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
-from fedbn_flwr.transport.reducer import Reducer, wrapped
+from fedbn_flwr.transport.reducer import Reducer
+from fedbn_flwr.transport.through_user_code import local_reducer, wrapped
 
 __all__ = ["connect"]
 
@@ -29,8 +29,9 @@ def connect(config: Mapping[str, Any]) -> Reducer:
     Raises:
         EngineError: there is no such barrier, or masks are required and no mod makes them.
     """
-    if CHANNEL_ADDRESS not in config:
-        return wrapped(local_reducer(str(config[BARRIER])), MASK_PRESENT in config)
-    address, token = str(config[CHANNEL_ADDRESS]), str(config[CHANNEL_TOKEN])
-    reducer = ChannelReducer(address, token, bytes(config[CHANNEL_CA]), float(config[CHANNEL_TIMEOUT]))
-    return wrapped(reducer, MASK_PRESENT in config)
+    if CHANNEL_ADDRESS in config:
+        address, token = str(config[CHANNEL_ADDRESS]), str(config[CHANNEL_TOKEN])
+        reducer: Reducer = ChannelReducer(address, token, bytes(config[CHANNEL_CA]), float(config[CHANNEL_TIMEOUT]))
+    else:
+        reducer = local_reducer(str(config[BARRIER]))
+    return wrapped(reducer, required=MASK_PRESENT in config)

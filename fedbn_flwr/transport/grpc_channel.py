@@ -23,7 +23,8 @@ from torch import Tensor
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport.barrier import Barrier
-from fedbn_flwr.transport.reducer import Dropped, RetryStep
+from fedbn_flwr.transport.reducer import Dropped
+from fedbn_flwr.transport.through_user_code import RetryStep
 
 __all__ = ["ChannelReducer", "ChannelServer", "is_loopback"]
 

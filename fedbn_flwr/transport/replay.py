@@ -13,29 +13,11 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.transport.reducer import Signal
+from fedbn_flwr.transport.through_user_code import NextExchange, StopStep
 
-__all__ = ["Pending", "Replay", "StepDone"]
+__all__ = ["Replay"]
 
 _SAME = 1e-2, 1e-5  # relative, absolute: more than the order of a sum on a GPU changes, far less than another batch
-
-
-class Pending(Signal):
-    """The step has reached an exchange that has no answer yet.
-
-    Attributes:
-        tag: the exchange.
-        tensor: the tensor that this client sends.
-    """
-
-    def __init__(self, tag: str, tensor: Tensor) -> None:
-        super().__init__(f"exchange '{tag}' waits for its answer")
-        self.tag = tag
-        self.tensor = tensor
-
-
-class StepDone(Signal):
-    """The step has all its answers, and this message asks for no more than the step."""
 
 
 class Replay:
@@ -69,11 +51,11 @@ class Replay:
         """Return the recorded answer.
 
         Raises:
-            Pending: there is no answer yet.
+            StopStep: there is no answer yet.
             DataError: the step did not repeat itself exactly.
         """
         if tag not in self._answers:
-            raise Pending(tag, tensor)
+            raise StopStep(NextExchange({tag: tensor}))
         if tag in self._sent and not torch.allclose(tensor.cpu(), self._sent[tag], *_SAME):
             raise DataError(
                 f"the step was run again and sent something else in exchange '{tag}': by messages the first batch "
@@ -86,7 +68,7 @@ class Replay:
         """See ``Reducer.close``.
 
         Raises:
-            StepDone: the training ends here.
+            StopStep: the training ends here.
         """
         if self._step_only:
-            raise StepDone("the step has all its answers")
+            raise StopStep(NextExchange({}))

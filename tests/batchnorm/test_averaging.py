@@ -201,7 +201,7 @@ def problem(change: dict[str, np.ndarray | None]) -> str:
     state: State = {k: v for k, v in {**like, **change}.items() if v is not None}
     with pytest.raises(ReplyError) as error:
         check_state(state, like, PARTS)
-    return str(error.value)
+    return error.value.reason
 
 
 def test_check_state_names_the_entry_and_the_problem() -> None:
@@ -214,9 +214,11 @@ def test_check_state_names_the_entry_and_the_problem() -> None:
         "entry 'bn.num_batches_tracked' has dtype float64, expected int64"
     )
     bad = np.asarray([0.0, np.nan, np.inf])
-    assert problem({"bn.running_mean": bad}) == "entry 'bn.running_mean' holds nan"
-    assert problem({"bn.weight": np.asarray([1, -np.inf, 1], np.float32)}) == "entry 'bn.weight' holds -inf"
-    assert problem({"half": np.asarray(np.nan, np.float16)}) == "entry 'half' holds nan"
+    assert problem({"bn.running_mean": bad}) == "[not-finite] entry 'bn.running_mean' holds nan"
+    assert (
+        problem({"bn.weight": np.asarray([1, -np.inf, 1], np.float32)}) == "[not-finite] entry 'bn.weight' holds -inf"
+    )
+    assert problem({"half": np.asarray(np.nan, np.float16)}) == "[not-finite] entry 'half' holds nan"
     assert problem({"bn.running_var": np.asarray([1.0, -0.25, 0.0])}) == (
         "entry 'bn.running_var' holds a negative variance, -0.25"
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.errors import ConfigError, DataError, ReplyError
+from fedbn_flwr.errors import NOT_FINITE, ConfigError, DataError, ReplyError
 from fedbn_flwr.privacy.ring import FixedPoint, split
 
 
@@ -56,6 +56,7 @@ def test_a_value_out_of_range_is_refused_by_name(value: float, message: str) -> 
     with pytest.raises(DataError, match=message) as error:
         FixedPoint(1024.0, 10.0).vector(values, 2.0)
     assert "1025" not in str(error.value), "the server reads it"
+    assert error.value.code == ("data" if np.isfinite(value) else NOT_FINITE)
 
 
 def test_a_range_without_a_digit_after_the_point_is_refused() -> None:

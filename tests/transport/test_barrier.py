@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedbn_flwr.batchnorm.sync import combine
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, EngineError
 from fedbn_flwr.transport import Barrier, Dropped, RetryStep, local_reducer, use_reducers
 
 
@@ -161,8 +161,8 @@ def test_nobody_is_late_because_the_process_was_paused(members, at_once, steps, 
 @pytest.mark.parametrize(
     ("tag", "tensor", "why"),
     [
-        ("mean/0", row(1, float("nan")), "sent a value that is not finite in exchange 'mean/0'"),
-        ("mean/0", row(1, float("inf")), "sent a value that is not finite in exchange 'mean/0'"),
+        ("mean/0", row(1, float("nan")), "[not-finite] sent a value that is not finite in exchange 'mean/0'"),
+        ("mean/0", row(1, float("inf")), "[not-finite] sent a value that is not finite in exchange 'mean/0'"),
         ("mean/0", row(1, 2, 3), "sent ('mean/0', (3,), torch.float64) where the others sent ('mean/0', (2,)"),
         ("mean/0", row(1, 2, dtype=torch.float32), "sent ('mean/0', (2,), torch.float32) where"),
         ("mean/1", row(1, 2), "sent ('mean/1', (2,), torch.float64) where"),
@@ -177,6 +177,7 @@ def test_an_unusable_tensor_drops_its_sender(members, at_once, steps, tag: str, 
         partial(steps, barrier.reducer(102), good),
     )
     assert isinstance(bad, Dropped)
+    assert bad.code == ("dropped" if torch.isfinite(tensor).all() else NOT_FINITE)
     assert barrier.dropped[100].startswith(why)
     for answers, union, _ in others:
         assert union == 3 + 4
@@ -245,7 +246,7 @@ def test_below_the_minimum_all_members_are_dropped(members, at_once, steps) -> N
     release = threading.Timer(0.1, partial(barrier.leave, 100, "was switched off"))
     release.start()
     done = at_once(*(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
-    assert [str(error) for error in done] == ["2 clients are left for the synchronised step, 3 needed"] * 2
+    assert [error.code for error in done] == [TOO_FEW_LEFT] * 2
     assert barrier.dropped == {100: "was switched off"}
 
 

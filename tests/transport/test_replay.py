@@ -11,7 +11,7 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.transport import Pending, Replay
+from fedbn_flwr.transport import NextExchange, Replay, StopStep
 
 MODEL = {"w": np.arange(3.0), "n": np.array(4)}
 
@@ -20,11 +20,15 @@ def test_a_replay_answers_from_the_log_and_stops_at_its_end() -> None:
     reducer = Replay({"mean/0": torch.ones(2)}, union_batch_size=9)
     assert reducer.begin() == 9
     assert torch.equal(reducer.reduce("mean/0", torch.zeros(2)), torch.ones(2))
-    with pytest.raises(Pending) as pending:
+    with pytest.raises(StopStep) as stop:
         reducer.reduce("variance/0", torch.full((2,), 5.0))
-    assert pending.value.tag == "variance/0"
-    assert torch.equal(pending.value.tensor, torch.full((2,), 5.0))
+    assert list(stop.value.exchange.tensors) == ["variance/0"]
+    assert torch.equal(stop.value.exchange.tensors["variance/0"], torch.full((2,), 5.0))
     reducer.close()
+    with pytest.raises(StopStep) as done:
+        Replay({}, union_batch_size=9, step_only=True).close()
+    assert done.value.exchange == NextExchange({})
+    assert not isinstance(done.value, Exception), "a user's `except Exception` lets it pass"
 
 
 @pytest.fixture
