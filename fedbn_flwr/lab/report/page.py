@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 __all__ = [
     "GENERATOR",
     "Block",
+    "Cell",
     "Code",
     "Facts",
     "Figure",
