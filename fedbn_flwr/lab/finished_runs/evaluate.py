@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -36,7 +37,7 @@ ADAPT = "adapt"
 """The BN whose statistics are re-estimated on the new inputs; no target is used."""
 
 _AS_SAVED, _REESTIMATED = "as saved", "re-estimated"
-_OWN = re.compile(r"own:(\d+)")
+_CLIENT = re.compile(r"own:(\d+)")
 _PARTS = {"train": "the training examples", "test": "the test examples", "all": "all examples"}
 
 
@@ -87,15 +88,18 @@ def evaluate_run(
         RunFolder.refuse_used(out)
     saved = load_model(run, _choice(bn))
     config = config_of_data(saved, data, bn)
-    found, notes = data_for_model(saved, config, {"class-names", "positive-values"} & data.keys())
-    examples = choose_examples(saved, config, found, part)
+    new_data, notes = data_for_model(saved, config, {"class-names", "positive-values"} & data.keys())
+    examples = choose_examples(saved, config, new_data, part)
     if names := examples.data.held_out_names:
         notes.append(f"without the held-out clients ({', '.join(names)})")
     what = "; ".join([saved.what, *notes, f"on {_PARTS[examples.part]}"])
     info = config.data_info()
-    of_run = filter(None, [saved.description.code_changed(), overlap(config, saved.config)])
-    warnings = [*of_run, *info.warnings, *examples.doubts()]
-    _log(info.notes, warnings)
+    about_run = [saved.description.code_changed(), overlap(config, saved.config)]
+    warnings = [*filter(None, about_run), *info.warnings, *examples.doubts()]
+    for note in info.notes:
+        logger.info("%s", note)
+    for warning in warnings:
+        logger.warning("%s", warning)
 
     model, task = on_device(saved.model, config), config.learning_task()
     everyone, groups = examples.everyone(), examples.groups()
@@ -121,18 +125,12 @@ def evaluate_run(
 def _choice(bn: str) -> Choice:
     if bn in ("", ADAPT, *TEST_BN_MODES):
         return Choice()
-    if own := _OWN.fullmatch(bn):
-        return Choice(client=int(own[1]))
+    if client := _CLIENT.fullmatch(bn):
+        return Choice(client=int(client[1]))
     if bn != "averaged":
         others = ", ".join([ADAPT, *TEST_BN_MODES])
         raise ConfigError(f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2), {others}, or no bn.")
     return Choice(averaged=True)
-
-
-def _log(notes: Sequence[str], warnings: Sequence[str]) -> None:
-    for level, texts in ((logging.INFO, notes), (logging.WARNING, warnings)):
-        for text in texts:
-            logger.log(level, "%s", text)
 
 
 def _statistics(model: nn.Module, config: Config, bn: str) -> dict[str, TestBN | None]:
@@ -144,8 +142,12 @@ def _statistics(model: nn.Module, config: Config, bn: str) -> dict[str, TestBN |
     by = config.test_bn_settings()
     if by and Part.STATISTICS not in split_state(model).part_of.values():
         raise ConfigError(f"bn={bn} needs BatchNorm with running statistics, and the model has none. Leave bn out.")
-    more: dict[str, TestBN | None] = {_REESTIMATED: None} if bn == ADAPT else {str(by): by} if by else {}
-    return {_AS_SAVED: None, **more}
+    statistics: dict[str, TestBN | None] = {_AS_SAVED: None}
+    if bn == ADAPT:
+        statistics[_REESTIMATED] = None
+    elif by:
+        statistics[str(by)] = by
+    return statistics
 
 
 def _reestimate(model: nn.Module, data: Batches, task: Task, saved: SavedModel) -> None:
@@ -160,17 +162,16 @@ def _reestimate(model: nn.Module, data: Batches, task: Task, saved: SavedModel) 
 
 
 def _write(out: Path, predictions: str, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    found = [{"data": r.data, "statistics": r.statistics, **dict(_numbers(r.result))} for r in rows]
+    results = [{"data": row.data, "statistics": row.statistics, **_numbers(row.result)} for row in rows]
     try:
         out.mkdir(parents=True, exist_ok=True)
         if predictions:
             write_atomically(out / "predictions.csv", predictions)
-        write_atomically(out / "metrics.json", json.dumps({**about, "results": found}, indent=2) + "\n")
+        write_atomically(out / "metrics.json", json.dumps({**about, "results": results}, indent=2) + "\n")
     except OSError as error:
         raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
 
 
-def _numbers(result: EvalResult) -> Iterator[tuple[str, float | None]]:
-    yield "examples", result.num_examples
-    for name, value in result.named().items():
-        yield name, value if value == value else None  # JSON has no NaN
+def _numbers(result: EvalResult) -> dict[str, float | None]:
+    numbers = {name: None if math.isnan(value) else value for name, value in result.named().items()}  # JSON has no NaN
+    return {"examples": result.num_examples, **numbers}

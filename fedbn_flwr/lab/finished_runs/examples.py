@@ -40,12 +40,13 @@ class _Joined:
 
     def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Return the examples at ascending positions."""
-        found, start = [], 0
+        batches, start = [], 0
         for subset in self.subsets:
-            own = positions[(positions >= start) & (positions < start + len(subset))] - start
-            found += [subset.batch(own, generator)] if len(own) else []
+            inside = positions[(positions >= start) & (positions < start + len(subset))]
+            if len(inside):
+                batches.append(subset.batch(inside - start, generator))
             start += len(subset)
-        inputs, targets = zip(*found, strict=True)
+        inputs, targets = zip(*batches, strict=True)
         return torch.cat(inputs), torch.cat(targets)
 
 
@@ -64,12 +65,12 @@ class ChosenExamples:
     Attributes:
         data: its held-out clients are those of the run if the data are those of the run.
         part: which examples of the data.
-        own: where they are in the user's files, for own data.
+        rows: where they are in the user's files, for own data.
     """
 
     data: PartitionedData
     part: DataPart
-    own: OwnRows | None
+    rows: OwnRows | None
 
     def everyone(self) -> Subset | _Joined:
         """Return the examples of all but held-out clients."""
@@ -77,32 +78,39 @@ class ChosenExamples:
 
     def groups(self) -> dict[str, Subset | _Joined]:
         """Return the examples of each group by name, those of held-out clients, too."""
-        found: dict[str, list[Subset]] = {}
+        groups: dict[str, list[Subset]] = {}
         for piece in self._pieces():
             for name, view in replace(piece, held_out=()).domain_views().items():
-                found.setdefault(name, []).append(view)
-        return {name: _joined(views) for name, views in found.items()}
+                groups.setdefault(name, []).append(view)
+        return {name: _joined(views) for name, views in groups.items()}
 
     def doubts(self) -> list[str]:
         """Return what looks wrong in the values of the inputs, of the first piece that has such."""
-        found = (doubtful_values(piece.dataset.test, scaled=bool(piece.dataset.mean)) for piece in self._pieces())
-        return next(filter(None, found), [])
+        for piece in self._pieces():
+            if doubts := doubtful_values(piece.dataset.test, scaled=bool(piece.dataset.mean)):
+                return doubts
+        return []
 
     def place(self) -> WhereInData:
         """Return where the examples of ``everyone`` are."""
         pieces = self._pieces()
         sizes = [len(piece.dataset.test) for piece in pieces]
-        rows = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-        if own := self.own:
-            rows = {"train": [own.train], "test": [own.test], "all": [own.train, own.test]}[self.part]
-        apart = [[tests for _, tests in piece.held_out] for piece in pieces]
-        kept = [np.delete(row, np.concatenate(held)) if held else row for row, held in zip(rows, apart, strict=True)]
-        return WhereInData(*(own.column, own.names) if own else ("index", range(sum(sizes))), np.concatenate(kept))
+        column: str = "index"
+        names: Sequence[int | str] = range(sum(sizes))
+        numbers = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+        if self.rows:
+            train, test = self.rows.train, self.rows.test
+            column, names = self.rows.column, self.rows.names
+            numbers = {"train": [train], "test": [test], "all": [train, test]}[self.part]
+        for at, piece in enumerate(pieces):
+            if piece.held_out:
+                numbers[at] = np.delete(numbers[at], np.concatenate([tests for _, tests in piece.held_out]))
+        return WhereInData(column, names, np.concatenate(numbers))
 
     def _pieces(self) -> list[PartitionedData]:
         """Return data whose test examples are the chosen ones; two for the training and the test examples."""
         test = self.data
-        held_out = tuple((own, own) for own, _ in test.held_out)
+        held_out = tuple((train, train) for train, _ in test.held_out)
         train = replace(test, dataset=replace(test.dataset, test=test.dataset.train), held_out=held_out)
         return {"train": [train], "test": [test], "all": [train, test]}[self.part]
 
@@ -125,10 +133,11 @@ def choose_examples(
     Raises:
         ConfigError: test examples of the run's data may be training examples of the run, as the data have changed.
     """
-    own = own_rows(config.own_data()) if is_own(config.dataset) else None
-    undivided = own is not None and not own.divided
+    rows = own_rows(config.own_data()) if is_own(config.dataset) else None
+    undivided = rows is not None and not rows.divided
     same = _location(config) == _location(saved.config)
-    part = part or ("all" if undivided and not same else "test")
+    if not part:
+        part = "all" if undivided and not same else "test"
     changed = same and has_other_data(saved.run, config)
     if undivided and part == "test" and changed:
         raise ConfigError(
@@ -138,7 +147,7 @@ def choose_examples(
         )
     if saved.config.held_out_clients and same and not changed:
         data = _with_held_out(data, saved.config, config)
-    return ChosenExamples(data, part, own)
+    return ChosenExamples(data, part, rows)
 
 
 def _with_held_out(data: PartitionedData, ran: Config, config: Config) -> PartitionedData:

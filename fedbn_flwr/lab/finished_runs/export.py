@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -139,7 +140,7 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, content)
         try:
-            check = _check(saved.model, _runner(format)(out), examples, given, what)
+            check = _check(saved.model, _LOADERS[format](out), examples, given, what)
             write_atomically(card, model_card(saved, data, out, format, check, folding, normalise))
         except BaseException:
             out.unlink(missing_ok=True)
@@ -171,14 +172,21 @@ def load_exported(path: str | Path) -> nn.Module:
     return with_normalise(model, taken.normalise() if about[_NORMALISED] == "true" else None)
 
 
+_LOADERS: dict[str, Callable[[Path], Any]] = {
+    "torch": load_exported,
+    "torch-export": run_torch_export,
+    "onnx": run_onnx,
+}
+"""By format, what returns the model of a file."""
+
+
 def _check_places(out: Path, card: Path, format: str) -> None:
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
-    problems = [
-        f"{path} is there; nothing is written over. Choose another {what}."
-        for path, what in ((out, "file"), (card, "folder: each exported model has its card beside it"))
-        if path.exists()
-    ]
+    problems = []
+    for path, what in ((out, "file"), (card, "folder: each exported model has its card beside it")):
+        if path.exists():
+            problems.append(f"{path} is there; nothing is written over. Choose another {what}.")
     if out.suffix != SUFFIXES[format]:
         problems.append(f"out={str(out)!r}: a file of format={format} ends in {SUFFIXES[format]}.")
     if problems:
@@ -192,16 +200,13 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, Tensor, str, PartitionedData | N
 
     Inputs are float32 (32, ...).
     """
-    count, config, taken = sum(_BATCHES), saved.config.model_copy(update={"device": "cpu"}), saved.description
-    why, data = "the data of the run are not here", None
-    try:
-        found = partitioned_data(config, count_clients(config))
-        if found.dataset.test.shape == taken.shape:
-            data = found
-        else:
-            why = "the data have changed since the run"
-    except (DataError, ConfigError):
-        pass
+    count, taken = sum(_BATCHES), saved.description
+    config = saved.config.model_copy(update={"device": "cpu"})
+    data, why = None, "the data of the run are not here"
+    with suppress(DataError, ConfigError):
+        data = partitioned_data(config, count_clients(config))
+    if data is not None and data.dataset.test.shape != taken.shape:
+        data, why = None, "the data have changed since the run"
     if data is not None and len(test := data.dataset.test):
         positions = torch.linspace(0, len(test) - 1, count).long()
         what = f"{min(count, len(test))} test examples of {dataset_name(config)}"
@@ -215,9 +220,11 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, Tensor, str, PartitionedData | N
 
 def _about(saved: SavedModel, folding: Folding | None, normalise: bool) -> dict[str, str]:
     """Return the metadata of the file."""
-    about = {"format": "pt", "model": saved.config.model, "what": saved.what}
-    about |= {MODEL_DESCRIPTION: saved.description.to_json()}
-    return about | {
+    return {
+        "format": "pt",
+        "model": saved.config.model,
+        "what": saved.what,
+        MODEL_DESCRIPTION: saved.description.to_json(),
         _FOLDED: json.dumps(bool(folding and (folding.folded or folding.baked))),
         _NORMALISED: json.dumps(normalise),
     }
@@ -238,23 +245,18 @@ def _encode(format: str, packed: nn.Module, model: nn.Module, example: Tensor, a
         ) from error
 
 
-def _runner(format: str) -> Callable[[Path], Callable[[Tensor], Tensor]]:
-    runners: dict[str, Callable[[Path], Any]] = {"torch": load_exported, "torch-export": run_torch_export}
-    return runners.get(format, run_onnx)
-
-
 @torch.no_grad()
 def _check(model: nn.Module, exported: Callable[[Tensor], Tensor], examples: Tensor, given: Tensor, what: str) -> Check:
     """Compare the outputs batch by batch; raise EngineError above the bound."""
     error = largest = 0.0
     prepared = inputs_for(model)
-    for own, raw in zip(torch.split(examples, _BATCHES), torch.split(given, _BATCHES), strict=True):
-        expected, found = model(prepared(own)), exported(raw)
+    for batch, raw in zip(torch.split(examples, _BATCHES), torch.split(given, _BATCHES), strict=True):
+        expected, outputs = model(prepared(batch)), exported(raw)
         if not expected.isfinite().all():
             raise StateError("the model's own outputs are not finite: it diverged. Export the model of another run.")
-        if found.shape != expected.shape:
-            raise EngineError(f"the file gives outputs {tuple(found.shape)}, the model {tuple(expected.shape)}.")
-        difference = float((found - expected).abs().max())
+        if outputs.shape != expected.shape:
+            raise EngineError(f"the file gives outputs {tuple(outputs.shape)}, the model {tuple(expected.shape)}.")
+        difference = float((outputs - expected).abs().max())
         error = difference if math.isnan(difference) else max(error, difference)
         largest = max(largest, float(expected.abs().max()))
     check = Check(what, error, largest)

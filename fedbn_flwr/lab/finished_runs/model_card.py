@@ -1,13 +1,14 @@
-"""``MODEL_CARD.md``: what an exported model is, how it was made and tested, and how to use it."""
+"""``MODEL_CARD.md``: what an exported model is, how it was made and tested, and how to use it; a template of Jinja2."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fedbn_flwr.lab.config import CENTRALIZED, Config, Scalar
 from fedbn_flwr.lab.data import partition_table
@@ -28,20 +29,12 @@ __all__ = ["CARD", "dataset_name", "model_card"]
 CARD = "MODEL_CARD.md"
 
 _PACKAGES = {"torch": (), "torch-export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
-_USE = {
-    "torch": """from fedbn_flwr.lab.finished_runs.export import load_exported
-
-model = load_exported("{name}")
-logits = model(inputs)""",
-    "torch-export": """import torch
-
-model = torch.export.load("{name}").module()
-logits = model(inputs)""",
-    "onnx": """import onnxruntime
-
-session = onnxruntime.InferenceSession("{name}")
-(logits,) = session.run(["output"], {{"input": inputs}})""",
-}
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    trim_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+)
 
 
 def model_card(
@@ -64,40 +57,40 @@ def model_card(
         folding: what was folded, if anything.
         normalise: whether the normalisation is in the file.
     """
-    config = saved.config
-    content = file.read_bytes()
-    sections = [
-        f"# {config.model}, trained on {dataset_name(config)} with {config.title}",
-        _list(
-            {
-                "file": f"`{file.name}`, {format}, {len(content):,} bytes",
-                "SHA-256 of the file": f"`{hashlib.sha256(content).hexdigest()}`",
-                "model": f"{config.model}, norm={config.norm}",
-                "what it is": saved.what,
-                "check": f"{check}",
-                **({"folded": "; ".join(folding.lines())} if folding else {}),
-            }
-        ),
-        "## Use",
-        f"```python\n{_USE[format].format(name=file.name)}\n```",
-        _list(dict(_inputs(saved, format, normalise))),
-        "## Training",
-        _list(dict(_training(saved))),
-        "## Data",
-        *_data(saved, data),
-        "## Metrics",
-        *_metrics(saved.run),
-        "## Versions and settings",
-        _list({name: found for name, found in versions(*_PACKAGES[format]).items() if found != "not installed"}),
-        f"```yaml\n{yaml.safe_dump(_without_places(config), sort_keys=False).strip()}\n```",
-    ]
-    return "\n\n".join(sections) + "\n"
+    config, content = saved.config, file.read_bytes()
+    about_file = {
+        "file": f"`{file.name}`, {format}, {len(content):,} bytes",
+        "SHA-256 of the file": f"`{hashlib.sha256(content).hexdigest()}`",
+        "model": f"{config.model}, norm={config.norm}",
+        "what it is": saved.what,
+        "check": check,
+    }
+    if folding:
+        about_file["folded"] = "; ".join(folding.lines())
+    tables, about_counts = _counts(saved, data)
+    packages = versions(*_PACKAGES[format])
+    return _TEMPLATES.get_template("model_card.md.jinja").render(
+        config=config,
+        data_name=dataset_name(config),
+        format=format,
+        file=file.name,
+        about_file=about_file,
+        inputs=dict(_inputs(saved, format, normalise)),
+        training=dict(_training(saved)),
+        tables=tables,
+        about_counts=about_counts,
+        partition_table=partition_table,
+        run=saved.run.name,
+        versions={name: version for name, version in packages.items() if version != "not installed"},
+        settings=yaml.safe_dump(_without_places(config), sort_keys=False).strip(),
+        **_metrics(saved.run),
+    )
 
 
 def _without_places(config: Config) -> dict[str, Scalar]:
     """Return the settings without folders of the machine that did the run."""
-    found = {key: value for key, value in config.to_mapping().items() if key not in PLACES}
-    return {**found, "dataset": dataset_name(config), "init": Path(config.init).name}
+    settings = {key: value for key, value in config.to_mapping().items() if key not in PLACES}
+    return {**settings, "dataset": dataset_name(config), "init": Path(config.init).name}
 
 
 def dataset_name(config: Config) -> str:
@@ -106,19 +99,16 @@ def dataset_name(config: Config) -> str:
     return f"{kind}{colon}{Path(path).name}"
 
 
-def _list(items: Mapping[str, Any]) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in items.items())
-
-
 def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[str, str]]:
     """Yield what the model takes and gives."""
     taken = saved.description
     shape = f"({', '.join(['N', *map(str, taken.shape)])}), any number N"
-    own = not taken.mean and saved.config.standardise == "local"
-    values = "pixels 0 to 255" if taken.as_bytes else "as the data hold them"
-    values += "; NaN where a value is missing, which becomes the mean" if taken.normalise().missing else ""
-    if normalise and not own:
-        yield "inputs", f"float32{' or uint8' if format == 'torch' and taken.as_bytes else ''} {shape}; {values}"
+    scaled_by_client = not taken.mean and saved.config.standardise == "local"
+    if normalise and not scaled_by_client:
+        types = "float32 or uint8" if format == "torch" and taken.as_bytes else "float32"
+        values = "pixels 0 to 255" if taken.as_bytes else "as the data hold them"
+        missing = "; NaN where a value is missing, which becomes the mean" if taken.normalise().missing else ""
+        yield "inputs", f"{types} {shape}; {values}{missing}"
     else:
         yield "inputs", f"float32 {shape}; normalised before the model"
     if taken.mean:
@@ -126,32 +116,29 @@ def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[s
         mean, std = ([round(value, 6) for value in values] for values in (taken.mean, taken.std))
         where = "in" if normalise else "not in"
         yield f"normalisation, {where} the file", f"({x} - mean) / std, mean {mean}, std {std} per {what}"
-    elif own:
-        yield (
-            "normalisation, not in the file",
-            (
-                "each client's inputs with its own mean and std (standardise=local), "
-                "other data with the mean and std of theirs"
-            ),
+    elif scaled_by_client:
+        text = (
+            "each client's inputs with its own mean and std (standardise=local), other data with the mean and std of "
+            "theirs"
         )
+        yield "normalisation, not in the file", text
     if taken.features:
         yield "features, in this order", ", ".join(taken.features)
     yield "outputs", "float32 (N, outputs, ...), logits before any softmax or sigmoid; numbers for a regression"
-    if names := taken.classes:
-        yield "classes", ", ".join(f"{number} = {name}" for number, name in enumerate(names))
+    if taken.classes:
+        yield "classes", ", ".join(f"{number} = {name}" for number, name in enumerate(taken.classes))
 
 
 def _training(saved: SavedModel) -> Iterator[tuple[str, Any]]:
-    config = saved.config
+    config, summary = saved.config, read_json(saved.run / "summary.json")
     yield "method", config.title
     if config.strategy != CENTRALIZED:
-        own = {name.replace("_", "-") for name in config.method().Params.model_fields} & {*config.keys("methods")}
-        if settings := [f"{key}={value}" for key, value in config.to_mapping().items() if key in own]:
+        of_method = {name.replace("_", "-") for name in config.method().Params.model_fields} & {*config.keys("methods")}
+        if settings := [f"{key}={value}" for key, value in config.to_mapping().items() if key in of_method]:
             yield "settings of the method", ", ".join(settings)
-    summary = read_json(saved.run / "summary.json")
-    rounds = summary.get("rounds", f"{config.num_server_rounds} (from the settings)")
     if privacy := summary.get("privacy"):
         yield "privacy", privacy["guarantee"]
+    rounds = summary.get("rounds", f"{config.num_server_rounds} (from the settings)")
     best = summary.get("best-validation", {}).get("round")
     yield "rounds", f"{rounds}, the model is that of round {best}" if best else rounds
     yield "clients", config.num_clients or "as many as the federation had"
@@ -161,24 +148,18 @@ def _training(saved: SavedModel) -> Iterator[tuple[str, Any]]:
     yield "SHA-256 of the run's final state", f"`{saved.about.get('sha256', 'not recorded')}`"
 
 
-def _data(saved: SavedModel, data: PartitionedData | None) -> Iterator[str]:
-    config = saved.config
-    yield _list({"data set": dataset_name(config), "split over the clients": config.partition})
-    if config.protected:
-        yield "The counts of the clients are left out, because the run protects their data."
-        return
+def _counts(saved: SavedModel, data: PartitionedData | None) -> tuple[Sequence[Any], str]:
+    """Return the counts of the clients by class or domain, and the last line about the data."""
+    if saved.config.protected:
+        return (), "The counts of the clients are left out, because the run protects their data."
     if data is None:
-        yield "The data of the run are not where this card was written, so there are no counts here."
-        return
+        return (), "The data of the run are not where this card was written, so there are no counts here."
     if _changed(saved, data):
-        yield "The data have changed since the run, so there are no counts here."
-        return
-    for table in count_split(config.model_copy(update={"device": "cpu"})):
-        yield f"{table.of.capitalize()} examples by {table.what}, one row per client:"
-        yield f"```text\n{partition_table(table.counts, table.names)}\n```"
-    apart = sum(len(tests) for _, tests in data.held_out)
-    more = f", and {apart} of the held-out clients ({', '.join(data.held_out_names)})" if apart else ""
-    yield f"{len(data.test_view())} test examples{more}."
+        return (), "The data have changed since the run, so there are no counts here."
+    held_out = sum(len(tests) for _, tests in data.held_out)
+    more = f", and {held_out} of the held-out clients ({', '.join(data.held_out_names)})" if held_out else ""
+    tables = count_split(saved.config.model_copy(update={"device": "cpu"}))
+    return tables, f"{len(data.test_view())} test examples{more}."
 
 
 def _changed(saved: SavedModel, data: PartitionedData) -> bool:
@@ -190,30 +171,28 @@ def _changed(saved: SavedModel, data: PartitionedData) -> bool:
     return any(before.get(key) != value for key, value in now.items() if "examples" in key)
 
 
-def _metrics(run: Path) -> Iterator[str]:
-    summary, lines = read_json(run / "summary.json"), read_metrics(run / "metrics.jsonl")
+def _metrics(run: Path) -> dict[str, Any]:
+    """Return the result of the run and its tables; nothing without ``summary.json``."""
+    summary = read_json(run / "summary.json")
     if not summary:
-        yield f"summary.json is not in {run.name}: whoever did the run has the metrics."
-        return
-    final = {key: value for key, value in summary["final"].items() if isinstance(value, (int, float))}
-    line = next((line for line in lines if line["round"] == final.get("round")), {})
-    told = summary.get("definitions", {})
-    yield f"After round {final.pop('round', '?')}:"
-    yield _table(["metric", "value", "definition"], [[key, _shown(v), told.get(key, "")] for key, v in final.items()])
-    for metric, values in summary["final"].get("domains", {}).items():
-        yield f"{metric} by domain:"
-        yield _table(list(values), [[_shown(value) for value in values.values()]])
-    tested: dict[str, dict[str, Any]] = line.get("clients", {})
+        return {"final": {}}
+    final, definitions = summary["final"], summary.get("definitions", {})
+    lines = read_metrics(run / "metrics.jsonl")
+    tested = next((line.get("clients", {}) for line in lines if line["round"] == final.get("round")), {})
     names = sorted({name for metrics in tested.values() for name in metrics if name.startswith(("own-", "global-"))})
-    if tested:
-        yield "By client, each on its own test data (`own-`) or on the whole test set (`global-`):"
-        rows = [[client, *(_shown(metrics.get(name)) for name in names)] for client, metrics in tested.items()]
-        yield _table(["client", *names], rows)
+    metrics = [
+        (name, _shown(value), definitions.get(name, ""))
+        for name, value in final.items()
+        if isinstance(value, (int, float)) and name != "round"
+    ]
+    by_client = [[client, *(_shown(of_client.get(name)) for name in names)] for client, of_client in tested.items()]
+    return {"final": final, "metrics": metrics, "names_by_client": names, "by_client": by_client}
 
 
 def _shown(value: Any) -> str:
-    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+_TEMPLATES.filters["shown"] = _shown

@@ -20,13 +20,33 @@ __all__ = ["config_of_data", "data_for_model"]
 
 # Settings of a run that the model and its inputs depend on; all others are those of the new data.
 _OF_THE_MODEL = (
-    *("norm", "norm-groups", "wsconv-gain", "activation", "renorm-rmax", "renorm-dmax", "model"),
-    *("bn-momentum", "memory-format", "seed"),
+    "norm",
+    "norm-groups",
+    "wsconv-gain",
+    "activation",
+    "renorm-rmax",
+    "renorm-dmax",
+    "model",
+    "bn-momentum",
+    "memory-format",
+    "seed",
 )
 # Settings that say how data are read: those of the run, unless the new data have others.
 _OF_READING = (
-    *("task", "metrics", "label-column", "client-column", "group-column", "split-column", "feature-columns"),
-    *("positive-values", "class-names", "missing", "skip-unreadable", "test-share", "cache-gib", "data-workers"),
+    "task",
+    "metrics",
+    "label-column",
+    "client-column",
+    "group-column",
+    "split-column",
+    "feature-columns",
+    "positive-values",
+    "class-names",
+    "missing",
+    "skip-unreadable",
+    "test-share",
+    "cache-gib",
+    "data-workers",
 )
 _OF_TEST_BN = ("test-bn-prior", "test-bn-alpha", "test-bn-tau", "test-bn-batch-size")
 _OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_TEST_BN, *_OF_READING)
@@ -57,11 +77,13 @@ def config_of_data(saved: SavedModel, data: Mapping[str, Any], bn: str) -> Confi
     if dataset.startswith("csv:") and (path := dataset.removeprefix("csv:")):
         columns = table_columns(OwnData(*OwnData.parse(dataset)))
         absent = [key for key in _COLUMNS if shared.get(key) not in columns]
-        absent += ["client-column"] if Path(path).is_dir() else []  # each table is a client's
+        if Path(path).is_dir():  # each table is a client's
+            absent.append("client-column")
         shared = {key: value for key, value in shared.items() if key not in absent}
-    own = {"partition": "iid", "num-clients": 1, **data}
-    own |= {"test-bn": bn, "eval-on": f"global{TEST_BN}"} if bn in TEST_BN_MODES else {}
-    return Config.make_of_shared(shared, own)[0]
+    settings = {"partition": "iid", "num-clients": 1, **data}
+    if bn in TEST_BN_MODES:
+        settings |= {"test-bn": bn, "eval-on": f"global{TEST_BN}"}
+    return Config.make_of_shared(shared, settings)[0]
 
 
 def data_for_model(saved: SavedModel, config: Config, stated: Collection[str]) -> tuple[PartitionedData, list[str]]:

@@ -23,10 +23,10 @@ class LastOutputs:
     def __init__(self, model: nn.Module, wanted: bool) -> None:
         self.wanted = wanted
         self._model = model
-        self._found: list[Tensor] = []
+        self._outputs: list[Tensor] = []
 
     def __enter__(self) -> None:
-        self._found = []
+        self._outputs = []
         self._handle = self._model.register_forward_hook(self._note)
 
     def __exit__(self, *error: object) -> None:
@@ -34,11 +34,11 @@ class LastOutputs:
 
     def _note(self, model: nn.Module, inputs: Any, output: Tensor) -> None:
         if self.wanted:
-            self._found.append(output.cpu())
+            self._outputs.append(output.cpu())
 
     def last(self, count: int) -> Tensor:
         """Return those of the last ``count`` examples, (count, ...); those of a pass for statistics come before."""
-        return torch.cat(self._found)[-count:]
+        return torch.cat(self._outputs)[-count:]
 
 
 def predictions_csv(outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[str], place: WhereInData) -> str:
@@ -53,18 +53,16 @@ def predictions_csv(outputs: Tensor, targets: Tensor, task: Task, classes: Seque
     else:
         values |= {"prediction": outputs.argmax(1, keepdim=True), "probability": outputs.softmax(1)}
     columns = [classes[k] if k < len(classes) else str(k) for k in range(outputs.shape[1])]
-    names = [
-        kind if value.shape[1] == 1 else f"{kind}-{name}"
-        for kind, value in values.items()
-        for name in columns[: value.shape[1]]
-    ]
+    names = []
+    for kind, value in values.items():
+        names += [kind] if value.shape[1] == 1 else [f"{kind}-{name}" for name in columns[: value.shape[1]]]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([place.column, *names])
-    rows = list(zip(*(value.tolist() for value in values.values()), strict=True))
+    columns_of_numbers = [column for value in values.values() for column in value.T.tolist()]
+    rows = list(zip(*columns_of_numbers, strict=True))
     for at in np.argsort(place.numbers).tolist():
-        name = place.names[place.numbers[at]]
-        writer.writerow([name, *(_shown(value) for part in rows[at] for value in part)])
+        writer.writerow([place.names[place.numbers[at]], *map(_shown, rows[at])])
     return text.getvalue()
 
 

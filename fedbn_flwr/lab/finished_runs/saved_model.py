@@ -133,8 +133,10 @@ def _state(
     for part in Part:
         if parts.select([part]) and (text := about.get(part, GLOBAL)) != GLOBAL:
             notes.setdefault(text, []).append(part)
-    what = ["the global model", *(f"its {', '.join(names)} entries: {text}" for text, names in notes.items())]
-    return global_state(run), "; ".join(what)
+    what = "the global model"
+    for text, names in notes.items():
+        what += f"; its {', '.join(names)} entries: {text}"
+    return global_state(run), what
 
 
 def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None:

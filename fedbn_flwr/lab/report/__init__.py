@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -54,17 +55,17 @@ def follow_report(folder: Path, out: Path | None = None, *, wait: Callable[[floa
     Raises:
         ConfigError: as for ``write_report``.
     """
-    target, seen, finished, took = _target(folder, out), None, False, 0.0
+    target, shown, finished, seconds = _target(folder, out), None, False, 0.0
     try:
         while True:
-            now = _state(folder)
-            if now != seen:
+            state = _state(folder)
+            if state != shown:
                 begun = time.monotonic()
-                finished = _write(folder, target, live=_INTERVAL)[1]
-                seen, took = now, time.monotonic() - begun
+                _, finished = _write(folder, target, live=_INTERVAL)
+                shown, seconds = state, time.monotonic() - begun
             if finished and not is_locked(folder):  # a sweep may repeat what has failed
                 break
-            wait(max(_INTERVAL, _SHARE * took))
+            wait(max(_INTERVAL, _SHARE * seconds))
     finally:
         _write(folder, target, live=0)
     return target
@@ -107,12 +108,12 @@ def _target(folder: Path, out: Path | None) -> Path:
 
 def _state(folder: Path) -> list[tuple[str, int, int]]:
     """Return what tells that a folder has changed: times and sizes of its text files, those of its runs included."""
-    names = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
-    found = []
-    for name in sorted(name for name in names if name.endswith((".json", ".jsonl"))):
-        try:
-            about = os.stat(name)
-        except OSError:  # a temporary file, renamed since; os.walk passes over a folder that is
-            continue
-        found.append((name, about.st_mtime_ns, about.st_size))
-    return found
+    state = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            with suppress(OSError):  # a temporary file, renamed since; os.walk passes over a folder that is
+                if name.endswith((".json", ".jsonl")):
+                    about = os.stat(path)
+                    state.append((path, about.st_mtime_ns, about.st_size))
+    return sorted(state)

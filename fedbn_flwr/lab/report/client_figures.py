@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.lab.report.figures import bars
+from fedbn_flwr.lab.report.figures import Drawing, bars_of
 from fedbn_flwr.lab.report.page import Figure, Section, Table
 from fedbn_flwr.lab.report.run_files import RunFiles
-from fedbn_flwr.lab.report.shown import in_percent, metric, scaled, unit_of
+from fedbn_flwr.lab.report.shown import metric, scaled, with_unit_of
+from fedbn_flwr.lab.studies.numbers import with_std
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.training.tasks import quantity_of
 
@@ -26,76 +27,76 @@ def domains_section(run: RunFiles) -> Section | None:
     domains: Mapping[str, Mapping[str, float | None]] = run.final.get("domains") or last.get("domains") or {}
     if not domains:
         return None
-    main = [key for key in domains if key == run.headline] or list(domains)
-    quantity = quantity_of(main[0])
-    shown = {key: values for key, values in domains.items() if quantity_of(key) == quantity}
-    groups = {key: {name: scaled(key, value) for name, value in values.items()} for key, values in shown.items()}
+    quantity = quantity_of(run.headline if run.headline in domains else next(iter(domains)))
+    groups = {key: _scaled(key, values) for key, values in domains.items() if quantity_of(key) == quantity}
     names = list(dict.fromkeys(name for values in domains.values() for name in values))
     rows = [[name, *(metric(key, values.get(name)) for key, values in domains.items())] for name in names]
-    numbers = Table(["domain", *(f"{key}{unit_of(key)}" for key in domains)], rows)
-    round_of = run.final.get("round", last.get("round"))
-    label = f"Bars of {', '.join(shown)} for each of {len(names)} domains: {_sentence(groups)}."
-    drawing = bars(groups, f"{quantity}{unit_of(quantity)}", ".1f" if in_percent(quantity) else ".3f")
-    return Section("domains", "Domains", [Figure(drawing, label, f"By domain, round {round_of}", numbers)])
+    numbers = Table(["domain", *map(with_unit_of, domains)], rows)
+    label = f"Bars of {', '.join(groups)} for each of {len(names)} domains: {_sentence(groups)}."
+    title = f"By domain, round {run.final.get('round', last.get('round'))}"
+    return Section("domains", "Domains", [Figure(bars_of(groups, quantity), label, title, numbers)])
 
 
 def clients_section(run: RunFiles) -> Section | None:
     """Return the clients' own tests of the last tested round; None where clients do not test."""
-    wanted = run.final.get("round")
-    tested = [line for line in run.lines if line.get("clients")]
-    line = next((line for line in tested if line["round"] == wanted), tested[-1] if tested else None)
-    if line is None:
+    tested = {line["round"]: line["clients"] for line in run.lines if line.get("clients")}
+    if not tested:
         return None
-    tests: Mapping[str, Mapping[str, Any]] = line["clients"]
-    numbers = sorted(tests, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
-    score = run.headline.removeprefix("personal-") if run.headline.startswith("personal-") else ""
-    keys = list(dict.fromkeys(key for metrics in tests.values() for key in metrics if key.startswith(_TESTED)))
-    keys = [key for key in keys if not key.endswith(NUM_EXAMPLES)]
-    if not keys:
+    number = run.final.get("round")
+    number = number if number in tested else max(tested)
+    tests: Mapping[str, Mapping[str, Any]] = tested[number]
+    keys = dict.fromkeys(key for metrics in tests.values() for key in metrics)
+    counts = [key for key in (f"own-{NUM_EXAMPLES}", f"{VALIDATION}-{NUM_EXAMPLES}") if key in keys]
+    metrics = [key for key in keys if key.startswith(_TESTED) and not key.endswith(NUM_EXAMPLES)]
+    if not metrics:
         return None
-    score = score if score in keys else next((key for key in keys if not key.endswith("-loss")), keys[0])
+    score = run.headline.removeprefix("personal-")
+    if score == run.headline or score not in metrics:
+        score = next((key for key in metrics if not key.endswith("-loss")), metrics[0])
     quantity = quantity_of(score)
-    alike = [score, *(key for key in keys if key != score and quantity_of(key) == quantity)]
-    named = _client_names(run)
-    labels = {name: named.get(name, f"client {name}") for name in numbers}
-    groups = {key: {labels[n]: scaled(key, tests[n].get(key)) for n in numbers} for key in alike}
-    counts = [
-        key for key in (f"own-{NUM_EXAMPLES}", f"{VALIDATION}-{NUM_EXAMPLES}") if any(key in m for m in tests.values())
-    ]
-    rows = [
-        [
-            labels[name],
-            *(metric(key, tests[name].get(key)) for key in keys),
-            *(f"{tests[name].get(key, 0):.0f}" for key in counts),
-        ]
-        for name in numbers
-    ]
-    head = ["client", *(f"{key}{unit_of(key)}" for key in keys), *(key.replace("-num-", " ") for key in counts)]
-    title = f"By client, round {line['round']}"
-    if len(numbers) > _MOST_BARS:
-        values = [value for value in groups[score].values() if value is not None]
-        low, high = (min(values), max(values)) if values else (0.0, 0.0)
-        label = f"Histogram of {score} over {len(numbers)} clients, from {low:.2f} to {high:.2f}."
-        drawing = _histogram(values, f"{score}{unit_of(score)}")
+    rows, groups = [], {key: dict[str, float | None]() for key in metrics if quantity_of(key) == quantity}
+    groups = {score: groups[score], **groups}  # it comes first
+    names = {str(at): name for at, name in enumerate(run.json("split.json").get("clients", ()))}
+    for client in sorted(tests, key=_numbers_first):
+        values, name = tests[client], names.get(client, client)
+        label = f"client {client}" if name == client else name
+        shown = [metric(key, values.get(key)) for key in metrics]
+        rows.append([label, *shown, *(f"{values.get(key, 0):.0f}" for key in counts)])
+        for key, group in groups.items():
+            group[label] = scaled(key, values.get(key))
+    head = ["client", *map(with_unit_of, metrics), *(key.replace("-num-", " ") for key in counts)]
+    if len(tests) > _MOST_BARS:
+        known = [value for value in groups[score].values() if value is not None]
+        low, high = (min(known), max(known)) if known else (0.0, 0.0)
+        label = f"Histogram of {score} over {len(tests)} clients, from {low:.2f} to {high:.2f}."
+        drawing = _histogram(known, with_unit_of(score))
     else:
-        label = f"Bars of {', '.join(alike)} for each of {len(numbers)} clients: {_sentence({score: groups[score]})}."
-        drawing = bars(groups, f"{quantity}{unit_of(quantity)}", ".1f" if in_percent(quantity) else ".3f")
+        label = f"Bars of {', '.join(groups)} for each of {len(tests)} clients: {_sentence({score: groups[score]})}."
+        drawing = bars_of(groups, quantity)
+    title = f"By client, round {number}"
     return Section("clients", "Clients", [Figure(drawing, label, title, Table(head, rows))])
 
 
-def _histogram(values: Sequence[float], title: str) -> dict[str, Any]:
-    trace = {"type": "histogram", "x": list(values), "nbinsx": 30, "marker": {"color": "--c0"}}
-    trace["hovertemplate"] = "%{x}: %{y} clients<extra></extra>"
+def _numbers_first(name: str) -> tuple[bool, int, str]:
+    return not name.isdigit(), int(name) if name.isdigit() else 0, name
+
+
+def _histogram(values: Sequence[float], title: str) -> Drawing:
+    trace = {
+        "type": "histogram",
+        "x": list(values),
+        "nbinsx": 30,
+        "marker": {"color": "--c0"},
+        "hovertemplate": "%{x}: %{y} clients<extra></extra>",
+    }
     layout = {"xaxis": {"title": {"text": title}}, "yaxis": {"title": {"text": "clients"}}, "bargap": 0.05}
     return {"data": [trace], "layout": layout, "height": 300}
 
 
-def _client_names(run: RunFiles) -> dict[str, str]:
-    names = run.json("split.json").get("clients", [])
-    return {str(at): name for at, name in enumerate(names) if name != str(at)}
+def _scaled(key: str, values: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {name: scaled(key, value) for name, value in values.items()}
 
 
 def _sentence(groups: Mapping[str, Mapping[str, float | None]]) -> str:
-    return "; ".join(
-        f"{name} {'-' if value is None else format(value, '.2f')}" for v in groups.values() for name, value in v.items()
-    )
+    values = [pair for group in groups.values() for pair in group.items()]
+    return "; ".join(f"{name} {with_std(value, None, '.2f')}" for name, value in values)

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 from fedbn_flwr.lab.output.definitions import CLIENTS, HELD_OUT
-from fedbn_flwr.lab.report.figures import BYTES, EXCHANGES, ROUNDS, Mark, Series, curves
+from fedbn_flwr.lab.report.figures import ROUNDS, UNITS, Mark, Series, curves
 from fedbn_flwr.lab.report.page import Figure, Section, Switch, Table, Text
 from fedbn_flwr.lab.report.run_files import RunFiles
-from fedbn_flwr.lab.report.shown import MEANS, metric, scaled, thinned, title_of, unit_of
+from fedbn_flwr.lab.report.shown import MEANS, metric, scaled, thinned, title_of, with_unit_of
+from fedbn_flwr.lab.studies.rows import grouped
 from fedbn_flwr.messages.protocol import VALIDATION
 from fedbn_flwr.training.tasks import quantity_of
 
-__all__ = ["UNITS", "curves_section", "marks", "test_of"]
+__all__ = ["SWITCH", "by_round", "curves_section", "marks", "test_of"]
 
-UNITS = ((ROUNDS, "rounds"), (EXCHANGES, "exchanges"), (BYTES, "bytes"))
+SWITCH = Switch([(unit, unit) for unit in UNITS])
 _TESTS = ("test-", "personal-", f"{VALIDATION}-", f"{HELD_OUT}-", "train-")
 
 
 def curves_section(run: RunFiles) -> Section:
     """Return a figure for each quantity: the main one first, the loss last."""
-    keys = list(dict.fromkeys(key for line in run.lines for key in line if key.startswith(_TESTS)))
-    keys = [key for key in keys if not key.endswith((CLIENTS, *MEANS))]
-    quantities: dict[str, list[str]] = {}
-    for key in sorted(keys, key=lambda key: [key.startswith(prefix) for prefix in _TESTS].index(True)):
-        quantities.setdefault(quantity_of(key), []).append(key)
+    keys = dict.fromkeys(key for line in run.lines for key in line if not key.endswith((CLIENTS, *MEANS)))
+    in_order = [key for test in _TESTS for key in keys if key.startswith(test)]
+    quantities = grouped(in_order, quantity_of)
+    if not quantities:
+        return Section("curves", "Curves", [Text(run.lost or "No round is finished yet.")])
     main = quantity_of(run.headline)
     ordered = sorted(quantities, key=lambda name: (name != main, name == "loss", name))
+    text = "Exchanges and bytes are those of training: one broadcast counts once, and bytes are those of floats."
     figures = [_curves(run, name, quantities[name]) for name in ordered]
-    if not figures:
-        return Section("curves", "Curves", [Text(run.lost or "No round is finished yet.")])
-    note = Text(
-        "Exchanges and bytes are those of training: one broadcast counts once, and bytes are those of floats.", "note"
-    )
-    return Section("curves", "Curves", [Switch(UNITS), *figures, note])
+    return Section("curves", "Curves", [SWITCH, *figures, Text(text, "note")])
 
 
 def test_of(key: str) -> str:
@@ -42,35 +40,35 @@ def test_of(key: str) -> str:
 
 
 def _curves(run: RunFiles, quantity: str, keys: Sequence[str]) -> Figure:
-    series = [
-        Series(
-            name=test_of(key),
-            over=run.over,
-            values=[scaled(key, line.get(key)) for line in run.lines],
-            style=at,
-        )
-        for at, key in enumerate(keys)
-    ]
-    shown = [line for line in run.lines if any(line.get(key) is not None for key in keys)]
-    head = ["round", *(one.name for one in series)]
-    rows = [[str(line["round"]), *(metric(key, line.get(key)) for key in keys)] for line in thinned(shown)]
-    left = len(shown) - len(rows)
-    caption = f"{quantity}{unit_of(quantity)} by round" + (f"; {left} rounds in between are left out" if left else "")
-    last = ", ".join(f"{one.name} {metric(key, run.final.get(key))}" for one, key in zip(series, keys, strict=True))
-    label = f"Curves of {quantity}{unit_of(quantity)} over {len(run.lines)} rounds. Last values: {last}."
-    drawing = curves(series, f"{quantity}{unit_of(quantity)}", marks(run))
-    return Figure(drawing, label, title_of(quantity), Table(head, rows, caption))
+    name = with_unit_of(quantity)
+    series = []
+    for style, key in enumerate(keys):
+        series.append(Series(test_of(key), run.over, [scaled(key, line.get(key)) for line in run.lines], style))
+    tested = [line for line in run.lines if any(line.get(key) is not None for key in keys)]
+    rows = [[str(line["round"]), *(metric(key, line.get(key)) for key in keys)] for line in thinned(tested)]
+    left_out = len(tested) - len(rows)
+    caption = f"{name} by round" + (f"; {left_out} rounds in between are left out" if left_out else "")
+    last = ", ".join(f"{test_of(key)} {metric(key, run.final.get(key))}" for key in keys)
+    label = f"Curves of {name} over {len(run.lines)} rounds. Last values: {last}."
+    numbers = Table(["round", *map(test_of, keys)], rows, caption)
+    return Figure(curves(series, name, marks(run)), label, title_of(quantity), numbers)
+
+
+def by_round(series: Sequence[Series], shown: Callable[[float | None], str]) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of a table of curves, a row for each round; of many rounds some are left out."""
+    columns = [dict(zip(curve.over[ROUNDS], curve.values, strict=True)) for curve in series]
+    rounds = thinned(sorted({server_round or 0 for column in columns for server_round in column}))
+    rows = [[str(server_round), *(shown(column.get(server_round)) for column in columns)] for server_round in rounds]
+    return ["round", *(curve.name for curve in series)], rows
 
 
 def marks(run: RunFiles) -> list[Mark]:
     """Return a line after the last round of each phase, where the phase changes, and one at a divergence."""
-    found = []
-    for at, (line, after) in enumerate(zip(run.lines, run.lines[1:], strict=False)):
+    names = {}
+    for at, (line, after) in enumerate(itertools.pairwise(run.lines)):
         if line.get("phase") != after.get("phase"):
             frozen = after.get("phase") == "frozen"
-            name = f"T* = {line['round']}" if frozen else f"{after.get('phase')} from {after['round']}"
-            found.append(Mark(name, {unit: places[at] for unit, places in run.over.items()}))
-    since = next((at for at, line in enumerate(run.lines) if "diverged" in line), None)
-    if since is not None:
-        found.append(Mark("diverged", {unit: places[since] for unit, places in run.over.items()}))
-    return found
+            names[at] = f"T* = {line['round']}" if frozen else f"{after.get('phase')} from {after['round']}"
+    ends = [Mark(name, {unit: places[at] for unit, places in run.over.items()}) for at, name in names.items()]
+    first = [at for at, line in enumerate(run.lines) if "diverged" in line][:1]
+    return ends + [Mark("diverged", {unit: places[at] for unit, places in run.over.items()}) for at in first]

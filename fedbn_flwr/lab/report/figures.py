@@ -8,12 +8,13 @@ Names come from users. Plotly reads a few tags in texts, so names are escaped he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import zip_longest
 from typing import Any
 
-from fedbn_flwr.lab.report.shown import thinned
+from fedbn_flwr.lab.report.shown import in_percent, thinned, with_unit_of
 from fedbn_flwr.lab.studies.numbers import with_std
 
 __all__ = [
@@ -25,7 +26,7 @@ __all__ = [
     "Drawing",
     "Mark",
     "Series",
-    "bars",
+    "bars_of",
     "curves",
     "dots",
     "heatmap",
@@ -36,6 +37,7 @@ UNITS = {ROUNDS: "server round", EXCHANGES: "exchanges", BYTES: "traffic, MiB of
 """What curves are drawn over, with the titles of the axes."""
 
 _COLOURS, _DASHES = 7, ("solid", "dash", "dot", "dashdot")  # without a common divisor: 28 series differ
+_PATTERNS = ("", "/", ".", "x", "-")  # of bars, without a common divisor with the colours
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down", "pentagon")
 _MANY_POINTS = 30  # longer curves have no markers
 _MOST_POINTS = 2000  # of a curve: a page of 64,000 rounds is large and slow otherwise
@@ -83,7 +85,7 @@ class Dots:
     high: float | None = None
     paper: float | None = None
     paper_std: float | None = None
-    hover: Sequence[str] = field(default_factory=tuple)
+    hover: Sequence[str] = ()
 
 
 def _style(number: int) -> tuple[str, str, str]:
@@ -100,132 +102,145 @@ def curves(series: Sequence[Series], title: str, marks: Sequence[Mark] = (), *, 
         marks: vertical lines, such as the round after which BN is frozen.
         log: a logarithmic vertical axis.
     """
-    whole, series = series, [_thinned(one) for one in series]
-    short = any(one is not other for one, other in zip(series, whole, strict=True))
-    note = {"note": f"In this figure at most {_MOST_POINTS:,} points of a curve are drawn."} if short else {}
     data: list[Drawing] = []
     places: dict[str, list[list[float | None]]] = {unit: [] for unit in UNITS}
-    for one in series:
-        if known := [at for at, bounds in enumerate(zip(one.low, one.high, strict=True)) if None not in bounds]:
-            data.append(_band(one, known))
-            for unit, found in places.items():
-                found.append([one.over[unit][at] for at in (*known, *reversed(known))])
-        data.append(_curve(one))
-        for unit, found in places.items():
-            found.append([*one.over[unit]])
-    layout = {
-        "hovermode": "x unified",
-        "yaxis": {"title": {"text": _text(title)}, **({"type": "log", "dtick": "D2"} if log else {})},
-        "showlegend": len(series) > 1,
+    for curve in map(_thinned, series):
+        bounded = [at for at, bounds in enumerate(zip(curve.low, curve.high, strict=True)) if None not in bounds]
+        if bounded:
+            data.append(_band(curve, bounded))
+        data.append(_curve(curve))
+        for unit, of_traces in places.items():
+            if bounded:
+                of_traces.append([curve.over[unit][at] for at in (*bounded, *reversed(bounded))])
+            of_traces.append([*curve.over[unit]])
+    axis = {"title": {"text": _text(title)}}
+    drawing = {
+        "data": data,
+        "layout": {
+            "hovermode": "x unified",
+            "yaxis": axis | {"type": "log", "dtick": "D2"} if log else axis,
+            "showlegend": len(series) > 1,
+        },
+        "units": {unit: {"x": xs, "layout": _over(unit, xs, marks)} for unit, xs in places.items()},
+        "height": 340,
     }
-    units = {unit: {"x": found, "layout": _over(unit, found, marks)} for unit, found in places.items()}
-    return {"data": data, "layout": layout, "units": units, "height": 340, **note}
+    if any(len(curve.values) > _MOST_POINTS for curve in series):
+        drawing["note"] = f"In this figure at most {_MOST_POINTS:,} points of a curve are drawn."
+    return drawing
 
 
-def _thinned(one: Series) -> Series:
-    """Return a series, a long one without the points that no screen can show."""
-    if len(one.values) <= _MOST_POINTS:
-        return one
-    kept = thinned([at for at, value in enumerate(one.values) if value is not None], _MOST_POINTS - 1)
+def _thinned(curve: Series) -> Series:
+    """Return a curve, a long one without the points that no screen can show."""
+    if len(curve.values) <= _MOST_POINTS:
+        return curve
+    kept = thinned([at for at, value in enumerate(curve.values) if value is not None], _MOST_POINTS - 1)
 
     def picked(numbers: Numbers) -> Numbers:
         return [numbers[at] for at in kept] if numbers else ()
 
-    over = {unit: picked(places) for unit, places in one.over.items()}
-    return replace(one, over=over, values=picked(one.values), low=picked(one.low), high=picked(one.high))
+    over = {unit: picked(places) for unit, places in curve.over.items()}
+    return replace(curve, over=over, values=picked(curve.values), low=picked(curve.low), high=picked(curve.high))
 
 
-def _band(one: Series, known: Sequence[int]) -> Drawing:
-    """Return the area between the bounds of a series, drawn there and back over the points that have them."""
-    colour = _style(one.style)[0]
+def _band(curve: Series, bounded: Sequence[int]) -> Drawing:
+    """Return the area between the bounds of a curve, drawn there and back over the points that have them."""
+    colour = _style(curve.style)[0]
     return {
         "type": "scatter",
         "mode": "lines",
-        "y": [*(one.high[at] for at in known), *(one.low[at] for at in reversed(known))],
+        "y": [curve.high[at] for at in bounded] + [curve.low[at] for at in reversed(bounded)],
         "fill": "toself",
         "fillcolor": f"{colour}/2a",
         "line": {"width": 0, "color": colour},
         "hoverinfo": "skip",
         "showlegend": False,
-        "legendgroup": str(one.style),
+        "legendgroup": str(curve.style),
     }
 
 
-def _curve(one: Series) -> Drawing:
-    colour, dash, marker = _style(one.style)
-    few = sum(value is not None for value in one.values) <= _MANY_POINTS
+def _curve(curve: Series) -> Drawing:
+    colour, dash, marker = _style(curve.style)
+    few = sum(value is not None for value in curve.values) <= _MANY_POINTS
     return {
         "type": "scatter",
         "mode": "lines+markers" if few else "lines",
-        "name": _text(one.name),
-        "y": list(one.values),
+        "name": _text(curve.name),
+        "y": list(curve.values),
         "connectgaps": True,
         "line": {"color": colour, "dash": dash, "width": 1.8},
         "marker": {"color": colour, "symbol": marker, "size": 6},
-        "legendgroup": str(one.style),
+        "legendgroup": str(curve.style),
         "hovertemplate": "%{y:.4~g}",
     }
 
 
 def _over(unit: str, places: Sequence[Numbers], marks: Sequence[Mark]) -> Drawing:
-    """Return the horizontal axis of a unit; a short one counts in ones."""
-    largest = max((place for over in places for place in over if place is not None), default=0)
-    ones = {"dtick": 1} if unit != BYTES and largest <= 12 else {}
-    return {"xaxis": {"title": {"text": UNITS[unit]}, **ones}, **_lines(marks, unit)}
-
-
-def _lines(marks: Sequence[Mark], unit: str) -> Drawing:
-    """Return vertical lines and their names."""
+    """Return the horizontal axis of a unit, a short one in steps of one, and the marks with their names."""
+    axis: Drawing = {"title": {"text": UNITS[unit]}}
+    largest = max((place for of_trace in places for place in of_trace if place is not None), default=0)
+    if unit != BYTES and largest <= 12:
+        axis["dtick"] = 1
     line = {"color": "--muted", "width": 1, "dash": "dot"}
-    shapes = [
-        {"type": "line", "yref": "paper", "x0": m.over[unit], "x1": m.over[unit], "y0": 0, "y1": 1, "line": line}
-        for m in marks
-    ]
-    notes = [
-        {
-            **{"text": _text(m.name), "x": m.over[unit], "y": 1, "yref": "paper", "yanchor": "bottom"},
-            **{"showarrow": False, "font": {"size": 11, "color": "--muted"}},
-        }
-        for m in marks
-    ]
-    return {"shapes": shapes, "annotations": notes}
+    shapes, names = [], []
+    for mark in marks:
+        x = mark.over[unit]
+        shapes.append({"type": "line", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1, "line": line})
+        names.append(
+            {
+                "text": _text(mark.name),
+                "x": x,
+                "y": 1,
+                "yref": "paper",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "font": {"size": 11, "color": "--muted"},
+            }
+        )
+    return {"xaxis": axis, "shapes": shapes, "annotations": names}
 
 
-def bars(groups: Mapping[str, Mapping[str, float | None]], title: str, text: str = ".1f") -> Drawing:
+def bars_of(groups: Mapping[str, Mapping[str, float | None]], quantity: str) -> Drawing:
     """Return horizontal bars: for each name a bar of each group.
 
     Args:
         groups: by the group's name, the values by name.
-        title: of the axis of values.
-        text: format of the numbers at the bars.
+        quantity: what the values are, such as "accuracy"; it gives the axis and the format of the numbers.
     """
+    text = ".1f" if in_percent(quantity) else ".3f"
+    title = {"text": _text(with_unit_of(quantity))}
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     numbers = [value for values in groups.values() for value in values.values() if value is not None]
-    room = (
-        {"range": [0, 1.15 * max(numbers)]} if numbers and 0 <= min(numbers) < max(numbers) else {"rangemode": "tozero"}
-    )
-    patterns = ("", "/", ".", "x", "-")  # without a common divisor with the colours
-    data = [
-        {
-            **{"type": "bar", "orientation": "h", "name": _text(group), "y": [_text(name) for name in names]},
-            **{"x": [values.get(name) for name in names], "textposition": "outside", "cliponaxis": False},
-            "texttemplate": f"%{{x:{text}}}",
-            "hovertemplate": f"%{{y}}: %{{x:{text}}}<extra>{_text(group)}</extra>",
-            "marker": {
-                "color": _style(at)[0],
-                "pattern": {
-                    "shape": patterns[at % len(patterns)],
-                    "fillmode": "overlay",
-                    "fgcolor": "--paper",
-                    "size": 7,
-                },
-            },
+    axis: Drawing = {"title": title, "rangemode": "tozero"}
+    if numbers and 0 <= min(numbers) < max(numbers):
+        axis = {"title": title, "range": [0, 1.15 * max(numbers)]}  # room for the numbers at the bars
+    data = []
+    for at, (group, values) in enumerate(groups.items()):
+        pattern = {
+            "shape": _PATTERNS[at % len(_PATTERNS)],
+            "fillmode": "overlay",
+            "fgcolor": "--paper",
+            "size": 7,
         }
-        for at, (group, values) in enumerate(groups.items())
-    ]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": _text(group),
+                "x": [values.get(name) for name in names],
+                "y": [_text(name) for name in names],
+                "texttemplate": f"%{{x:{text}}}",
+                "textposition": "outside",
+                "cliponaxis": False,
+                "hovertemplate": f"%{{y}}: %{{x:{text}}}<extra>{_text(group)}</extra>",
+                "marker": {"color": _style(at)[0], "pattern": pattern},
+            }
+        )
     layout = {
-        **{"barmode": "group", "bargap": 0.3, "showlegend": len(groups) > 1, "hovermode": "closest"},
-        "xaxis": {"title": {"text": _text(title)}, **room},
+        "barmode": "group",
+        "bargap": 0.3,
+        "showlegend": len(groups) > 1,
+        "hovermode": "closest",
+        "xaxis": axis,
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
     }
     return {"data": data, "layout": layout, "height": 90 + max(22 * len(names) * max(len(groups), 1), 40)}
@@ -248,26 +263,29 @@ def heatmap(
         titles: of the horizontal axis, the vertical axis and the values.
         text: format of the numbers.
     """
+    x_title, y_title, z_title = map(_text, titles)
     small = len(across) * len(down) <= 150 and len(across) <= 16
     trace = {
-        **{"type": "heatmap", "z": [list(row) for row in values], "xgap": 1, "ygap": 1},
-        **{"x": [_text(name) for name in across], "y": [_text(name) for name in down], "zmin": 0},
+        "type": "heatmap",
+        "z": [list(row) for row in values],
+        "x": [_text(name) for name in across],
+        "y": [_text(name) for name in down],
+        "zmin": 0,
         "zmax": max((value for row in values for value in row if value is not None), default=0) or 1,
+        "xgap": 1,
+        "ygap": 1,
         "colorscale": [[0, "--soft"], [1, "--light" if small else "--c0"]],  # numbers are read on a light colour
-        "colorbar": {"title": {"text": _text(titles[2]), "side": "right"}, "thickness": 10, "outlinewidth": 0},
+        "colorbar": {"title": {"text": z_title, "side": "right"}, "thickness": 10, "outlinewidth": 0},
         "showscale": not small,
-        "hovertemplate": f"{_text(titles[0])} %{{x}}, {_text(titles[1])} %{{y}}: %{{z:{text}}}<extra></extra>",
+        "hovertemplate": f"{x_title} %{{x}}, {y_title} %{{y}}: %{{z:{text}}}<extra></extra>",
     }
     if small:
         trace |= {"texttemplate": f"%{{z:{text}}}", "textfont": {"color": "--ink"}}
-    layout = {
-        "xaxis": {
-            **{"type": "category", "title": {"text": _text(titles[0])}, "showgrid": False},
-            **({"nticks": 16, "tickangle": 0} if len(across) > 24 else {}),
-        },
-        "yaxis": {"type": "category", "title": {"text": _text(titles[1])}, "autorange": "reversed", "showgrid": False},
-        "hovermode": "closest",
-    }
+    x_axis = {"type": "category", "title": {"text": x_title}, "showgrid": False}
+    if len(across) > 24:
+        x_axis |= {"nticks": 16, "tickangle": 0}
+    y_axis = {"type": "category", "title": {"text": y_title}, "autorange": "reversed", "showgrid": False}
+    layout = {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}
     return {"data": [trace], "layout": layout, "height": 110 + min(max(22 * len(down), 120), 560)}
 
 
@@ -280,54 +298,63 @@ def dots(rows: Sequence[Dots], title: str, interval: str, form: str) -> Drawing:
         interval: what the interval is, for the legend.
         form: the format of the values.
     """
-    names = [_text(row.name) for row in rows]
-    runs = [(name, value, seed) for name, row in zip(names, rows, strict=True) for value, seed in _runs(row)]
-    means = [(name, row) for name, row in zip(names, rows, strict=True) if row.mean is not None]
-    papers = [(name, row) for name, row in zip(names, rows, strict=True) if row.paper is not None]
+    runs = [(row, value, seed) for row in rows for value, seed in zip_longest(row.values, row.hover, fillvalue="")]
+    means = [row for row in rows if row.mean is not None]
+    papers = [row for row in rows if row.paper is not None]
     data = [
         {
-            **{"type": "scatter", "mode": "markers", "name": "each run"},
-            **{"x": [value for _, value, _ in runs], "y": [name for name, _, _ in runs]},
-            **{"text": [seed for _, _, seed in runs], "hovertemplate": f"%{{text}}: %{{x:{form}}}<extra></extra>"},
+            "name": "each run",
+            "x": [value for _, value, _ in runs],
+            "y": [_text(row.name) for row, _, _ in runs],
+            "text": [seed for _, _, seed in runs],
+            "hovertemplate": f"%{{text}}: %{{x:{form}}}<extra></extra>",
             "marker": {"color": "--muted", "symbol": "circle-open", "size": 7},
         },
         {
-            **{"type": "scatter", "mode": "markers", "name": f"mean, {interval}"},
-            **{"x": [row.mean for _, row in means], "y": [name for name, _ in means]},
+            "name": f"mean, {interval}",
+            "x": [row.mean for row in means],
+            "y": [_text(row.name) for row in means],
+            "hovertemplate": f"mean %{{x:{form}}}<extra></extra>",
             "marker": {"color": "--c0", "symbol": "diamond", "size": 10},
             "error_x": {
-                **{"type": "data", "symmetric": False, "color": "--c0", "thickness": 2, "width": 5},
-                "array": [0 if row.high is None else row.high - (row.mean or 0) for _, row in means],
-                "arrayminus": [0 if row.low is None else (row.mean or 0) - row.low for _, row in means],
+                "type": "data",
+                "symmetric": False,
+                "array": [0 if row.high is None else row.high - (row.mean or 0) for row in means],
+                "arrayminus": [0 if row.low is None else (row.mean or 0) - row.low for row in means],
+                "color": "--c0",
+                "thickness": 2,
+                "width": 5,
             },
-            "hovertemplate": f"mean %{{x:{form}}}<extra></extra>",
         },
         {
-            **{"type": "scatter", "mode": "markers", "name": "the paper, with its ±"},
-            **{"x": [row.paper for _, row in papers], "y": [name for name, _ in papers]},
+            "name": "the paper, with its ±",
+            "x": [row.paper for row in papers],
+            "y": [_text(row.name) for row in papers],
+            "text": [with_std(row.paper, row.paper_std, form) for row in papers],
+            "hovertemplate": "the paper: %{text}<extra></extra>",
             "marker": {"color": "--c1", "symbol": "x", "size": 9},
             "error_x": {
-                **{"type": "data", "color": "--c1", "thickness": 1, "width": 3},
-                "array": [row.paper_std for _, row in papers],
+                "type": "data",
+                "array": [row.paper_std for row in papers],
+                "color": "--c1",
+                "thickness": 1,
+                "width": 3,
             },
-            "hovertemplate": "the paper: %{text}<extra></extra>",
-            "text": [with_std(row.paper, row.paper_std, form) for _, row in papers],
         },
     ]
     layout = {
-        **{"hovermode": "closest", "showlegend": True},
+        "hovermode": "closest",
+        "showlegend": True,
         "xaxis": {"title": {"text": _text(title)}},
         "yaxis": {
-            **{"type": "category", "autorange": "reversed"},
-            **{"categoryorder": "array", "categoryarray": names},
+            "type": "category",
+            "autorange": "reversed",
+            "categoryorder": "array",
+            "categoryarray": [_text(row.name) for row in rows],
         },
     }
-    return {"data": [trace for trace in data if trace["x"]], "layout": layout, "height": 100 + 34 * len(rows)}
-
-
-def _runs(row: Dots) -> Iterator[tuple[float, str]]:
-    for at, value in enumerate(row.values):
-        yield value, row.hover[at] if at < len(row.hover) else ""
+    traces = [{"type": "scatter", "mode": "markers", **trace} for trace in data if trace["x"]]
+    return {"data": traces, "layout": layout, "height": 100 + 34 * len(rows)}
 
 
 def _text(name: str) -> str:

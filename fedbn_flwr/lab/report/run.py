@@ -16,13 +16,16 @@ from fedbn_flwr.lab.report.client_figures import clients_section, domains_sectio
 from fedbn_flwr.lab.report.curve_figures import curves_section
 from fedbn_flwr.lab.report.page import Block, Code, Facts, More, Page, Section, Table, Text
 from fedbn_flwr.lab.report.run_files import RunFiles
-from fedbn_flwr.lab.report.shown import duration, metric, setting, size, unit_of, with_unit
+from fedbn_flwr.lab.report.shown import duration, metric, setting, size, with_unit, with_unit_of
 from fedbn_flwr.lab.report.split_figures import split_section
 from fedbn_flwr.lab.report.statistics import batchnorm_section
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES
 from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["command", "method_name", "run_page", "run_warnings"]
+
+
+_RESULTS = ("test-", "train-", "personal-", "validation-", "held-out-")
 
 
 def run_page(run: RunFiles, foot: str, live: int = 0) -> Page:
@@ -104,17 +107,28 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 def run_warnings(run: RunFiles) -> list[str]:
     """Return what a reader must know before the numbers, the worst first."""
-    found = []
+    warnings = list(_events(run))
+    with suppress(FedBNError):  # its own data are not here
+        warnings += run.config.warnings()
+    if not run.config.protected:  # they name clients
+        warnings += run.json("data.json").get("warnings", ())
+    return warnings
+
+
+def _events(run: RunFiles) -> Iterator[str]:
+    """Yield what happened in the run."""
     if run.diverged_at:
-        found.append(f"The run diverged in round {run.diverged_at}: {run.divergence}.")
+        yield f"The run diverged in round {run.diverged_at}: {run.divergence}."
     if not run.summary:
-        found.append(
-            f"The run is not finished: {len(run.lines)} of {run.config.num_server_rounds} rounds{_written(run)}."
-        )
+        rounds = f"{len(run.lines)} of {run.config.num_server_rounds} rounds"
+        if run.lines:
+            written = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime)
+            rounds += f", the last one at {written:%Y-%m-%d %H:%M:%S}"
+        yield f"The run is not finished: {rounds}."
     if run.lost:
-        found.append(run.lost)
+        yield run.lost
     if run.summary.get("stopped-early"):
-        found.append(
+        yield (
             f"Early stopping ended the run after round {run.rounds}. The result is that of round "
             f"{run.final.get('round')}, which had the best validation score."
         )
@@ -122,57 +136,45 @@ def run_warnings(run: RunFiles) -> list[str]:
     if reasons:
         shown = "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))
         more = f"; and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
-        found.append(f"{reasons.total()} replies of clients were refused ({shown}{more}).")
+        yield f"{reasons.total()} replies of clients were refused ({shown}{more})."
     if kept := [line["round"] for line in run.lines if line.get("kept-previous")]:
-        found.append(f"Too few replies were usable in {len(kept)} rounds (the first is {kept[0]}): the model stayed.")
+        yield f"Too few replies were usable in {len(kept)} rounds (the first is {kept[0]}): the model stayed."
     if dropped := sum(line.get(DROPPED_BATCHES, 0) for line in run.lines):
-        found.append(f"{dropped} batches of one example were left out: BatchNorm cannot take them.")
+        yield f"{dropped} batches of one example were left out: BatchNorm cannot take them."
     if resumed := run.summary.get("resumed-after"):
-        rounds = ", ".join(map(str, resumed))
         same = "" if run.config.protected else "; its bits are those of one run, if no resume changed its rounds"
-        found.append(f"The run was interrupted and resumed after round {rounds}{same}.")
-    with suppress(FedBNError):  # its own data are not here
-        found += run.config.warnings()
-    of_data = () if run.config.protected else run.json("data.json").get("warnings", ())  # they name clients
-    return [*found, *of_data]
-
-
-def _written(run: RunFiles) -> str:
-    path = run.folder / "metrics.jsonl"
-    return f", the last one at {datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M:%S}" if run.lines else ""
+        yield f"The run was interrupted and resumed after round {', '.join(map(str, resumed))}{same}."
 
 
 def settings_section(run: RunFiles) -> Section:
     """Return the settings by group; those that make this run first."""
-    settings, chosen = run.config.to_mapping(), run.chosen
-    fields = {field.alias: field.description or "" for field in Config.model_fields.values()}
-    rows = [[key, setting(value), fields[key].replace("`", "")] for key, value in chosen.items()]
-    everything = [
-        Table(["key", "value"], [[key, setting(settings[key])] for key in Config.keys(group)], group.capitalize())
-        for group in GROUPS
-    ]
-    text = "Every other setting has its default, or follows from these."
-    return Section(
-        "settings",
-        "Settings",
-        [Table(["key", "value", "meaning"], rows), Text(text, "note"), More("All settings", everything)],
-    )
+    settings = run.config.to_mapping()
+    meanings = {field.alias: (field.description or "").replace("`", "") for field in Config.model_fields.values()}
+    rows = [[key, setting(value), meanings[key]] for key, value in run.chosen.items()]
+    tables = []
+    for group in GROUPS:
+        of_group = [[key, setting(settings[key])] for key in Config.keys(group)]
+        tables.append(Table(["key", "value"], of_group, group.capitalize()))
+    note = Text("Every other setting has its default, or follows from these.", "note")
+    chosen = Table(["key", "value", "meaning"], rows)
+    return Section("settings", "Settings", [chosen, note, More("All settings", tables)])
 
 
 def result_section(run: RunFiles) -> Section | None:
     """Return the figures of the result, each with what it is."""
     definitions = run.summary.get("definitions", {})
-    rows = [
-        [f"{key}{unit_of(key)}", metric(key, value), *([definitions.get(key, "")] if definitions else [])]
-        for key, value in run.final.items()
-        if key != "round" and (value is None or isinstance(value, (int, float)))
-        if key.startswith(("test-", "train-", "personal-", "validation-", "held-out-"))
-    ]
+    head = ["figure", f"round {run.final.get('round')}", "what it is"][: 3 if definitions else 2]
+    rows = []
+    for key, value in run.final.items():
+        if key.startswith(_RESULTS) and (value is None or isinstance(value, (int, float))):
+            cells = [with_unit_of(key), metric(key, value), definitions.get(key, "")]
+            rows.append(cells[: len(head)])
     if not rows:
         return None
-    head = ["figure", f"round {run.final.get('round')}", *(["what it is"] if definitions else [])]
-    note = run.summary.get("model-note")
-    return Section("result", "Result", [Table(head, rows), *([Text(str(note), "note")] if note else [])])
+    blocks: list[Block] = [Table(head, rows)]
+    if note := run.summary.get("model-note"):
+        blocks.append(Text(str(note), "note"))
+    return Section("result", "Result", blocks)
 
 
 def traffic_section(run: RunFiles) -> Section:
@@ -184,8 +186,8 @@ def traffic_section(run: RunFiles) -> Section:
             continue
         down, up = (totals.get(f"{prefix}{key}", 0) for key in ("bytes-down", "bytes-up"))
         counters = sum(totals.get(f"{prefix}counter-{key}", 0) for key in ("bytes-down", "bytes-up"))
-        exchanges = totals[f"{prefix}exchanges"]
-        rows.append([what, f"{exchanges:,}", *map(size, (down, up, down + up, (down + up) / rounds, counters))])
+        sizes = [size(number) for number in (down, up, down + up, (down + up) / rounds, counters)]
+        rows.append([what, f"{totals[f'{prefix}exchanges']:,}", *sizes])
     head = ["messages of", "exchanges", "floats down", "floats up", "floats, sum", "per round", "integer counters"]
     text = (
         "Sizes of the arrays, without headers. An exchange is a round trip between the server and its clients; one "
@@ -203,8 +205,8 @@ def reproduce_section(run: RunFiles) -> Section:
         text = (
             "Two runs with the same SHA-256 end in the same bits. It needs the same versions and the same machine type."
         )
-        about = [("seed", str(run.summary.get("seed"))), ("SHA-256 of the final state", str(sha256))]
-        blocks += [Table(["what", "value"], [list(pair) for pair in about]), Text(text, "note")]
+        rows = [["seed", str(run.summary.get("seed"))], ["SHA-256 of the final state", str(sha256)]]
+        blocks += [Table(["what", "value"], rows), Text(text, "note")]
     if versions := run.summary.get("versions"):
         blocks.append(Table(["package", "version"], [[name, str(version)] for name, version in versions.items()]))
     return Section("reproduce", "Reproduce", blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from fedbn_flwr.lab.report.shown import MEBIBYTE
 from fedbn_flwr.training.tasks import higher_is_better
 
 __all__ = ["RunFiles"]
+
+_TRAFFIC = ("exchanges", "bytes-down", "bytes-up")  # ends of the keys
 
 Line = Mapping[str, Any]
 
@@ -94,14 +97,13 @@ class RunFiles:
     @functools.cached_property
     def final(self) -> Line:
         """The figures of the result; while the run is not finished those of the last line with the main metric."""
-        found: Line = self.summary.get("final") or (self.measured[-1] if self.measured else {})
-        return found
+        return self.summary.get("final") or (self.measured[-1] if self.measured else {})
 
     @functools.cached_property
     def best(self) -> Line:
         """The line with the best main metric."""
-        lower = not higher_is_better(self.headline)
-        return (min if lower else max)(self.measured, key=lambda line: line[self.headline], default={})
+        choose = max if higher_is_better(self.headline) else min
+        return choose(self.measured, key=lambda line: line[self.headline], default={})
 
     @functools.cached_property
     def over(self) -> dict[str, list[float]]:
@@ -116,26 +118,25 @@ class RunFiles:
     @functools.cached_property
     def totals(self) -> dict[str, int]:
         """The sums of the rounds' traffic and examples."""
-        found: dict[str, int] = dict(self.summary.get("ledger", {}))
-        if found:
-            return found
+        if ledger := self.summary.get("ledger"):
+            return dict(ledger)
+        totals: Counter[str] = Counter()
         for line in self.lines:
-            for key, value in line.items():
-                if key == "examples" or key.endswith(("exchanges", "bytes-down", "bytes-up")):
-                    found[key] = found.get(key, 0) + value
-        return found
+            summed = [key for key in line if key == "examples" or key.endswith(_TRAFFIC)]
+            totals.update({key: line[key] for key in summed})
+        return totals
 
     @functools.cached_property
     def chosen(self) -> dict[str, Any]:
         """The settings without which the run would be another one, in the order of the table of all keys."""
         settings = _without_folder(self.config)
         defaults = {field.alias: field.default for field in Config.model_fields.values()}
-        found = {key: value for key, value in settings.items() if value != defaults[key]}
-        for key in list(found):  # what follows from the others, such as a method's own default
-            rest = {name: value for name, value in found.items() if name != key}
+        chosen = {key: value for key, value in settings.items() if value != defaults[key]}
+        for key in list(chosen):  # what follows from the others, such as a method's own default
+            rest = {name: value for name, value in chosen.items() if name != key}
             if _makes(rest, settings):
-                found = rest
-        return found
+                chosen = rest
+        return chosen
 
     @functools.cached_property
     def repeatable(self) -> bool:

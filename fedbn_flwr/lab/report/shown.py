@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from fedbn_flwr.lab.output.definitions import CLIENTS
@@ -22,6 +23,7 @@ __all__ = [
     "title_of",
     "unit_of",
     "with_unit",
+    "with_unit_of",
 ]
 
 MEBIBYTE = 2**20
@@ -50,6 +52,11 @@ def unit_of(key: str) -> str:
     return " (%)" if in_percent(key) else ""
 
 
+def with_unit_of(key: str) -> str:
+    """Return the name of a figure, with its unit."""
+    return key + unit_of(key)
+
+
 def form_of(key: str) -> str:
     """Return the format of a value in the report's unit: two places for a share in percent, else four."""
     return ".2f" if in_percent(key) else ".4f"
@@ -57,28 +64,29 @@ def form_of(key: str) -> str:
 
 def metric(key: str, value: Any) -> str:
     """Return a value of metrics.jsonl as text, without unit; "-" without a value."""
-    if key.endswith(CLIENTS) and value is not None:
-        return f"{value:d}"
     number = scaled(key, value)
-    if number is not None and abs(number) >= _LARGE:
-        return f"{number:.4g}"
-    return "-" if number is None else f"{number:{form_of(key)}}"
+    if number is None:
+        return "-"
+    if key.endswith(CLIENTS):
+        return f"{value:d}"
+    return f"{number:.4g}" if abs(number) >= _LARGE else f"{number:{form_of(key)}}"
 
 
 def with_unit(key: str, value: Any) -> str:
     """Return a value of metrics.jsonl as text with its unit."""
-    return metric(key, value) + ("\N{NO-BREAK SPACE}%" if in_percent(key) and value is not None else "")
+    unit = "\N{NO-BREAK SPACE}%" if in_percent(key) and value is not None else ""
+    return metric(key, value) + unit
 
 
 def size(count: float) -> str:
     """Return a number of bytes as text."""
     if count < 1024:
         return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
+    for unit in ("KiB", "MiB"):
         count /= 1024
-        if count < 1024 or unit == "GiB":
-            break
-    return f"{count:,.2f} {unit}"
+        if count < 1024:
+            return f"{count:,.2f} {unit}"
+    return f"{count / 1024:,.2f} GiB"
 
 
 def title_of(name: str) -> str:
@@ -102,8 +110,7 @@ def setting(value: Any) -> str:
     return '""' if value == "" else str(value)
 
 
-def thinned(rows: Iterable[Row], most: int = _MOST) -> Sequence[Row]:
+def thinned(rows: Sequence[Row], most: int = _MOST) -> Sequence[Row]:
     """Return at most ``most`` rows, evenly spaced from the first one, and the last one."""
-    found = list(rows)
-    step = -(-len(found) // most)
-    return found if step <= 1 else [*found[:-1:step], found[-1]]
+    step = math.ceil(len(rows) / most)
+    return rows if step <= 1 else [*rows[:-1:step], rows[-1]]

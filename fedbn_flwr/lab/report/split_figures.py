@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.partitioned.splitting import count_split, read_split
 from fedbn_flwr.lab.report.figures import heatmap
@@ -37,24 +35,14 @@ def split_figures(run: RunFiles, ending: str = "") -> list[Block]:
         return [Text(text, "note")]
     blocks: list[Block] = []
     for table in tables:
-        names = [*(clients or map(str, range(len(table.counts))))]
-        what, title = table.what, f"{table.of.capitalize()} examples by {table.what} and client{ending}"
-        numbers = Table(
-            ["client", *map(str, table.names), "all"],
-            [[name, *map(str, row), str(sum(row))] for name, row in zip(names, table.counts.tolist(), strict=True)],
+        names, kinds = list(clients or map(str, range(len(table.counts)))), list(map(str, table.names))
+        sizes, held = table.counts.sum(1), (table.counts > 0).sum(1)
+        rows = [[name, *map(str, row), str(sum(row))] for name, row in zip(names, table.counts.tolist(), strict=True)]
+        title = f"{table.of.capitalize()} examples by {table.what} and client{ending}"
+        label = (
+            f"{title}: {len(names)} clients have {sizes.min()} to {sizes.max()} examples each, of {held.min()} to "
+            f"{held.max()} of {len(kinds)} kinds."
         )
-        drawing = heatmap(
-            table.counts.T.tolist(), names, [str(name) for name in table.names], titles=("client", what, "examples")
-        )
-        label = f"{title}: {_missing(table.counts.tolist(), names)}"
-        blocks.append(Figure(drawing, label, title, numbers))
+        drawing = heatmap(table.counts.T.tolist(), names, kinds, titles=("client", table.what, "examples"))
+        blocks.append(Figure(drawing, label, title, Table(["client", *kinds, "all"], rows)))
     return blocks
-
-
-def _missing(counts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    sizes = [sum(row) for row in counts]
-    held = [sum(number > 0 for number in row) for row in counts]
-    return (
-        f"{len(names)} clients have {min(sizes)} to {max(sizes)} examples each, of {min(held)} to {max(held)} of "
-        f"{len(counts[0])} kinds."
-    )

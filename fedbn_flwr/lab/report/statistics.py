@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fedbn_flwr.doctor.history import MAX_CLIENTS
@@ -45,10 +46,10 @@ def _why_missing(run: RunFiles) -> str:
 
 def _findings(run: RunFiles) -> Iterator[Block]:
     """Yield what the doctor has said, if its ``doctor.json`` lies in the run's folder or in ``doctor/`` there."""
-    written = {n: path.stat().st_mtime_ns for n in _DIAGNOSES if (path := run.folder / n).is_file()}
-    newest = max(written, key=lambda name: written[name], default="")
-    if not newest:
+    written = [(path.stat().st_mtime_ns, name) for name in _DIAGNOSES if (path := run.folder / name).is_file()]
+    if not written:
         return
+    time, newest = max(written)
     diagnosis = run.json(newest)
     findings = diagnosis.get("findings", [])
     yield Text(f"The doctor has {len(findings) or 'no'} finding{'s' * (len(findings) != 1)}.")
@@ -60,7 +61,7 @@ def _findings(run: RunFiles) -> Iterator[Block]:
         if diagnosis.get(key):
             yield Heading(title)
             yield Listing(diagnosis[key])
-    if run.lines and written[newest] < (run.folder / "metrics.jsonl").stat().st_mtime_ns:
+    if run.lines and time < (run.folder / "metrics.jsonl").stat().st_mtime_ns:
         yield Text(f"{newest} is older than the last round of the run: it may be about an earlier model.", "warning")
 
 
@@ -79,7 +80,7 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
             "not finite. Layers that never have a value are in no sum."
         )
         yield Text(text, "note")
-    if any(_many(line) for line in lines):
+    if any(line["clients"] is None for line in lines):
         yield Text(
             f"With more than {MAX_CLIENTS} clients a line has quantiles. The median stands for the mean, and a sum "
             "over the layers is one of the layers' lowest values, medians or highest values.",
@@ -89,74 +90,60 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
     names = [path or "the model" for path in layers]
     rounds = thinned(lines)
     across = [str(line["round"]) for line in rounds]
-    for key, what in (("mean", "standard deviations"), ("variance", "log of the factor")):
+    for key, unit in (("mean", "standard deviations"), ("variance", "log of the factor")):
         values = [[_middle(line, _of_clients(line["layers"].get(path), key)) for line in rounds] for path in layers]
-        title = f"Distance of the clients' {key}s from the global ones, by layer ({what})"
-        yield _by_layer(values, across, names, title, key)
+        title = f"Distance of the clients' {key}s from the global ones, by layer ({unit})"
+        yield _by_layer(values, names, across, title, ("round", "layer", key))
     values = [[_change(line["layers"].get(path), "mean") for line in rounds] for path in layers]
-    yield _by_layer(
-        values, across, names, "Change of the global means in a round, by layer (standard deviations)", "change"
-    )
-    tracked = [line for line in lines if any(_known(layer) for layer in line["layers"].values())]
+    title = "Change of the global means in a round, by layer (standard deviations)"
+    yield _by_layer(values, names, across, title, ("round", "layer", "change"))
+    tracked = [line for line in lines if any(map(_is_tracked, line["layers"].values()))]
     if tracked and tracked[-1]["clients"]:
         last = tracked[-1]
-        found = [_of_clients(last["layers"].get(path), "mean") for path in layers]
+        values = [_of_clients(last["layers"].get(path), "mean") for path in layers]
         title = f"Distance of the means by layer and client, round {last['round']} (standard deviations)"
-        drawing = heatmap(found, last["clients"], names, titles=("client", "layer", "distance"), text=".2f")
-        rows = [[name, *map(shown, row)] for name, row in zip(names, found, strict=True)]
-        label = f"{title}: {_largest(found, names)}"
-        yield Figure(drawing, label, title, Table(["layer", *last["clients"]], rows))
+        yield _by_layer(values, names, last["clients"], title, ("client", "layer", "distance"))
 
 
 def _norms(run: RunFiles, lines: Sequence[Line], local: Sequence[Sequence[float | None]]) -> Figure:
     """Return FixBN's Fig. 3 (a): L1 distances, summed over the layers."""
     known = [[value for value in row if value is not None] for row in local]
+    low, high = ([bound(row, default=None) for row in known] for bound in (min, max))
     middle, change = l1_means(lines)
     rounds = [line["round"] for line in lines]
     over = dict.fromkeys(UNITS, rounds)
-    band = any(len(row) > 1 for row in known)
     series = [
-        Series(
-            "clients, from the global ones",
-            over,
-            middle,
-            0,
-            [min(row, default=None) for row in known] if band else (),
-            [max(row, default=None) for row in known] if band else (),
-        ),
+        Series("clients, from the global ones", over, middle, 0),
         Series("global, change in the round", over, [value or None for value in change], 1),  # 0 has no logarithm
     ]
-    drawing = curves_by_round(series, "L1 norm", marks(run), log=True)
+    if any(len(row) > 1 for row in known):
+        series[0] = replace(series[0], low=low, high=high)
     rows = [
-        [
-            str(line["round"]),
-            shown(mean),
-            shown(min(row, default=None)),
-            shown(max(row, default=None)),
-            shown(c),
-        ]
-        for line, row, mean, c in thinned(list(zip(lines, known, middle, change, strict=True)))
+        [str(number), *map(shown, values)] for number, *values in zip(rounds, middle, low, high, change, strict=True)
     ]
     title = "L1 distances of the statistics, summed over the layers (FixBN, Fig. 3 a)"
-    label = f"{title}: in the last line {rows[-1][1]} for the clients and {rows[-1][4]} for the global change."
-    head = ["round", "clients, mean", "lowest", "highest", "global, change"]
-    return Figure(drawing, label, title, Table(head, rows))
+    label = (
+        f"{title}: in the last line {shown(middle[-1])} for the clients and {shown(change[-1])} for the global change."
+    )
+    numbers = Table(["round", "clients, mean", "lowest", "highest", "global, change"], thinned(rows))
+    return Figure(curves_by_round(series, "L1 norm", marks(run), log=True), label, title, numbers)
 
 
 def _window_variance(run: RunFiles, lines: Sequence[Line]) -> Figure | None:
     """Return FixBN's Fig. 3 (b): the variance of the clients' statistics over rounds; None without two lines of one."""
-    found = trends(lines)
-    known = [[v for v in row if v is not None] for row in zip(*found["window-variance"].values(), strict=True)]
+    trend = trends(lines)
+    by_round = zip(*trend["window-variance"].values(), strict=True)
+    known = [[value for value in row if value is not None] for row in by_round]
     if not any(known):
         return None
-    rounds, means = found["rounds"], [statistics.fmean(row) if row else None for row in known]
+    rounds, means = trend["rounds"], [statistics.fmean(row) if row else None for row in known]
     low, high = ([bound(row, default=None) for row in known] for bound in (min, max))
     series = [Series("clients, mean", dict.fromkeys(UNITS, rounds), means, 0, low, high)]
-    drawing = curves_by_round(series, "variance", marks(run))
-    title = f"Variance of the clients' statistics over {found['window']} recorded rounds (FixBN, Fig. 3 b)"
+    title = f"Variance of the clients' statistics over {trend['window']} recorded rounds (FixBN, Fig. 3 b)"
     label = f"{title}: the mean over the clients in the last line is {shown(means[-1])}."
-    rows = thinned([[str(r), *map(shown, row)] for r, *row in zip(rounds, means, low, high, strict=True)])
-    return Figure(drawing, label, title, Table(["round", "clients, mean", "lowest", "highest"], rows))
+    rows = [[str(number), *map(shown, values)] for number, *values in zip(rounds, means, low, high, strict=True)]
+    numbers = Table(["round", "clients, mean", "lowest", "highest"], thinned(rows))
+    return Figure(curves_by_round(series, "variance", marks(run)), label, title, numbers)
 
 
 def l1_means(lines: Sequence[Line]) -> tuple[list[float | None], list[float | None]]:
@@ -177,62 +164,62 @@ def curves_by_round(series: Sequence[Series], title: str, marks: Sequence[Mark] 
 
 
 def _by_layer(
-    values: Sequence[Sequence[float | None]], across: Sequence[str], names: Sequence[str], title: str, what: str
+    values: Sequence[Sequence[float | None]],
+    layers: Sequence[str],
+    across: Sequence[str],
+    title: str,
+    titles: tuple[str, str, str],
 ) -> Figure:
-    drawing = heatmap(values, across, names, titles=("round", "layer", what), text=".2f")
-    rows = [[name, *map(shown, row)] for name, row in zip(names, values, strict=True)]
-    return Figure(drawing, f"{title}: {_largest(values, names)}", title, Table(["layer", *across], rows))
-
-
-def _largest(values: Sequence[Sequence[float | None]], names: Sequence[str]) -> str:
-    found = [(value, name) for name, row in zip(names, values, strict=True) for value in row if value is not None]
-    return "no values." if not found else f"the largest is {shown(max(found)[0])}, in {max(found)[1]}."
+    """Return a heat map with a row for each layer; ``titles`` are those of ``heatmap``."""
+    known = [(value, name) for name, row in zip(layers, values, strict=True) for value in row if value is not None]
+    largest, where = max(known, default=(None, ""))
+    label = f"{title}: the largest is {shown(largest)}, in {where}." if known else f"{title}: no values."
+    rows = [[name, *map(shown, row)] for name, row in zip(layers, values, strict=True)]
+    drawing = heatmap(values, across, layers, titles=titles, text=".2f")
+    return Figure(drawing, label, title, Table(["layer", *across], rows))
 
 
 def _of_clients(layer: Layer | None, key: str) -> list[float | None]:
     """Return a distance for each client; with many clients the lowest, the median and the highest."""
     if layer is None:
         return []
-    found: list[float | None] = layer["clients"][key] if "clients" in layer else layer["quantiles"][key][::2]
-    return found
+    return list(layer["clients"][key] if "clients" in layer else layer["quantiles"][key][::2])
 
 
-def _known(layer: Layer) -> bool:
+def _is_tracked(layer: Layer) -> bool:
     """Return whether a client tracked the layer."""
     return any(value is not None for value in _of_clients(layer, "l1"))
 
 
 def _l1_of_clients(lines: Sequence[Line]) -> list[list[float | None]]:
     """Return for each line the L1 distance of each client, summed over the layers that ever tracked."""
-    tracking = {path for line in lines for path, layer in line["layers"].items() if _known(layer)}
-    columns = (
-        [_of_clients(layer, "l1") for path, layer in line["layers"].items() if path in tracking or not tracking]
-        for line in lines
-    )
-    return [[_sum(row) for row in zip(*found, strict=True)] for found in columns]
+    tracking = {path for line in lines for path, layer in line["layers"].items() if _is_tracked(layer)}
+    sums = []
+    for line in lines:
+        layers = [layer for path, layer in line["layers"].items() if path in tracking or not tracking]
+        by_layer = [_of_clients(layer, "l1") for layer in layers]
+        sums.append([_sum(of_client) for of_client in zip(*by_layer, strict=True)])
+    return sums
 
 
 def _change(layer: Layer | None, key: str) -> float | None:
-    found: float | None = layer["change"][key] if layer else None
-    return found
+    return layer["change"][key] if layer else None
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
     """Return the sum over the layers; None if one is missing: sums of other layers are other quantities."""
-    found = list(values)
-    known = [value for value in found if value is not None]
-    return sum(known) if known and len(known) == len(found) else None
-
-
-def _many(line: Line) -> bool:
-    """Return whether a line has quantiles over the clients, not their values."""
-    return line["clients"] is None
+    total = None
+    for value in values:
+        if value is None:
+            return None
+        total = value if total is None else total + value
+    return total
 
 
 def _middle(line: Line, values: Sequence[float | None]) -> float | None:
-    """Return the mean over the clients; with many clients their median."""
+    """Return the mean over the clients; with many clients, of whom a line has quantiles, their median."""
     known = [value for value in values if value is not None]
-    middle = statistics.median if _many(line) else statistics.fmean
+    middle = statistics.median if line["clients"] is None else statistics.fmean
     return middle(known) if known else None
 
 

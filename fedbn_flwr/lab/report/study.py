@@ -21,6 +21,8 @@ from fedbn_flwr.lab.report.study_statistics import statistics_section
 from fedbn_flwr.lab.report.study_tables import anchor_of, results_section
 from fedbn_flwr.lab.studies.cell import Cell
 from fedbn_flwr.lab.studies.done import failure_of
+from fedbn_flwr.lab.studies.numbers import with_std
+from fedbn_flwr.lab.studies.rows import grouped
 from fedbn_flwr.training.tasks import higher_is_better
 
 __all__ = ["study_page"]
@@ -65,20 +67,17 @@ def _count(number: int, what: str) -> str:
 
 def _sentence(files: StudyFiles) -> str:
     study = files.study
-    parts = [_count(len(study.methods), "method")]
-    parts += [_count(len(study.splits), "split")] if len(study.splits) > 1 else []
-    parts += [_count(len(study.seeds), "seed")]
-    grid = f"{', '.join(parts[:-1])} and {parts[-1]}: {_count(len(files.cells), 'run')}."
+    splits = f", {len(study.splits)} splits" if len(study.splits) > 1 else ""
+    seeds, runs = _count(len(study.seeds), "seed"), _count(len(files.cells), "run")
+    grid = f"{_count(len(study.methods), 'method')}{splits} and {seeds}: {runs}."
     best = list(_best(files))
     return " ".join([grid, *best]) if len(best) <= 2 else grid
 
 
 def _best(files: StudyFiles) -> Iterator[str]:
     """Yield for each split and metric the method with the best mean."""
-    for split, metric in dict.fromkeys((row["split"], row["metric"]) for row in files.table if row["mean"] is not None):
-        rows = [
-            row for row in files.table if (row["split"], row["metric"]) == (split, metric) and row["mean"] is not None
-        ]
+    finished = [row for row in files.table if row["mean"] is not None]
+    for (split, metric), rows in grouped(finished, lambda row: (row["split"], row["metric"])).items():
         if len(rows) < 2:
             continue
         choose = max if higher_is_better(metric) else min
@@ -93,56 +92,49 @@ def _facts(files: StudyFiles) -> Iterator[tuple[str, str]]:
     diverged = f", of them {status['diverged']} diverged" if status["diverged"] else ""
     yield "runs finished", f"{status['finished'] + status['diverged']} of {len(files.cells)}{diverged}"
     if rounds := [run.config.num_server_rounds for _, run in files.runs]:
-        yield "rounds of a run", " to ".join(map(str, _bounds(rounds)))
+        yield "rounds of a run", " to ".join(map(str, sorted({min(rounds), max(rounds)})))
     moved = sum(run.totals.get(key, 0) for _, run in files.runs for key in ("bytes-down", "bytes-up"))
     yield "floats sent and received", size(moved)
     yield "time of all runs", duration(sum(run.seconds for _, run in files.runs))
 
 
-def _bounds(values: list[int]) -> list[int]:
-    return sorted({min(values), max(values)})
+_INCOMPLETE = {
+    "diverged": "Diverged, and left out of the means",
+    "failed": "Failed, and left out of the means",
+    "running": "Begun and not finished",
+    "to repeat": "Begun with other settings than the study's, and left out; a sweep repeats them",
+    "not begun": "Not begun",
+}
 
 
-def _warnings(files: StudyFiles) -> list[str]:
-    by_status: dict[str, list[Cell]] = {}
-    for cell in files.cells:
-        by_status.setdefault(files.status(cell), []).append(cell)
-    found = []
-    for status, text in (
-        ("diverged", "Diverged, and left out of the means"),
-        ("failed", "Failed, and left out of the means"),
-        ("running", "Begun and not finished"),
-        ("to repeat", "Begun with other settings than the study's, and left out; a sweep repeats them"),
-        ("not begun", "Not begun"),
-    ):
+def _warnings(files: StudyFiles) -> Iterator[str]:
+    by_status = grouped(files.cells, files.status)
+    for status, text in _INCOMPLETE.items():
         if cells := by_status.get(status):
             names = ", ".join(cell.name for cell in cells[:6])
-            names += f" and {len(cells) - 6} more" if len(cells) > 6 else ""
-            found.append(f"{text}: {len(cells)} of {len(files.cells)} runs ({names}).")
-    return found
+            more = f" and {len(cells) - 6} more" if len(cells) > 6 else ""
+            yield f"{text}: {len(cells)} of {len(files.cells)} runs ({names}{more})."
 
 
 def settings_section(files: StudyFiles) -> Section:
     """Return the settings of all runs, and those that differ between methods and splits."""
-    runs: dict[tuple[str, str], RunFiles] = {}
-    for cell, run in files.runs:
-        runs.setdefault((cell.method, cell.split), run)
-    first = {pair: run.chosen for pair, run in runs.items()}
-    everything = list(first.values())
-    keys = list(dict.fromkeys(key for chosen in everything for key in chosen if key != "seed"))
-    missing = object()
-    shared = [key for key in keys if all(chosen.get(key, missing) == everything[0].get(key) for chosen in everything)]
-    differ = [key for key in keys if key not in shared]
-    blocks: list[Block] = [
-        Table(["setting of all runs", "value"], [[key, setting(everything[0][key])] for key in shared])
-    ]
+    runs = {(cell.method, cell.split): run for cell, run in reversed(files.runs)}  # the first of each
+    chosen = {pair: {key: setting(value) for key, value in run.chosen.items()} for pair, run in runs.items()}
+    keys = list(dict.fromkeys(key for cell, run in files.runs for key in chosen[cell.method, cell.split]))
+    values = {key: {settings.get(key, "-") for settings in chosen.values()} for key in keys if key != "seed"}
+    shared = [[key, *texts] for key, texts in values.items() if len(texts) == 1]
+    differ = [key for key, texts in values.items() if len(texts) > 1]
+    blocks: list[Block] = [Table(["setting of all runs", "value"], shared)]
     if differ:
-        head = ["method", *(["split"] if len(files.study.splits) > 1 else []), *differ]
-        rows = [
-            [m, *([s] if len(files.study.splits) > 1 else []), *(setting(first[m, s].get(k, "-")) for k in differ)]
-            for m, s in ((m, s) for s in files.study.splits for m in files.study.methods if (m, s) in first)
-        ]
-        blocks.append(Table(head, rows, "Settings that differ; - is the default, or what follows from the others"))
+        rows = []
+        for split in files.study.splits:
+            for method in files.study.methods:
+                if (method, split) in chosen:
+                    where = [method, split] if len(files.study.splits) > 1 else [method]
+                    rows.append(where + [chosen[method, split].get(key, "-") for key in differ])
+        head = ["method", "split"] if len(files.study.splits) > 1 else ["method"]
+        text = "Settings that differ; - is the default, or what follows from the others"
+        blocks.append(Table(head + differ, rows, text))
     if (tuning := files.folder / "tuning.md").is_file():
         scores = Code(tuning.read_text(encoding="utf-8"))
         blocks.append(More("How settings were chosen: the scores of the trials on validation examples", [scores]))
@@ -165,7 +157,8 @@ def split_section(files: StudyFiles) -> Section | None:
             pictures.setdefault(str(first[method].json("split.json")), []).append(method)
         for methods in pictures.values():
             run = first[methods[0]]
-            about = [split] * (len(files.study.splits) > 1) + methods * (len(pictures) > 1)
+            about = [split] if len(files.study.splits) > 1 else []
+            about += methods if len(pictures) > 1 else []
             blocks += split_figures(run, "".join(f", {name}" for name in (*about, f"seed {run.config.seed}")))
     return Section("split", "Data of the clients", blocks) if blocks else None
 
@@ -173,12 +166,12 @@ def split_section(files: StudyFiles) -> Section | None:
 def runs_section(files: StudyFiles) -> Section:
     """Return every run, method by method: results, warnings and the command that repeats it."""
     blocks: list[Block] = []
+    cells = grouped(files.cells, lambda cell: (cell.split, cell.method))
     for split in files.study.splits:
         for method in files.study.methods:
-            cells = [cell for cell in files.cells if (cell.method, cell.split) == (method, split)]
-            if cells:
-                name = method + (f", {split}" if len(files.study.splits) > 1 else "")
-                blocks.append(More(name, _runs_of(files, cells), anchor_of(method, split)))
+            if (split, method) in cells:
+                name = f"{method}, {split}" if len(files.study.splits) > 1 else method
+                blocks.append(More(name, _runs_of(files, cells[split, method]), anchor_of(method, split)))
     return Section("runs", "Runs", blocks)
 
 
@@ -186,7 +179,8 @@ def _runs_of(files: StudyFiles, cells: list[Cell]) -> list[Block]:
     runs = {cell.name: run for cell, run in files.runs}
     begun = [runs[cell.name] for cell in cells if cell.name in runs]
     key = begun[0].headline if begun else ""
-    rows, warned = [], dict[str, list[str]]()
+    rows = []
+    warned: dict[str, list[str]] = {}
     for cell in cells:
         run, status = runs.get(cell.name), files.status(cell)
         if status == "failed" and (error := failure_of(cell, files.folder).get("error")):
@@ -196,17 +190,18 @@ def _runs_of(files: StudyFiles, cells: list[Cell]) -> list[Block]:
             continue
         for text in run_warnings(run) if run.summary else ():
             warned.setdefault(text, []).append(str(cell.seed))
-        numbers = [run.final.get(key), run.best.get(key)]
-        shown = ["-" if value is None else f"{scaled(key, value):{form_of(key)}}" for value in numbers]
-        done, sha256 = [str(run.rounds), duration(run.seconds)], str(run.summary.get("sha256", "-"))[:16]
-        rows.append([str(cell.seed), status, *shown, *done, sha256])
+        final, best = (with_std(scaled(key, values.get(key)), None, form_of(key)) for values in (run.final, run.best))
+        sha256 = str(run.summary.get("sha256", "-"))[:16]
+        rows.append([str(cell.seed), status, final, best, str(run.rounds), duration(run.seconds), sha256])
     head = ["seed", "status", f"final {key}{unit_of(key)}", "best", "rounds", "time", "SHA-256, first 16 digits"]
     blocks: list[Block] = [Table(head, rows)]
     if begun:
-        blocks.insert(0, Text(f"{method_name(begun[0].config)}, {begun[0].config.model} on {begun[0].config.dataset}."))
-        blocks.append(Code(command(begun[0])))
-    notes = [f"Seed {', '.join(seeds)}: {text}" for text, seeds in warned.items()]
-    return [*blocks, Listing(notes)] if notes else blocks
+        config = begun[0].config
+        text = Text(f"{method_name(config)}, {config.model} on {config.dataset}.")
+        blocks = [text, *blocks, Code(command(begun[0]))]
+    if warned:
+        blocks.append(Listing([f"Seed {', '.join(seeds)}: {text}" for text, seeds in warned.items()]))
+    return blocks
 
 
 def reproduce_section(files: StudyFiles) -> Section:
@@ -217,13 +212,13 @@ def reproduce_section(files: StudyFiles) -> Section:
         Code(f"fedbn-flwr sweep {STUDY_FILE} --out runs/again"),
         More(STUDY_FILE, [Code(text)]),
     ]
-    found: dict[str, list[str]] = {}
+    packages: dict[str, dict[str, None]] = {}
     for _, run in files.runs:
         for name, version in run.summary.get("versions", {}).items():
-            if version not in found.setdefault(name, []):
-                found[name].append(version)
-    if found:
-        blocks.append(Table(["package", "version"], [[name, ", ".join(all_)] for name, all_ in found.items()]))
-    if mixed := [name for name, versions in found.items() if len(versions) > 1]:
+            packages.setdefault(name, {})[version] = None
+    if packages:
+        rows = [[name, ", ".join(versions)] for name, versions in packages.items()]
+        blocks.append(Table(["package", "version"], rows))
+    if mixed := [name for name, versions in packages.items() if len(versions) > 1]:
         blocks.append(Text(f"The runs were done with several versions of {', '.join(mixed)}.", "warning"))
     return Section("reproduce", "Reproduce", blocks)

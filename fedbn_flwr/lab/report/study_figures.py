@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
-from fedbn_flwr.lab.report.curve_figures import UNITS, test_of
-from fedbn_flwr.lab.report.figures import BYTES, EXCHANGES, ROUNDS, Dots, Series, bars, curves, dots
-from fedbn_flwr.lab.report.page import Block, Figure, Listing, Section, Switch, Table, Text
+from fedbn_flwr.lab.report.curve_figures import SWITCH, by_round, test_of
+from fedbn_flwr.lab.report.figures import BYTES, EXCHANGES, ROUNDS, Dots, Series, bars_of, curves, dots
+from fedbn_flwr.lab.report.page import Block, Figure, Listing, Section, Table, Text
 from fedbn_flwr.lab.report.run_files import RunFiles
-from fedbn_flwr.lab.report.shown import form_of, in_percent, scaled, thinned, title_of, unit_of
+from fedbn_flwr.lab.report.shown import form_of, in_percent, scaled, title_of, with_unit_of
 from fedbn_flwr.lab.report.study_files import StudyFiles
 from fedbn_flwr.lab.studies.comparisons import DIFFERENT_TESTS, LEVEL, comparisons, difference, left_out
-from fedbn_flwr.lab.studies.domain_table import domain_rows
+from fedbn_flwr.lab.studies.domain_table import FIELDS, domain_rows
 from fedbn_flwr.lab.studies.numbers import with_std
+from fedbn_flwr.lab.studies.rows import grouped
 from fedbn_flwr.training.tasks import quantity_of
 
 __all__ = ["comparison_section", "curves_section", "domains_section", "dots_figures"]
@@ -25,57 +26,51 @@ _MOST_PAIRS = 30  # of a figure; the table has all
 
 _SURE = {"-": "", "no": "", "yes": "\N{NO-BREAK SPACE}*", "yes, corrected": "\N{NO-BREAK SPACE}**"}
 
-Rows = Sequence[Mapping[str, Any]]
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
 
 
 def dots_figures(files: StudyFiles) -> list[Figure]:
     """Return for each split and quantity the runs, their mean with an interval, and the paper's number."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in files.table:
-        if row["mean"] is not None:
-            groups.setdefault((row["split"], quantity_of(row["metric"])), []).append(row)
+    finished = [row for row in files.table if row["mean"] is not None]
+    groups = grouped(finished, lambda row: (row["split"], quantity_of(row["metric"])))
     return [_dots(files, split, quantity, rows) for (split, quantity), rows in groups.items()]
 
 
 def _dots(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Figure:
     mixed, form = len({row["metric"] for row in rows}) > 1, form_of(quantity)
-    found, texts = [], []
+    finished = [run for run in files.rows if run["status"] == "finished" and run["final"] is not None]
+    by_row = grouped(finished, _place)
+    methods, lines, means = [], [], []
     for row in rows:
-        own = [r for r in files.rows if all(r[k] == row[k] for k in ("method", "split", "metric"))]
-        own = [r for r in own if r["status"] == "finished" and r["final"] is not None]
-        values, interval = [r["final"] for r in own], difference([r["final"] for r in own])
+        runs = by_row[_place(row)]
+        values, seeds = [run["final"] for run in runs], [f"seed {run['seed']}" for run in runs]
+        low, high = (difference(values)[bound] for bound in ("low", "high"))
         name = row["method"] + (f" ({test_of(row['metric'])})" if mixed else "")
-        seeds = [f"seed {r['seed']}" for r in own]
-        found.append(
-            Dots(name, values, row["mean"], interval["low"], interval["high"], row["paper"], row["paper-std"], seeds)
-        )
-        texts.append(f"{name} {row['mean']:{form}}")
+        methods.append(Dots(name, values, row["mean"], low, high, row["paper"], row["paper-std"], seeds))
+        interval = [with_std(number, None, form) for number in (row["mean"], low, high)]
+        paper = with_std(row["paper"], row["paper-std"], form)
+        lines.append([name, ", ".join(f"{value:{form}}" for value in values), *interval, paper])
+        means.append(f"{name} {row['mean']:{form}}")
     title = f"{title_of(quantity)}, final result{_of(files, split)}"
-    label = f"{title}, mean over seeds: {'; '.join(texts)}."
+    label = f"{title}, mean over seeds: {'; '.join(means)}."
     head = ["method", "runs", "mean", "from", "to", "the paper"]
-    numbers = [
-        [
-            *(one.name, ", ".join(f"{v:{form}}" for v in one.values)),
-            *(with_std(value, None, form) for value in (one.mean, one.low, one.high)),
-            with_std(one.paper, one.paper_std, form),
-        ]
-        for one in found
-    ]
-    caption = f"{_INTERVAL.capitalize()} (Student's t)"
-    drawing = dots(found, f"{quantity}{unit_of(quantity)}", _INTERVAL, form)
-    return Figure(drawing, label, title, Table(head, numbers, caption))
+    numbers = Table(head, lines, f"{_INTERVAL.capitalize()} (Student's t)")
+    return Figure(dots(methods, with_unit_of(quantity), _INTERVAL, form), label, title, numbers)
+
+
+def _place(row: Row) -> tuple[str, str, str]:
+    return row["method"], row["split"], row["metric"]
 
 
 def curves_section(files: StudyFiles) -> Section:
     """Return the curves of all methods: the mean over seeds, in a band from the lowest to the highest."""
     figures = []
     for split in files.study.splits:
-        runs = {method: files.of(method, split) for method in files.study.methods}
-        by_quantity: dict[str, dict[str, list[RunFiles]]] = {}
-        for method, own in runs.items():
-            if _shared_rounds(own):
-                by_quantity.setdefault(quantity_of(own[0].headline), {})[method] = own
-        figures += [_curves(files, split, quantity, found) for quantity, found in by_quantity.items()]
+        runs = [(method, files.of(method, split)) for method in files.study.methods]
+        tested = [(method, seeds) for method, seeds in runs if _shared_rounds(seeds)]
+        for quantity, methods in grouped(tested, lambda pair: quantity_of(pair[1][0].headline)).items():
+            figures.append(_curves(files, split, quantity, dict(methods)))
     if not figures:
         return Section("curves", "Curves", [Text("No run has a test yet.")])
     text = (
@@ -83,43 +78,38 @@ def curves_section(files: StudyFiles) -> Section:
         "ends with its shortest seed. A method without such a seed has the curve of its longest run. Exchanges and "
         "bytes are those of training, the mean over the seeds; bytes are those of floats."
     )
-    return Section("curves", "Curves", [Switch(UNITS), *figures, Text(text, "note")])
+    return Section("curves", "Curves", [SWITCH, *figures, Text(text, "note")])
 
 
 def _curves(files: StudyFiles, split: str, quantity: str, runs: Mapping[str, Sequence[RunFiles]]) -> Figure:
-    mixed, form = len({own[0].headline for own in runs.values()}) > 1, form_of(quantity)
-    series, rounds = [], {}
-    for method, own in runs.items():
-        name = method + (f" ({test_of(own[0].headline)})" if mixed else "")
-        one, found = _mean_curve(name, own, list(files.study.methods).index(method))
-        series.append(one)
-        rounds[name] = found
+    mixed, form = len({seeds[0].headline for seeds in runs.values()}) > 1, form_of(quantity)
+    series = []
+    for method, seeds in runs.items():
+        name = method + (f" ({test_of(seeds[0].headline)})" if mixed else "")
+        series.append(_mean_curve(name, seeds, list(files.study.methods).index(method)))
     title = f"{title_of(quantity)}{_of(files, split)}"
-    everything = thinned(sorted({server_round for found in rounds.values() for server_round in found}))
-    rows = [[str(r), *(with_std(found.get(r), None, form) for found in rounds.values())] for r in everything]
-    last = "; ".join(f"{name} {with_std(list(found.values())[-1], None, form)}" for name, found in rounds.items())
+    last = "; ".join(f"{curve.name} {with_std(curve.values[-1], None, form)}" for curve in series)
     label = f"{title} of {len(runs)} methods over rounds. Last values: {last}."
-    drawing = curves(series, f"{quantity}{unit_of(quantity)}")
+    drawing = curves(series, with_unit_of(quantity))
     drawing["height"] = 420
-    return Figure(drawing, label, title, Table(["round", *rounds], rows, f"{quantity}{unit_of(quantity)}, mean"))
+    numbers = Table(*by_round(series, lambda value: with_std(value, None, form)), f"{with_unit_of(quantity)}, mean")
+    return Figure(drawing, label, title, numbers)
 
 
-def _mean_curve(name: str, runs: Sequence[RunFiles], style: int) -> tuple[Series, dict[int, float | None]]:
-    """Return the mean of the runs' main metric in each round that all have, and the same by round.
+def _mean_curve(name: str, runs: Sequence[RunFiles], style: int) -> Series:
+    """Return the mean of the runs' main metric in each round that all have.
 
     Over exchanges and bytes a point stands at the mean of the runs' traffic up to its round.
     """
     rounds = _shared_rounds(runs)
-    values = [{line["round"]: scaled(run.headline, line[run.headline]) for line in run.measured} for run in runs]
-    columns = [[value for found in values if (value := found[r]) is not None] for r in rounds]
-    means = [statistics.fmean(column) for column in columns]
+    values = [{line["round"]: scaled(run.headline, line[run.headline]) or 0.0 for line in run.measured} for run in runs]
+    columns = [[by_round[server_round] for by_round in values] for server_round in rounds]
     over: dict[str, Sequence[float]] = {ROUNDS: rounds}
     for unit in (EXCHANGES, BYTES):
         places = [dict(zip(run.over[ROUNDS], run.over[unit], strict=True)) for run in runs]
         over[unit] = [round(statistics.fmean(place[r] for place in places), 6) for r in rounds]
-    band = len(runs) > 1
-    low, high = ([bound(column) for column in columns] if band else () for bound in (min, max))
-    return Series(name, over, means, style, low, high), dict(zip(rounds, means, strict=True))
+    low, high = ([bound(column) for column in columns] if len(runs) > 1 else () for bound in (min, max))
+    return Series(name, over, [statistics.fmean(column) for column in columns], style, low, high)
 
 
 def _shared_rounds(runs: Sequence[RunFiles]) -> list[int]:
@@ -130,21 +120,20 @@ def _shared_rounds(runs: Sequence[RunFiles]) -> list[int]:
 
 def comparison_section(files: StudyFiles) -> Section | None:
     """Return the paired differences between methods, with their intervals; None without two seeds of a pair."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in comparisons(files.rows):
-        groups.setdefault((row["split"], quantity_of(row["metric"])), []).append(row)
+    groups = grouped(comparisons(files.rows), lambda row: (row["split"], quantity_of(row["metric"])))
     groups = {key: rows for key, rows in groups.items() if any(row["seeds"] > 1 for row in rows)}
-    blocks: list[Block] = [_differences(files, *key, rows) for key, rows in groups.items()]
-    if not blocks:
+    if not groups:
         return None
+    blocks: list[Block] = [_differences(files, split, quantity, rows) for (split, quantity), rows in groups.items()]
+    shown = [row for rows in groups.values() for row in rows]
     text = (
         f"Final results of two methods with the same seed, which share split and initial weights. Mean difference with "
         f"its {LEVEL:.0%} interval (Student's t). * An interval that leaves out 0: these seeds show a difference. "
         "** They show it also after Holm's correction for all pairs of the split."
     )
-    if any(row["low"] is None for rows in groups.values() for row in rows):
+    if any(row["low"] is None for row in shown):
         text += " - No interval: one seed, or the same difference in every seed."
-    if any(row["metric"] != row["other-metric"] for rows in groups.values() for row in rows):
+    if any(row["metric"] != row["other-metric"] for row in shown):
         text += f" {DIFFERENT_TESTS}"
     if without := left_out(files.rows, [(cell.split, cell.method) for cell in files.cells]):
         blocks += [Text("Left out:"), Listing(without)]
@@ -152,41 +141,33 @@ def comparison_section(files: StudyFiles) -> Section | None:
 
 
 def _differences(files: StudyFiles, split: str, quantity: str, rows: Rows) -> Figure:
-    ordered = sorted(rows, key=lambda row: -abs(row["difference"]))
     metrics = {row[key] for row in rows for key in ("metric", "other-metric")}
     name = metrics.pop() if len(metrics) == 1 else quantity
-
-    def names(row: Mapping[str, Any]) -> tuple[str, str]:
-        sides = (("method", "metric"), ("other", "other-metric"))
-        one, other = (row[who] + (f" ({test_of(row[what])})" if name == quantity else "") for who, what in sides)
-        return one, other
-
-    pairs = [
-        Dots(f"{' − '.join(names(r))}{_SURE[_shown(r)]}", (), r["difference"], r["low"], r["high"])  # noqa: RUF001
-        for r in ordered[:_MOST_PAIRS]
-    ]
+    form = form_of(name)
+    pairs, lines = [], []
+    for row in sorted(rows, key=lambda row: -abs(row["difference"])):
+        one, other, shown = row["method"], row["other"], _shown(row)
+        if name == quantity:
+            one, other = f"{one} ({test_of(row['metric'])})", f"{other} ({test_of(row['other-metric'])})"
+        label = f"{one} \N{MINUS SIGN} {other}{_SURE[shown]}"
+        pairs.append(Dots(label, (), row["difference"], row["low"], row["high"]))
+        numbers = [with_std(row[key], None, f"+{form}") for key in ("difference", "low", "high")]
+        tests = [with_std(row[key], None, ".3f") for key in ("p", "p-holm")]
+        lines.append([one, other, *numbers, *tests, str(row["seeds"]), shown])
     title = f"Differences in {name}{_of(files, split)}"
-    if len(ordered) > len(pairs):
-        title += f", the {len(pairs)} largest of {len(ordered)}"
-    head = ["method", "against", "difference", "from", "to", "p", "p (Holm)", "seeds", "shown"]
-    table = [
-        [
-            *(*names(r), *(with_std(r[key], None, f"+{form_of(name)}") for key in ("difference", "low", "high"))),
-            *(*(with_std(r[key], None, ".3f") for key in ("p", "p-holm")), str(r["seeds"]), _shown(r)),
-        ]
-        for r in ordered
-    ]
+    if len(pairs) > _MOST_PAIRS:
+        title += f", the {_MOST_PAIRS} largest of {len(pairs)}"
     clear = sum(bool(_SURE[_shown(row)]) for row in rows)
     label = f"{title}: {clear} of {len(rows)} pairs have an interval without 0."
-    drawing = dots(
-        pairs, f"difference{' (points)' if in_percent(name) else ''}", f"{LEVEL:.0%} interval", form_of(name)
-    )
-    line = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted"}}
-    drawing["layout"] |= {"shapes": [line], "showlegend": False}
-    return Figure(drawing, label, title, Table(head, table))
+    axis = "difference (points)" if in_percent(name) else "difference"
+    drawing = dots(pairs[:_MOST_PAIRS], axis, f"{LEVEL:.0%} interval", form)
+    zero = {"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted"}}
+    drawing["layout"] |= {"shapes": [zero], "showlegend": False}
+    head = ["method", "against", "difference", "from", "to", "p", "p (Holm)", "seeds", "shown"]
+    return Figure(drawing, label, title, Table(head, lines))
 
 
-def _shown(row: Mapping[str, Any]) -> str:
+def _shown(row: Row) -> str:
     """Return whether these seeds show a difference; without an interval "-", see ``difference``."""
     if row["low"] is None:
         return "-"
@@ -197,39 +178,33 @@ def _shown(row: Mapping[str, Any]) -> str:
 
 def domains_section(files: StudyFiles) -> Section | None:
     """Return the results by domain: bars for each method, and the paper's numbers in the table."""
-    summaries: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for cell, run in files.runs:
-        if run.summary and DIVERGED_AT not in run.summary:
-            summaries.setdefault((cell.method, cell.split), []).append(run.summary)
-    rows = domain_rows(files.study, summaries)
+    runs = [(cell, run.summary) for cell, run in files.runs if run.summary and DIVERGED_AT not in run.summary]
+    pairs = grouped(runs, lambda run: (run[0].method, run[0].split))
+    rows = domain_rows(files.study, {pair: [summary for _, summary in of_pair] for pair, of_pair in pairs.items()})
     blocks: list[Block] = []
-    for split, name in dict.fromkeys((row["split"], row["metric"]) for row in rows):
-        own = [row for row in rows if (row["split"], row["metric"]) == (split, name)]
-        blocks += _domains(files, split, name, own)
+    for (split, name), group in grouped(rows, lambda row: (row["split"], row["metric"])).items():
+        blocks += _domains(files, split, name, group)
     return Section("domains", "Domains", blocks) if blocks else None
 
 
 def _domains(files: StudyFiles, split: str, name: str, rows: Rows) -> tuple[Figure, Table]:
-    domains, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "method"))
-    by_pair = {(row["method"], row["domain"]): row for row in rows}
-    groups = {
-        domain: {method: by_pair[method, domain]["mean"] for method in methods if (method, domain) in by_pair}
-        for domain in domains
-    }
-    places = 2 if in_percent(name) else 4
-    table = []
-    for method in methods:
-        own = [by_pair.get((method, domain)) for domain in domains]
-        table.append([method, *("-" if r is None else with_std(r["mean"], r["std"], f".{places}f") for r in own)])
-        if any(r and r["paper"] is not None for r in own):
-            stated = ["-" if r is None else with_std(r["paper"], r["paper-std"], f".{places}f") for r in own]
-            table.append([f"{method}, the paper", *stated])
-            differences = [None if r is None else r["difference"] for r in own]
-            table.append([f"{method}, difference", *(with_std(d, None, f"+.{places}f") for d in differences)])
+    methods, form = grouped(rows, lambda row: row["method"]), form_of(name)
+    groups: dict[str, dict[str, float | None]] = {row["domain"]: {} for row in rows}
+    for row in rows:
+        groups[row["domain"]][row["method"]] = row["mean"]
+    lines = []
+    for method, of_method in methods.items():
+        by_domain = {row["domain"]: row for row in of_method}
+        cells = [by_domain.get(domain, dict.fromkeys(FIELDS)) for domain in groups]
+        lines.append([method, *(with_std(row["mean"], row["std"], form) for row in cells)])
+        if any(row["paper"] is not None for row in of_method):
+            papers = [with_std(row["paper"], row["paper-std"], form) for row in cells]
+            differences = [with_std(row["difference"], None, f"+{form}") for row in cells]
+            lines += [[f"{method}, the paper", *papers], [f"{method}, difference", *differences]]
     title = f"{title_of(name)} by domain{_of(files, split)}"
-    label = f"{title}, for {len(methods)} methods and {len(domains)} domains; the table below has the numbers."
-    drawing = bars(groups, f"{name}{unit_of(name)}", ".1f" if in_percent(name) else ".3f")
-    return Figure(drawing, label, title), Table(["method", *domains], table, f"{name}{unit_of(name)}, mean ± deviation")
+    label = f"{title}, for {len(methods)} methods and {len(groups)} domains; the table below has the numbers."
+    numbers = Table(["method", *groups], lines, f"{with_unit_of(name)}, mean ± deviation")
+    return Figure(bars_of(groups, name), label, title), numbers
 
 
 def _of(files: StudyFiles, split: str) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.lab.report.page import Link, Section, Table, Text
+from fedbn_flwr.lab.report.page import Cell, Link, Section, Table, Text
 from fedbn_flwr.lab.report.shown import MEBIBYTE, form_of, in_percent, unit_of
 from fedbn_flwr.lab.report.study_figures import dots_figures
 from fedbn_flwr.lab.report.study_files import StudyFiles
 from fedbn_flwr.lab.studies.numbers import with_std
+from fedbn_flwr.lab.studies.rows import grouped
 from fedbn_flwr.lab.studies.tables import shown_runs
 
 __all__ = ["anchor_of", "results_section"]
+
+Columns = list[tuple[str, Callable[[Mapping[str, Any]], Cell]]]
+"""The head of each column, and what gives a row's cell."""
 
 
 def results_section(files: StudyFiles) -> Section:
@@ -20,17 +24,10 @@ def results_section(files: StudyFiles) -> Section:
     rows = files.table
     if not rows:
         return Section("results", "Results", [Text("No run is finished yet.")])
-    by_pair: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_pair.setdefault(_pair(row), []).append(row)
-    first = [next((row for row in own if row["target"] is not None), own[0]) for own in by_pair.values()]
+    pairs = grouped(rows, lambda row: (row["method"], row["split"])).values()
+    with_target = [next((row for row in pair if row["target"] is not None), pair[0]) for pair in pairs]
     results, costs = _columns(files)
-    table = Table([name for name, _ in results], [[cell(row) for _, cell in results] for row in rows])
-    cost = Table(
-        [name for name, _ in costs],
-        [[cell(row) for _, cell in costs] for row in first],
-        "Cost of a run, mean over the seeds",
-    )
+    table, cost = _table(results, rows), _table(costs, with_target, "Cost of a run, mean over the seeds")
     notes = [
         "Final: the last round (with early stopping the best one by validation), mean ± sample standard deviation over "
         "n seeds. Best: the best round, which no run knows beforehand.",
@@ -45,27 +42,23 @@ def results_section(files: StudyFiles) -> Section:
     return Section("results", "Results", [table, Text(" ".join(notes), "note"), *dots_figures(files), cost, *more])
 
 
-def _pair(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    return row.get("method"), row.get("split")
+def _table(columns: Columns, rows: Sequence[Mapping[str, Any]], caption: str = "") -> Table:
+    return Table([head for head, _ in columns], [[cell(row) for _, cell in columns] for row in rows], caption)
 
 
-def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+def _columns(files: StudyFiles) -> tuple[Columns, Columns]:
     """Return the columns of results and of costs that this study needs: a head, and what gives a row's cell."""
     rows = files.table
     shares = {in_percent(row["metric"] or "") for row in rows}
     unit = " (%)" if shares == {True} else ""
 
     def number(key: str, std: str = "", form: str = "", sign: str = "") -> Any:
-        def cell(row: dict[str, Any]) -> str:
-            places = form or sign + form_of(row["metric"] or "")
-            return with_std(row[key], row[std] if std else None, places)
-
-        return cell
+        return lambda row: with_std(row[key], row.get(std), form or sign + form_of(row["metric"] or ""))
 
     def count(key: str) -> Any:
         return lambda row: "-" if row[key] is None else f"{row[key]:,.1f}".removesuffix(".0")
 
-    about: list[tuple[str, Any]] = [("method", lambda row: Link(row["method"], anchor_of(row["method"], row["split"])))]
+    about: Columns = [("method", lambda row: Link(row["method"], anchor_of(row["method"], row["split"])))]
     if len(files.study.splits) > 1:
         about.append(("split", lambda row: row["split"]))
     results = [
@@ -85,11 +78,18 @@ def _columns(files: StudyFiles) -> tuple[list[tuple[str, Any]], list[tuple[str, 
     costs = [*about, ("rounds", count("rounds")), ("exchanges", count("exchanges"))]
     costs.append(("MiB of floats", number("megabytes", form=",.2f")))
     if any(row["target"] is not None for row in rows):
-        costs += [("target", number("target", form="g")), ("reached by", count("reached"))]
-        costs += [("rounds to it", count("rounds-to-target"))]
-        costs += [("exchanges to it", count("exchanges-to-target"))]
-        costs.append(("MiB to it", lambda r: "-" if (m := r["bytes-to-target"]) is None else f"{m / MEBIBYTE:,.2f}"))
+        costs += [
+            ("target", number("target", form="g")),
+            ("reached by", count("reached")),
+            ("rounds to it", count("rounds-to-target")),
+            ("exchanges to it", count("exchanges-to-target")),
+            ("MiB to it", _mebibytes_to_target),
+        ]
     return results, costs
+
+
+def _mebibytes_to_target(row: Mapping[str, Any]) -> str:
+    return "-" if row["bytes-to-target"] is None else f"{row['bytes-to-target'] / MEBIBYTE:,.2f}"
 
 
 def anchor_of(method: str, split: str) -> str:

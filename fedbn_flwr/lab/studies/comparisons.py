@@ -8,23 +8,20 @@ the sample standard deviation. It needs two seeds, and three give a wide one.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.lab.studies.numbers import table_line
+from fedbn_flwr.lab.studies.rows import grouped, markdown_table
 from fedbn_flwr.training.tasks import in_percent, quantity_of
 
 __all__ = ["DIFFERENT_TESTS", "FIELDS", "LEVEL", "comparisons", "comparisons_markdown", "difference", "left_out"]
 
 LEVEL = 0.95
 _EQUAL = 1e-9  # differences of shares of examples, equal as fractions, differ in float64's last digits
-FIELDS = (
-    *("split", "method", "metric", "other", "other-metric"),
-    *("seeds", "difference", "low", "high", "p", "p-holm"),
-)
+_PAIR = ("split", "method", "metric", "other", "other-metric")
+FIELDS = (*_PAIR, "seeds", "difference", "low", "high", "p", "p-holm")
 DIFFERENT_TESTS = (
     "Two metrics in a row are different tests, the main one of each method: the difference is one of the methods and "
     "of the tests."
@@ -42,12 +39,11 @@ def difference(values: Sequence[float]) -> dict[str, float | None]:
     mean = statistics.fmean(values)
     if max(values) - min(values) <= _EQUAL * max(1.0, *map(abs, values)):
         return {"difference": mean, "low": None, "high": None, "p": None}
-    from scipy.stats import t
+    from scipy.stats import ttest_1samp
 
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * error
-    p = 2 * float(t.sf(abs(mean) / error, len(values) - 1))
-    return {"difference": mean, "low": mean - half, "high": mean + half, "p": p}
+    test = ttest_1samp(values, 0.0)
+    interval = test.confidence_interval(LEVEL)
+    return {"difference": mean, "low": float(interval.low), "high": float(interval.high), "p": float(test.pvalue)}
 
 
 def comparisons(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -60,21 +56,21 @@ def comparisons(rows: Sequence[Row]) -> list[dict[str, Any]]:
     or for all pairs of another metric (Holm 1979): below 0.05, the difference is not explained by having looked at many
     pairs.
     """
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    compared: dict[tuple[str, ...], dict[str, Any]] = {}
     for family in _families(_results(rows)):
         values: dict[tuple[str, str], dict[int, float]] = {}
         for row in family:
             values.setdefault((row["method"], row["metric"]), {})[row["seed"]] = row["final"]
         pairs = []
-        for (one, metric), (other, its) in itertools.combinations(values, 2):
-            seeds = [seed for seed in values[one, metric] if seed in values[other, its]]
-            if seeds:
-                about = (family[0]["split"], one, metric, other, its, len(seeds))
-                differences = [values[one, metric][seed] - values[other, its][seed] for seed in seeds]
-                pairs.append(dict(zip(FIELDS, about, strict=False)) | difference(differences))
-        for pair in _holm(pairs):  # of the whole family, also of pairs that another one has shown
-            found.setdefault(tuple(pair[key] for key in FIELDS[:5]), pair)
-    return [*found.values()]
+        for (one, finals), (other, other_finals) in itertools.combinations(values.items(), 2):
+            differences = [final - other_finals[seed] for seed, final in finals.items() if seed in other_finals]
+            if differences:
+                names = dict(zip(_PAIR, (family[0]["split"], *one, *other), strict=True))
+                pairs.append({**names, "seeds": len(differences), **difference(differences), "p-holm": None})
+        _correct(pairs)  # for the whole family, also for pairs that another one has shown
+        for pair in pairs:
+            compared.setdefault(tuple(pair[key] for key in _PAIR), pair)
+    return [*compared.values()]
 
 
 def _results(rows: Sequence[Row]) -> list[Row]:
@@ -83,57 +79,54 @@ def _results(rows: Sequence[Row]) -> list[Row]:
 
 def _families(results: Sequence[Row]) -> Iterator[list[Row]]:
     """Yield, split by split, the main results of each quantity, and those of each metric."""
-    for split in dict.fromkeys(row["split"] for row in results):
-        own = [row for row in results if row["split"] == split]
-        main = [row for row in own if row["main"]]
-        for quantity in dict.fromkeys(quantity_of(row["metric"]) for row in main):
-            yield [row for row in main if quantity_of(row["metric"]) == quantity]
-        for metric in dict.fromkeys(row["metric"] for row in own):
-            yield [row for row in own if row["metric"] == metric]
+    for of_split in grouped(results, lambda row: row["split"]).values():
+        main = [row for row in of_split if row["main"]]
+        yield from grouped(main, lambda row: quantity_of(row["metric"])).values()
+        yield from grouped(of_split, lambda row: row["metric"]).values()
 
 
 def left_out(rows: Sequence[Row], pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Return a sentence for each (split, method) of ``pairs`` that is compared with no other, with the reason."""
     compared = {(row["split"], row[side]) for row in comparisons(rows) for side in ("method", "other")}
-    results = [row for row in _results(rows) if row["main"]]
-    found = []
+    sentences = []
     for split, method in dict.fromkeys(pairs):
         if (split, method) in compared or len({m for s, m in pairs if s == split}) < 2:
             continue
-        ended = {row["seed"]: row["status"] for row in rows if (row["split"], row["method"]) == (split, method)}
-        lost = ", ".join(f"{number} {status}" for status, number in Counter(ended.values()).items())
-        metric = {row["method"]: row["metric"] for row in results if row["split"] == split}
-        why = f"no run has a final result{f' ({lost})' if lost else ''}"
-        if method in metric:
-            alike = [name for name in metric if quantity_of(metric[name]) == quantity_of(metric[method])]
+        main = [row for row in _results(rows) if row["main"] and row["split"] == split]
+        metrics = {row["method"]: row["metric"] for row in main}
+        quantities = [quantity_of(metric) for metric in metrics.values()]
+        if method not in metrics:
+            ended = {row["seed"]: row["status"] for row in rows if (row["split"], row["method"]) == (split, method)}
+            lost = ", ".join(f"{number} {status}" for status, number in Counter(ended.values()).items())
+            why = f"no run has a final result{f' ({lost})' if lost else ''}"
+        elif quantities.count(quantity_of(metrics[method])) == 1:
+            why = f"its main metric, {metrics[method]}, measures something else than those of the other methods"
+        else:
             why = "it shares no finished seed with another method"
-            if alike == [method]:
-                why = f"its main metric, {metric[method]}, measures something else than those of the other methods"
-        found.append(f"{method}, {split}: {why}.")
-    return found
+        sentences.append(f"{method}, {split}: {why}.")
+    return sentences
 
 
-def _holm(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add ``p-holm``: the i-th smallest of m p-values times m - i + 1, made monotone, at most 1."""
+def _correct(pairs: Sequence[dict[str, Any]]) -> None:
+    """Set ``p-holm``: the i-th smallest of m p-values times m - i + 1, made monotone, at most 1."""
     tested = sorted((pair for pair in pairs if pair["p"] is not None), key=lambda pair: pair["p"])
     largest = 0.0
     for rank, pair in enumerate(tested):
         largest = max(largest, min(1.0, pair["p"] * (len(tested) - rank)))
         pair["p-holm"] = largest
-    return [{**dict.fromkeys(FIELDS), **pair} for pair in pairs]
 
 
 def comparisons_markdown(name: str, rows: Sequence[Row], without: Sequence[str] = ()) -> str:
     """Return the pairs as a table, with one seed a sentence in its place, and the sentences of ``left_out``."""
-    lines = ["They need two seeds that both methods finished; with more the interval is narrower."]
+    body = "They need two seeds that both methods finished; with more the interval is narrower."
     if any(row["seeds"] > 1 for row in rows):
-        lines = list(_table(rows))
+        body = _table(rows)
     if without:
-        lines += ["", "Left out:", "", *(f"- {sentence}" for sentence in without)]
-    return "\n".join([f"# {name}, differences between methods", "", *lines]) + "\n"
+        body += "\n\nLeft out:\n\n" + "\n".join(f"- {sentence}" for sentence in without)
+    return f"# {name}, differences between methods\n\n{body}\n"
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
+def _table(rows: Sequence[Row]) -> str:
     text = (
         f"Final results, paired over the seeds that both methods finished: mean difference and {LEVEL:.0%} confidence "
         "interval (Student's t). An interval without 0 is marked with *; ** if Holm's correction for all pairs of the "
@@ -141,14 +134,14 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     )
     if any(row["metric"] != row["other-metric"] for row in rows):
         text += f" {DIFFERENT_TESTS}"
-    heads = ("split", "method", "metric", "against", "metric of it", "difference", "interval", "seeds")
-    yield from (text, "", table_line(heads), "|---" * len(heads) + "|")
+    head = ("split", "method", "metric", "against", "metric of it", "difference", "interval", "seeds")
+    lines = []
     for row in rows:
-        places = 2 if in_percent(row["metric"]) else 4
-        interval = "-" if row["low"] is None else f"{row['low']:+.{places}f} to {row['high']:+.{places}f}"
-        sure = row["low"] is not None and (row["low"] > 0 or row["high"] < 0)
-        mark = "" if not sure else " **" if row["p-holm"] < 1 - LEVEL else " *"
-        mark = mark.replace("*", "\\*")
-        shown = f"{row['difference']:+.{places}f}{mark}"
-        cells = (*(row[key] for key in FIELDS[:5]), shown, interval, row["seeds"])
-        yield table_line(cells)
+        form = "+.2f" if in_percent(row["metric"]) else "+.4f"
+        shown, interval = f"{row['difference']:{form}}", "-"
+        if row["low"] is not None:
+            interval = f"{row['low']:{form}} to {row['high']:{form}}"
+            if row["low"] > 0 or row["high"] < 0:
+                shown += " \\*\\*" if row["p-holm"] < 1 - LEVEL else " \\*"
+        lines.append([*(row[key] for key in _PAIR), shown, interval, row["seeds"]])
+    return f"{text}\n\n{markdown_table(head, lines)}"

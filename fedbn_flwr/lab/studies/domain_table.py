@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.lab.studies.numbers import AVERAGE, WHOLE, PaperNumber, table_line, with_std
+from fedbn_flwr.lab.studies.numbers import AVERAGE, WHOLE, PaperNumber, mean_std, scale_of, with_std
+from fedbn_flwr.lab.studies.rows import grouped, markdown_table
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
 
@@ -29,37 +30,40 @@ def domain_rows(study: Study, summaries: Summaries) -> list[dict[str, Any]]:
             the global model on each domain's test set, or with the clients of each domain on their own test sets.
     """
     rows: list[dict[str, Any]] = []
-    cells = [
-        (method, split, metric, done)
-        for (method, split), done in summaries.items()
-        for metric in study.metrics or dict.fromkeys(s["headline"] for s in done)
-    ]
-    for method, split, metric, done in cells:
-        found = [s["final"]["domains"][metric] for s in done if metric in s["final"].get("domains", {})]
-        if not found:
-            continue
-        stated = study.paper_numbers(f"{method}/{split}") if metric == done[0]["headline"] else {}
-        stated.pop(WHOLE, None)
-        runs = [{domain: value for domain, value in run.items() if value is not None} for run in found]
-        num_domains = len({domain for run in found for domain in run})
-        for run in runs:
-            if len(run) == num_domains:  # an average over other domains is another quantity
-                run[AVERAGE] = statistics.fmean(run.values())
-        scale = 100 if in_percent(metric) else 1
-        for domain in dict.fromkeys([*(name for run in found for name in run), *stated, AVERAGE]):
-            values = [scale * run[domain] for run in runs if domain in run]
-            mean, number = statistics.fmean(values) if values else None, stated.get(domain, PaperNumber())
-            numbers = {
-                "runs": len(values),
-                "mean": mean,
-                "std": statistics.stdev(values) if len(values) > 1 else None,
-                "paper": number.mean,
-                "paper-std": number.std,
-                "difference": None if mean is None or number.mean is None else mean - number.mean,
-            }
-            about = {"method": method, "split": split, "metric": metric, "domain": domain}
-            rows.append({**about, **numbers})
+    for (method, split), done in summaries.items():
+        for metric in study.metrics or dict.fromkeys(summary["headline"] for summary in done):
+            runs = [domains[metric] for s in done if metric in (domains := s["final"].get("domains", {}))]
+            stated = study.paper_numbers(f"{method}/{split}") if metric == done[0]["headline"] else {}
+            about = {"method": method, "split": split, "metric": metric}
+            rows += [{**about, **numbers} for numbers in _numbers(runs, stated, scale_of(metric))]
     return rows
+
+
+def _numbers(
+    runs: Sequence[Mapping[str, float | None]], stated: Mapping[str, PaperNumber], scale: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of each domain and of their average, from the values of each run by domain."""
+    if not runs:
+        return
+    domains = list(dict.fromkeys(domain for run in runs for domain in run))
+    values: dict[str, list[float]] = {domain: [] for domain in (*domains, *stated, AVERAGE) if domain != WHOLE}
+    for run in runs:
+        known = {domain: value for domain, value in run.items() if value is not None}
+        if len(known) == len(domains):  # an average over other domains is another quantity
+            known[AVERAGE] = statistics.fmean(known.values())
+        for domain, value in known.items():
+            values[domain].append(scale * value)
+    for domain, of_runs in values.items():
+        paper, (mean, std) = stated.get(domain, PaperNumber()), mean_std(of_runs)
+        yield {
+            "domain": domain,
+            "runs": len(of_runs),
+            "mean": mean,
+            "std": std,
+            "paper": paper.mean,
+            "paper-std": paper.std,
+            "difference": None if mean is None or paper.mean is None else mean - paper.mean,
+        }
 
 
 def is_average(final: Mapping[str, Any], metric: str) -> bool:
@@ -76,24 +80,18 @@ def is_average(final: Mapping[str, Any], metric: str) -> bool:
 def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as a table: domains in columns, mean ± std, then the paper's numbers and the differences."""
     domains = [*dict.fromkeys(row["domain"] for row in rows if row["domain"] != AVERAGE), AVERAGE]
-    lines = [
-        f"# {name}, by domain",
-        "",
-        table_line(["method", "split", "metric", *domains, "runs"]),
-        "|---" * (len(domains) + 4) + "|",
-    ]
-    keys = ("method", "split", "metric")
-    for about in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
-        own = {row["domain"]: row for row in rows if tuple(row[key] for key in keys) == about}
-        (method, split, metric), runs = about, own[AVERAGE]["runs"]
-        places = 2 if in_percent(metric) else 4
-        blank = {"mean": None, "std": None, "paper": None, "paper-std": None, "difference": None}
-        in_order = [own.get(domain, blank) for domain in domains]
-        cells = [with_std(row["mean"], row["std"], f".{places}f") for row in in_order]
-        lines.append(table_line([method, split, metric, *cells, runs]))
-        if any(row["paper"] is not None for row in own.values()):
-            papers = [with_std(row["paper"], row["paper-std"], f".{places}f", "") for row in in_order]
-            differences = [with_std(row["difference"], None, f"+.{places}f", "") for row in in_order]
-            for head, cells in (("the paper's", papers), ("difference", differences)):
-                lines.append(table_line([method, split, head, *cells, ""]))
-    return "\n".join(lines) + "\n"
+    lines = []
+    for (method, split, metric), group in grouped(
+        rows, lambda row: (row["method"], row["split"], row["metric"])
+    ).items():
+        by_domain = {row["domain"]: row for row in group}
+        in_order = [by_domain.get(domain, dict.fromkeys(FIELDS)) for domain in domains]
+        form = ".2f" if in_percent(metric) else ".4f"
+        cells = [with_std(row["mean"], row["std"], form) for row in in_order]
+        lines.append([method, split, metric, *cells, by_domain[AVERAGE]["runs"]])
+        if any(row["paper"] is not None for row in group):
+            papers = [with_std(row["paper"], row["paper-std"], form, "") for row in in_order]
+            differences = [with_std(row["difference"], None, f"+{form}", "") for row in in_order]
+            lines += [[method, split, "the paper's", *papers, ""], [method, split, "difference", *differences, ""]]
+    table = markdown_table(["method", "split", "metric", *domains, "runs"], lines)
+    return f"# {name}, by domain\n\n{table}\n"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["AVERAGE", "WHOLE", "PaperNumber", "table_line", "with_std"]
+from fedbn_flwr.training.tasks import in_percent
+
+__all__ = ["AVERAGE", "WHOLE", "PaperNumber", "mean_std", "scale_of", "with_std"]
 
 AVERAGE = "average"  # of the domains
 WHOLE = ""  # in a paper's numbers by domain the key of one that is not by domain
@@ -36,9 +39,15 @@ class PaperNumber(NamedTuple):
         return number
 
 
-def table_line(cells: Iterable[object]) -> str:
-    """Return a line of a table in Markdown; a cell's own bars do not end it."""
-    return "| " + " | ".join(" ".join(str(cell).replace("|", "\\|").split("\n")) for cell in cells) + " |"
+def scale_of(metric: str) -> int:
+    """Return by what tables multiply a metric: shares are in percent."""
+    return 100 if in_percent(metric) else 1
+
+
+def mean_std(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """Return mean and sample standard deviation of the values that are known; None for too few of them."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None, statistics.stdev(known) if len(known) > 1 else None
 
 
 def with_std(mean: float | None, std: float | None, form: str, missing: str = "-") -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +65,9 @@ def memory_need(config: Config) -> float:
     """
     clients = count_clients(config)
     data = partitioned_data(config, clients).dataset
-    parts = (data.train, data.test)
-    held = sum(s.inputs.nbytes for s in parts if isinstance(s, Samples))
-    held = held if all(isinstance(s, Samples) for s in parts) else int(config.cache_gib * 2**30)
+    held = config.cache_gib * 2**30
+    if isinstance(data.train, Samples) and isinstance(data.test, Samples):
+        held = data.train.inputs.nbytes + data.test.inputs.nbytes
     model: int = sum(value.nbytes for value in make_model(config).state_dict().values())
     models = 2 * share_of(config.fraction_train, clients) + 8
     return float(_PROCESS + 2 * held + models * model)
@@ -111,8 +113,8 @@ def _needs(cells: Sequence[Cell], ray_address: str | None) -> dict[str, float]:
     import ray
 
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    has = [node["Resources"] for node in nodes if node["Alive"]]
-    largest, cores = max(one.get("memory", 0.0) for one in has), max(one.get("CPU", 0.0) for one in has)
+    machines = [node["Resources"] for node in nodes if node["Alive"]]
+    largest, cores = (max(machine.get(key, 0.0) for machine in machines) for key in ("memory", "CPU"))
     if wide := [cell.name for cell in cells if cell.config.torch_threads > cores]:
         raise ConfigError(
             f"{wide[0]}: torch-threads is above {cores:g}, the CPUs of the largest machine. Set it lower."
@@ -159,10 +161,10 @@ def _on_ray(
                 error, warnings = f"its process ended: {str(lost).strip().splitlines()[-1]}", []
                 if not finished(watched.folder):
                     note_failure(watched.folder, str(lost), type(lost).__name__)
-            for warning in warnings:
+            for warning in dict.fromkeys(warnings):
                 if warning not in warned:  # several runs of a study often have the same
                     logger.warning("%s: %s", watched.cell.name, warning)
-                warned.add(warning)
+            warned.update(warnings)
             yield watched.cell, error
 
 
@@ -173,21 +175,14 @@ def _work(cell: Cell, shared: SharedData, out: Path, folder: Path) -> tuple[str,
     keep_freed_memory()
     shared.adopt()
     logger.setLevel(logging.WARNING)
-    seen = _Seen()
-    logger.addHandler(seen)
+    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler = QueueHandler(records)
+    logger.addHandler(handler)
     try:
-        return do_cell(cell, out, "in-process", workers=0), seen.messages
+        error = do_cell(cell, out, "in-process", workers=0)
     finally:
-        logger.removeHandler(seen)
-
-
-class _Seen(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+        logger.removeHandler(handler)
+    return error, [records.get().getMessage() for _ in range(records.qsize())]
 
 
 @dataclass
@@ -226,10 +221,10 @@ class _Watched:
 
     def _stamp(self) -> tuple[int, int] | None:
         try:
-            found = (self.folder / "config.yaml").stat()
+            file = (self.folder / "config.yaml").stat()
         except OSError:  # absent, or renamed at this moment
             return None
-        return found.st_mtime_ns, found.st_size
+        return file.st_mtime_ns, file.st_size
 
 
 def _gpu_share(cells: Sequence[Cell]) -> float:

@@ -16,28 +16,37 @@ from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies.cell import Cell
 from fedbn_flwr.lab.studies.domain_table import is_average
 from fedbn_flwr.lab.studies.done import failure_of, is_done, of_study, summary_of
-from fedbn_flwr.lab.studies.numbers import AVERAGE, WHOLE, PaperNumber
+from fedbn_flwr.lab.studies.numbers import AVERAGE, WHOLE, PaperNumber, scale_of
+from fedbn_flwr.lab.studies.rows import grouped
 from fedbn_flwr.lab.studies.study import Study
-from fedbn_flwr.training.tasks import higher_is_better, in_percent
+from fedbn_flwr.training.tasks import higher_is_better
 
 __all__ = ["FIELDS", "StudyResults"]
 
 logger = logging.getLogger("flwr")
 
 FIELDS = (
-    *("method", "split", "seed", "metric", "main", "status", "diverged-at", "final", "best", "best-round", "rounds"),
-    *(
-        "exchanges",
-        "bytes",
-        "target",
-        "rounds-to-target",
-        "exchanges-to-target",
-        "bytes-to-target",
-        "paper",
-        "paper-std",
-        "rejected",
-        "sha256",
-    ),
+    "method",
+    "split",
+    "seed",
+    "metric",
+    "main",
+    "status",
+    "diverged-at",
+    "final",
+    "best",
+    "best-round",
+    "rounds",
+    "exchanges",
+    "bytes",
+    "target",
+    "rounds-to-target",
+    "exchanges-to-target",
+    "bytes-to-target",
+    "paper",
+    "paper-std",
+    "rejected",
+    "sha256",
 )
 """The columns. Shares are in percent; ``bytes`` are those of floats, down and up; a missing number is None.
 
@@ -85,22 +94,21 @@ class StudyResults:
 
     def absent_metrics(self) -> list[str]:
         """Return the metrics that the study asks for and that no finished run has."""
-        found = {name for cell in self.study.cells() for name in _numbers_of(self.summary(cell))}
-        return [name for name in self.study.metrics if name not in found]
+        known = {name for cell in self.study.cells() for name in _numbers_of(self.summary(cell))}
+        return [name for name in self.study.metrics if name not in known]
 
     def unused_papers(self) -> list[str]:
         """Return the METHOD/SPLIT with a paper's number that no result is compared with.
 
         The pair is in ``skip``, or its numbers are by domain and its data have none.
         """
-        found = []
+        unused, cells = [], grouped(self.study.cells(), lambda cell: f"{cell.method}/{cell.split}")
         for name in self.study.paper:
-            of_pair = [cell for cell in self.study.cells() if f"{cell.method}/{cell.split}" == name]
-            ended = [summary for cell in of_pair if (summary := self.summary(cell))]
+            ended = [summary for cell in cells.get(name, ()) if (summary := self.summary(cell))]
             by_domain = WHOLE not in self.study.paper_numbers(name)
-            if not of_pair or (by_domain and ended and not any("domains" in s["final"] for s in ended)):
-                found.append(name)
-        return found
+            if name not in cells or (by_domain and ended and not any("domains" in s["final"] for s in ended)):
+                unused.append(name)
+        return unused
 
     def _files(self, cell: Cell) -> _Files | None:
         folder = cell.folder(self.out)
@@ -143,10 +151,10 @@ class StudyResults:
         if is_average(summary["final"], metric):
             papers = {WHOLE: papers.get(AVERAGE, PaperNumber()), **papers}
         paper = papers.get(WHOLE, PaperNumber())
-        scale = 100 if in_percent(metric) else 1
+        scale, final, highest = scale_of(metric), summary["final"].get(metric), best.get(metric)
         return {
-            "final": _scaled(summary["final"].get(metric), scale),
-            "best": _scaled(best.get(metric), scale),
+            "final": None if final is None else scale * final,
+            "best": None if highest is None else scale * highest,
             "best-round": best.get("round"),
             "target": target,
             "paper": paper.mean,
@@ -174,10 +182,10 @@ def _complete(summary: dict[str, Any], lines: list[dict[str, Any]], folder: Path
     if lost := lost_lines(summary, lines):
         logger.warning("%s/%s", folder, lost)
         return summary, []
-    return summary, [_own_numbers(line) for line in lines]
+    return summary, [_without_clients(line) for line in lines]
 
 
-def _own_numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+def _without_clients(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return what tables and curves need of a line, which a sweep keeps to its end: no numbers of each client."""
     return {sys.intern(key): value for key, value in line.items() if not isinstance(value, (dict, list))}
 
@@ -187,20 +195,16 @@ def _numbers_of(summary: Mapping[str, Any] | None) -> list[str]:
     return [name for name, value in summary["final"].items() if not isinstance(value, Mapping)] if summary else []
 
 
-def _scaled(value: float | None, scale: int) -> float | None:
-    return None if value is None else scale * value
-
-
 def _until(lines: Sequence[Mapping[str, Any]], metric: str, target: float | None, up: bool) -> dict[str, int | None]:
     """Return the rounds, exchanges and bytes up to the first test that reached the target; None if none did."""
+    if target is None:
+        return dict.fromkeys(_TO_TARGET)
+    sign, slack = 1 if up else -1, _ROUNDING * abs(target)
     exchanges = moved = 0
-    for line in lines if target is not None else ():
+    for line in lines:
         exchanges += line["exchanges"]
         moved += line["bytes-down"] + line["bytes-up"]
         value = line.get(metric)
-        if value is None or target is None:
-            continue
-        slack = _ROUNDING * abs(target)
-        if value >= target - slack if up else value <= target + slack:
+        if value is not None and sign * value >= sign * target - slack:
             return dict(zip(_TO_TARGET, (line["round"], exchanges, moved), strict=True))
     return dict.fromkeys(_TO_TARGET)

@@ -99,7 +99,7 @@ class Study(BaseModel):
     def _read_paper(cls, paper: dict[str, Any]) -> dict[str, Any]:
         problems = []
         for name, stated in paper.items():
-            for domain, value in stated.items() if isinstance(stated, dict) else ((WHOLE, stated),):
+            for domain, value in _by_domain(stated).items():
                 try:
                     PaperNumber.read(value)
                 except ValueError as error:
@@ -134,9 +134,7 @@ class Study(BaseModel):
 
     def paper_numbers(self, name: str) -> dict[str, PaperNumber]:
         """Return the paper's numbers of METHOD/SPLIT: by domain, or one number with the domain ``WHOLE``."""
-        stated = self.paper.get(name, {})
-        by_domain = stated if isinstance(stated, dict) else {WHOLE: stated}
-        return {domain: PaperNumber.read(value) for domain, value in by_domain.items()}
+        return {domain: PaperNumber.read(value) for domain, value in _by_domain(self.paper.get(name, {})).items()}
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the content of a study file that ``read`` reads as this study."""
@@ -159,12 +157,12 @@ class Study(BaseModel):
                     yield from self._cells(seed, point)
 
     def _cells(self, seed: int, point: StudySettings) -> Iterator[Cell]:
-        more = {**self.tune.base, **point} if self.tune and point else {}
+        of_trial = {**self.tune.base, **point} if self.tune and point else {}
         trial = trial_name(point)
         for split, of_split in self.splits.items():
             for method, of_method in self.methods.items():
                 if (name := f"{method}/{split}") not in self.skip:
-                    settings = {**of_split, **of_method, **self.overrides.get(name, {}), **more, "seed": seed}
+                    settings = {**of_split, **of_method, **self.overrides.get(name, {}), **of_trial, "seed": seed}
                     yield Cell(method, split, seed, settings, self.base, trial)
 
     def with_chosen(self, chosen: Mapping[str, StudySettings]) -> Study:
@@ -173,12 +171,16 @@ class Study(BaseModel):
         return self.model_copy(update={"overrides": {**self.overrides, **overrides}, "tune": None})
 
 
+def _by_domain(stated: Any) -> dict[str, Any]:
+    return stated if isinstance(stated, dict) else {WHOLE: stated}
+
+
 def _text_of(error: Mapping[str, Any]) -> str:
     """Return what pydantic says of a value, or the text of this module's own error."""
-    own = error.get("ctx", {}).get("error")
-    return str(own) if isinstance(own, ValueError) else str(error["msg"]).lower()
+    raised = error.get("ctx", {}).get("error")
+    return str(raised) if isinstance(raised, ValueError) else str(error["msg"]).lower()
 
 
 def _number(value: Scalar) -> Scalar:
-    found = number(value) if isinstance(value, str) else None
-    return value if found is None else found
+    as_number = number(value) if isinstance(value, str) else None
+    return value if as_number is None else as_number

@@ -72,11 +72,11 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
     tied: dict[str, str] = {}
     shares: dict[str, float] = {}  # of the runs, which come before the trials
     for cell in (*study.cells(), *study.trials()):
-        own = cell.method, cell.split, cell.trial, cell.seed
-        first = folders.setdefault(cell.folder(Path()), own)
-        if first != own:
-            twins = [f"method {method!r} on split {split!r}" for method, split, *_ in (first, own)]
-            yield f"{twins[0]} and {twins[1]} would share the folder {cell.folder(Path())}; rename one of them"
+        folder, place = cell.folder(Path()), (cell.method, cell.split, cell.trial, cell.seed)
+        first = folders.setdefault(folder, place)
+        if first != place:
+            twins = [f"method {method!r} on split {split!r}" for method, split, *_ in (first, place)]
+            yield f"{twins[0]} and {twins[1]} would share the folder {folder}; rename one of them"
         try:
             config = cell.config
         except ConfigError as error:
@@ -117,7 +117,8 @@ def _unusable_names(study: Study) -> Iterator[str]:
 def _unusable_papers(study: Study) -> Iterator[str]:
     """Yield the paper's numbers that are outside 0 to 100, where the main metric is a share in percent."""
     for cell in study.cells():
-        numbers = study.paper_numbers(name := f"{cell.method}/{cell.split}") if cell.seed == study.seeds[0] else {}
+        name = f"{cell.method}/{cell.split}"
+        numbers = study.paper_numbers(name) if cell.seed == study.seeds[0] else {}
         try:
             share = bool(numbers) and in_percent(headlines(cell.config)[0])
         except ConfigError:  # which is told with the run

@@ -112,7 +112,8 @@ def sweep(
         else:
             (out / "tuning.md").unlink(missing_ok=True)
         _write(study, out)
-        cells, results = [cell for cell in study.cells() if cell in selection], StudyResults(study, out)
+        cells = [cell for cell in study.cells() if cell in selection]
+        results = StudyResults(study, out)
         if (out / "table.md").exists():  # perhaps of other settings
             _tables_now(results)
         _do_all(cells, out, runner, follower, lambda: _tables_now(results))
@@ -137,14 +138,12 @@ def sweep(
 
 def _log_dropped(study: Study, selection: Selection) -> None:
     """Log once for each METHOD/SPLIT which keys of ``base`` have no effect there."""
-    dropped = {
-        (cell.method, cell.split, key): why
-        for cell in study.cells()
-        if cell in selection
-        for key, why in cell.dropped.items()
-    }
-    for about, why in dropped.items():
-        logger.warning("%s/%s: %s of base is left out: %s", *about, why)
+    dropped: dict[tuple[str, str, str], str] = {}
+    for cell in study.cells():
+        if cell in selection:
+            dropped |= {(cell.method, cell.split, key): why for key, why in cell.dropped.items()}
+    for (method, split, key), why in dropped.items():
+        logger.warning("%s/%s: %s of base is left out: %s", method, split, key, why)
 
 
 def _is_former(cell: Cell, out: Path) -> bool:
@@ -172,9 +171,9 @@ def _tune(study: Study, trials: Sequence[Cell], out: Path, runner: Runner, follo
         _write(study, out)
     _do_all(trials, out, runner, follower, lambda: None)
     _refuse_lost(trials, out)
-    found, chosen = tuned(study, out)
+    results, chosen = tuned(study, out)
     with _writing(out):
-        write_atomically(out / "tuning.md", tuning_markdown(study.name, found))
+        write_atomically(out / "tuning.md", tuning_markdown(study.name, results))
     return study.with_chosen(chosen)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import itertools
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +15,9 @@ from fedbn_flwr.lab.studies.comparisons import FIELDS as COMPARED
 from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.lab.studies.domain_table import FIELDS as BY_DOMAIN
 from fedbn_flwr.lab.studies.domain_table import domain_markdown, domain_rows
-from fedbn_flwr.lab.studies.numbers import table_line, with_std
+from fedbn_flwr.lab.studies.numbers import mean_std, with_std
 from fedbn_flwr.lab.studies.results import FIELDS, StudyResults
+from fedbn_flwr.lab.studies.rows import csv_text, grouped, markdown_table
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
 
@@ -41,51 +40,57 @@ def write_tables(results: StudyResults) -> str:
     table = table_rows(study, rows)
     text = _markdown(study, table)
     write_atomically(out / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    write_atomically(out / "results.csv", _csv(FIELDS, rows))
+    write_atomically(out / "results.csv", csv_text(FIELDS, rows))
     write_atomically(out / "table.md", text)
-    write_atomically(out / "table.csv", _csv(_COLUMNS, table))
+    write_atomically(out / "table.csv", csv_text(_COLUMNS, table))
     for name in ("domains", "comparisons"):  # of a study that has changed
         for end in ("md", "csv"):
             (out / f"{name}.{end}").unlink(missing_ok=True)
     if domains := domain_rows(study, _by_pair(results)):
         by_domain = domain_markdown(study.name, domains)
         write_atomically(out / "domains.md", by_domain)
-        write_atomically(out / "domains.csv", _csv(BY_DOMAIN, domains))
+        write_atomically(out / "domains.csv", csv_text(BY_DOMAIN, domains))
         text += "\n" + by_domain
     if compared := comparisons(rows):
         cells = [(split, method) for split in study.splits for method in study.methods]
         without = left_out(rows, [(s, m) for s, m in cells if f"{m}/{s}" not in study.skip])
         pairs = comparisons_markdown(study.name, compared, without)
         write_atomically(out / "comparisons.md", pairs)
-        write_atomically(out / "comparisons.csv", _csv(COMPARED, compared))
+        write_atomically(out / "comparisons.csv", csv_text(COMPARED, compared))
         text += "\n" + pairs
-    of_seeds = ([cell for cell in study.cells() if cell.seed == seed] for seed in study.seeds)
-    begun = ([cell for cell in cells if results.history(cell)] for cells in of_seeds)
-    first = {f"{cell.method}, {cell.split}": cell for cell in next(filter(None, begun), [])}
-    scores = dict.fromkeys(cell.config.learning_task().score for cell in first.values())
-    curves = {name: results.history(cell) for name, cell in first.items()}
-    main = {name: headlines(cell.config)[0] for name, cell in first.items()}
+    begun = ((cell, history) for cell in study.cells() if (history := results.history(cell)))  # seed by seed
+    _, of_first_seed = next(itertools.groupby(begun, lambda pair: pair[0].seed), (0, ()))
+    curves, scores, main = {}, {}, {}
+    for cell, history in of_first_seed:
+        name = f"{cell.method}, {cell.split}"
+        curves[name], main[name] = history, headlines(cell.config)[0]
+        scores[cell.config.learning_task().score] = None
     write_atomically(out / "curves.png", draw_curves(curves, study.name, [*scores], main))
     return text
 
 
 _COLUMNS = (
-    *(
-        "method",
-        "split",
-        "metric",
-        "runs",
-        "without-value",
-        "with-rejected",
-        "diverged",
-        "failed",
-        "mean",
-        "std",
-        "best-mean",
-        "best-std",
-        "rounds",
-    ),
-    *("megabytes", "exchanges", "target", "reached", *_TARGETS, "paper", "paper-std", "difference"),
+    "method",
+    "split",
+    "metric",
+    "runs",
+    "without-value",
+    "with-rejected",
+    "diverged",
+    "failed",
+    "mean",
+    "std",
+    "best-mean",
+    "best-std",
+    "rounds",
+    "megabytes",
+    "exchanges",
+    "target",
+    "reached",
+    *_TARGETS,
+    "paper",
+    "paper-std",
+    "difference",
 )
 
 
@@ -98,28 +103,30 @@ def table_rows(study: Study, rows: Sequence[Row]) -> list[dict[str, Any]]:
     reached the target, None if rounds of a run are lost; the means up to the target are those of the latter.
     ``difference`` is mean minus paper.
     """
-    groups: dict[tuple[str, str, str | None], list[Row]] = {}
+    by_pair = grouped(rows, lambda row: (row["method"], row["split"]))
+    table = []
     for split in study.splits:
         for method in study.methods:
-            own = [row for row in rows if (row["method"], row["split"]) == (method, split)]
-            failed = [row for row in own if row["status"] == "failed"]
-            for metric in dict.fromkeys(row["metric"] for row in own if row not in failed) or [None] * bool(failed):
-                groups[method, split, metric] = [row for row in own if row["metric"] == metric or row in failed]
-    return [_row(*key, own) for key, own in groups.items()]
+            of_pair = by_pair.get((method, split), [])
+            failed = [row for row in of_pair if row["status"] == "failed"]
+            by_metric = grouped((row for row in of_pair if row["status"] != "failed"), lambda row: row["metric"])
+            if failed and not by_metric:
+                by_metric = {None: []}
+            table += [_row(method, split, metric, ended, len(failed)) for metric, ended in by_metric.items()]
+    return table
 
 
-def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dict[str, Any]:
-    counted = [row for row in own if row["status"] == "finished"]
-    ended = [row for row in own if row["status"] != "failed"]
+def _row(method: str, split: str, metric: str | None, ended: Sequence[Row], num_failed: int) -> dict[str, Any]:
+    counted = [row for row in ended if row["status"] == "finished"]
     shown = counted or ended
-    mean, std = _mean_std([row["final"] for row in counted])
-    best, best_std = _mean_std([row["best"] for row in counted])
+    mean, std = mean_std(row["final"] for row in counted)
+    best, best_std = mean_std(row["best"] for row in counted)
     reached = [row for row in counted if row["rounds-to-target"] is not None]
     lost = any(row["best"] is None and row["final"] is not None for row in counted)  # rounds of a run
     one: Row = shown[0] if shown else dict.fromkeys(FIELDS)
     stated = all(row["paper"] is not None for row in shown)  # of domains: in each run
     paper, paper_std = (one["paper"], one["paper-std"]) if stated else (None, None)
-    rounds, exchanges, moved = (_mean_std([row[key] for row in shown])[0] for key in ("rounds", "exchanges", "bytes"))
+    rounds, exchanges, moved = (mean_std(row[key] for row in shown)[0] for key in ("rounds", "exchanges", "bytes"))
     return {
         "method": method,
         "split": split,
@@ -128,7 +135,7 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
         "without-value": sum(row["final"] is None for row in counted),
         "with-rejected": sum(row["rejected"] > 0 for row in counted),
         "diverged": len(ended) - len(counted),
-        "failed": len(own) - len(ended),
+        "failed": num_failed,
         "mean": mean,
         "std": std,
         "best-mean": best,
@@ -138,7 +145,7 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
         "exchanges": exchanges,
         "target": one["target"],
         "reached": None if one["target"] is None or lost else len(reached),
-        **{key: _mean_std([row[key] for row in reached])[0] for key in _TARGETS},
+        **{key: mean_std(row[key] for row in reached)[0] for key in _TARGETS},
         "paper": paper,
         "paper-std": paper_std,
         "difference": None if paper is None or mean is None else mean - paper,
@@ -147,34 +154,24 @@ def _row(method: str, split: str, metric: str | None, own: Sequence[Row]) -> dic
 
 def shown_runs(row: Row) -> str:
     """Return the number of runs of a row of the table, and what must be known of them."""
-    others = (
-        *(("without-value", "without a value"), ("with-rejected", "with lost replies")),
-        *(("diverged", "diverged"), ("failed", "failed")),
-    )
-    return ", ".join([str(row["runs"]), *(f"{row[key]} {what}" for key, what in others if row[key])])
-
-
-def _mean_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None, statistics.stdev(known) if len(known) > 1 else None
+    others = {
+        "without-value": "without a value",
+        "with-rejected": "with lost replies",
+        "diverged": "diverged",
+        "failed": "failed",
+    }
+    return ", ".join([str(row["runs"]), *(f"{row[key]} {what}" for key, what in others.items() if row[key])])
 
 
 def _by_pair(results: StudyResults) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Return the summaries of the finished runs that did not diverge, by method and split."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for cell in sorted(results.study.cells(), key=lambda cell: list(results.study.methods).index(cell.method)):
-        summary = results.summary(cell)
-        if summary and DIVERGED_AT not in summary:
-            found.setdefault((cell.method, cell.split), []).append(summary)
-    return dict(sorted(found.items(), key=lambda item: list(results.study.splits).index(item[0][1])))
-
-
-def _csv(fields: Sequence[str], rows: Sequence[Row]) -> str:
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, fieldnames=fields)
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()
+    study, cells = results.study, grouped(results.study.cells(), lambda cell: (cell.method, cell.split))
+    by_pair = {}
+    for method, split in ((method, split) for split in study.splits for method in study.methods):
+        summaries = filter(None, map(results.summary, cells.get((method, split), ())))
+        if finished := [summary for summary in summaries if DIVERGED_AT not in summary]:
+            by_pair[method, split] = finished
+    return by_pair
 
 
 def _markdown(study: Study, rows: Sequence[Row]) -> str:
@@ -182,17 +179,16 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
     unit, mixed = ", %" if all(shares) else "", len({*shares}) > 1
     aims = any(row["target"] is not None for row in rows)
     paper = any(row["paper"] is not None for row in rows)
-    heads = ["method", "split", "metric", f"final{unit}", f"best{unit}", "rounds", "exchanges", "MB of floats", "runs"]
-    heads += ["target", "rounds to it", "exchanges to it", "MB to it", "reached"] * aims
-    heads += [f"paper{unit}", "difference"] * paper
-    lines = [f"# {study.name}", "", table_line(heads), "|---" * len(heads) + "|"]
+    head = ["method", "split", "metric", f"final{unit}", f"best{unit}", "rounds", "exchanges", "MB of floats", "runs"]
+    head += ["target", "rounds to it", "exchanges to it", "MB to it", "reached"] * aims
+    head += [f"paper{unit}", "difference"] * paper
+    lines = []
     for row, share in zip(rows, shares, strict=True):
-        places = 2 if share else 4
-        final = with_std(row["mean"], row["std"], f".{places}f")
-        best = with_std(row["best-mean"], None, f".{places}f")
+        form = ".2f" if share else ".4f"
         metric = (row["metric"] or "-") + ", %" * (mixed and share)
-        cells = [row["method"], row["split"], metric, final, best]
-        cells += [with_std(row[key], None, form) for key, form in _COSTS]
+        cells = [row["method"], row["split"], metric, with_std(row["mean"], row["std"], form)]
+        cells += [with_std(row["best-mean"], None, form)]
+        cells += [with_std(row[key], None, cost_form) for key, cost_form in _COSTS]
         cells += [shown_runs(row)]
         if aims:
             rounds, exchanges, moved = (row[key] for key in _TARGETS)
@@ -201,7 +197,7 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
             cells += [with_std(exchanges, None, ".1f"), with_std(megabytes, None, ".2f")]
             cells += ["" if row["reached"] is None else f"{row['reached']} of {row['runs']}"]
         if paper:
-            cells += [with_std(row["paper"], row["paper-std"], f".{places}f", "")]
-            cells += [with_std(row["difference"], None, f"+.{places}f", "")]
-        lines.append(table_line(cells))
-    return "\n".join(lines) + "\n"
+            cells += [with_std(row["paper"], row["paper-std"], form, "")]
+            cells += [with_std(row["difference"], None, f"+{form}", "")]
+        lines.append(cells)
+    return f"# {study.name}\n\n{markdown_table(head, lines)}\n"

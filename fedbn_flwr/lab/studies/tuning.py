@@ -13,7 +13,7 @@ from fedbn_flwr.lab.early_stopping import validation_metric
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies.cell import Cell, trial_name
 from fedbn_flwr.lab.studies.done import is_done, summary_of
-from fedbn_flwr.lab.studies.numbers import table_line
+from fedbn_flwr.lab.studies.rows import grouped, markdown_table
 from fedbn_flwr.lab.studies.study import Study, StudySettings
 from fedbn_flwr.training.tasks import in_percent
 
@@ -48,27 +48,24 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
     settings, with a warning; a warning, too, tells of a best point at the end of a grid: a larger grid may have a
     better one.
     """
-    cells = list(study.trials())
-    points = {trial_name(point): point for point in study.tune.points()} if study.tune else {}
+    if not study.tune:
+        return [], {}
+    points = {trial_name(point): point for point in study.tune.points()}
     chosen: dict[str, StudySettings] = {}
-    found = []
-    for name in dict.fromkeys(f"{cell.method}/{cell.split}" for cell in cells):
-        own = [cell for cell in cells if f"{cell.method}/{cell.split}" == name]
-        if not all(is_done(cell, out) for cell in own):
+    results = []
+    for name, cells in grouped(study.trials(), lambda cell: f"{cell.method}/{cell.split}").items():
+        if not all(is_done(cell, out) for cell in cells):
             continue
-        trials = dict.fromkeys(cell.trial for cell in own)
-        by_trial = {trial: [cell for cell in own if cell.trial == trial] for trial in trials}
-        scores = {trial: _score(cells, out) for trial, cells in by_trial.items()}
-        rejected = {
-            trial: sum(summary_of(cell.folder(out)).get("rejected", 0) for cell in cells)
-            for trial, cells in by_trial.items()
-        }
-        task = own[0].config.learning_task()
-        sign = 1 if task.higher_is_better else -1
-        usable = [trial for trial, score in scores.items() if score is not None]
-        best = max(usable, key=lambda trial: sign * (scores[trial] or 0.0), default=None)
-        found.append(Tuned(name, validation_metric(own[0].config), scores, best, rejected))
-        if lost := [trial for trial in trials if rejected[trial]]:
+        scores, rejected = {}, {}
+        for trial, repeats in grouped(cells, lambda cell: cell.trial).items():
+            scores[trial] = _score(repeats, out)
+            rejected[trial] = sum(summary_of(cell.folder(out)).get("rejected", 0) for cell in repeats)
+        config = cells[0].config
+        usable = {trial: score for trial, score in scores.items() if score is not None}
+        choose = max if config.learning_task().higher_is_better else min
+        best = choose(usable, key=lambda trial: usable[trial], default=None)
+        results.append(Tuned(name, validation_metric(config), scores, best, rejected))
+        if lost := [trial for trial in scores if rejected[trial]]:
             logger.warning(
                 "%s: replies of clients were lost or refused in the trial%s %s: its score is not one of all clients. "
                 "To repeat the trial, remove its folder.",
@@ -81,29 +78,18 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
             continue
         chosen[name] = points[best]
         for key, value in chosen[name].items():
-            grid = [v for v in (study.tune.grid[key] if study.tune else ()) if isinstance(v, (int, float))]
+            grid = [number for number in study.tune.grid[key] if isinstance(number, (int, float))]
             if len(grid) > 2 and value in (min(grid), max(grid)):
                 logger.warning("%s: %s=%s is best and ends the grid; a larger grid may do better", name, key, value)
-    return found, chosen
+    return results, chosen
 
 
-def tuning_markdown(name: str, found: Sequence[Tuned]) -> str:
+def tuning_markdown(name: str, results: Sequence[Tuned]) -> str:
     """Return the scores as a table, the best of each row in bold."""
-    trials = list(dict.fromkeys(trial for row in found for trial in row.scores))
-    lines = [
-        f"# {name}, settings chosen by validation",
-        "",
-        table_line(["METHOD/SPLIT", "metric", *trials]),
-        "|---" * (len(trials) + 2) + "|",
-    ]
-    for row in found:
-        cells = [
-            _shown(row.scores.get(trial), row.metric, trial == row.best)
-            + ", lost replies" * bool(row.rejected.get(trial))
-            for trial in trials
-        ]
-        lines.append(table_line([row.name, row.metric, *cells]))
-    return "\n".join(lines) + "\n"
+    trials = list(dict.fromkeys(trial for tried in results for trial in tried.scores))
+    rows = [[tried.name, tried.metric, *(_shown(tried, trial) for trial in trials)] for tried in results]
+    table = markdown_table(["METHOD/SPLIT", "metric", *trials], rows)
+    return f"# {name}, settings chosen by validation\n\n{table}\n"
 
 
 def _score(cells: Sequence[Cell], out: Path) -> float | None:
@@ -118,8 +104,10 @@ def _score(cells: Sequence[Cell], out: Path) -> float | None:
     return statistics.fmean(values)
 
 
-def _shown(score: float | None, metric: str, best: bool) -> str:
-    if score is None:
-        return "-"
-    text = f"{100 * score:.2f} %" if in_percent(metric) else f"{score:.4f}"
-    return f"**{text}**" if best else text
+def _shown(tried: Tuned, trial: str) -> str:
+    text, score = "-", tried.scores.get(trial)
+    if score is not None:
+        text = f"{100 * score:.2f} %" if in_percent(tried.metric) else f"{score:.4f}"
+    if trial == tried.best:
+        text = f"**{text}**"
+    return text + ", lost replies" if tried.rejected.get(trial) else text

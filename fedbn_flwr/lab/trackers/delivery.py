@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedbn_flwr.lab.trackers.interface import Tracker, numbers_of, summary_of_run
 
@@ -18,9 +18,7 @@ logger = logging.getLogger("flwr")
 
 SECONDS_TO_END = 20.0  # that the end of a run waits for its trackers
 
-
-class _End(NamedTuple):
-    summary: Mapping[str, float | str] | None
+_Call = tuple[bool, Mapping[str, float | str] | None]  # whether the run has ended, and its summary
 
 
 class Delivery:
@@ -35,9 +33,10 @@ class Delivery:
     """
 
     def __init__(self, tracker: Tracker, lines: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._tracker, self._have = tracker, -1
+        self._tracker = tracker
+        self._last: int | None = None  # the last round that the tracker has; None: it is not open yet
         self._waiting: deque[Mapping[str, Any]] = deque(lines)
-        self._calls: queue.SimpleQueue[_End | None] = queue.SimpleQueue()  # None: there is a round to send
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._warned = False
         self._deadline: float | None = None
         self._thread: threading.Thread | None = threading.Thread(target=self._work, daemon=True, name=tracker.key)
@@ -46,7 +45,7 @@ class Delivery:
     def add_round(self, line: Mapping[str, Any]) -> None:
         """Take a line of ``metrics.jsonl``; returns at once."""
         self._waiting.append(line)
-        self._calls.put(None)
+        self._calls.put((False, None))
 
     def end(self, summary: Mapping[str, Any] | None) -> None:
         """Send what is left and end the run there; returns at once. Without effect on a run that has ended.
@@ -56,15 +55,15 @@ class Delivery:
         """
         if self._deadline is None:
             self._deadline = time.monotonic() + SECONDS_TO_END
-            self._calls.put(_End(summary and summary_of_run(summary)))
+            self._calls.put((True, summary and summary_of_run(summary)))
 
     def wait(self) -> None:
         """Wait until all is sent, but not past the time after ``end``; a second call does nothing."""
         if self._thread is None or self._deadline is None:
             return
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
-        ended, self._thread = not self._thread.is_alive(), None
-        if self._waiting or not ended:
+        still_at_work, self._thread = self._thread.is_alive(), None
+        if self._waiting or still_at_work:
             logger.warning(
                 "%s lacks the last %d of the run's rounds, or its end. metrics.jsonl has all of them; a resume of the "
                 "run sends them.",
@@ -74,21 +73,21 @@ class Delivery:
 
     def _work(self) -> None:
         while True:
-            end = self._calls.get()
+            ended, summary = self._calls.get()
             try:
                 self._deliver()
                 self._warned = False
             except Exception as error:  # whatever a service, its package or the network raises
                 self._warn(error)
-            if end:
-                self._close(end)
+            if ended:
+                self._close(summary)
                 return
 
-    def _close(self, end: _End) -> None:
+    def _close(self, summary: Mapping[str, float | str] | None) -> None:
         if self._waiting:  # `wait` says so
             return
         try:
-            self._tracker.close(end.summary)
+            self._tracker.close(summary)
         except Exception as error:  # as above
             logger.warning(
                 "%s has all rounds of the run and did not take its end: %s: %s. There it may look as if it still ran.",
@@ -98,13 +97,13 @@ class Delivery:
             )
 
     def _deliver(self) -> None:
-        if self._have < 0:
-            self._have = self._tracker.open()
+        if self._last is None:
+            self._last = self._tracker.open()
         while self._waiting:
             line = self._waiting[0]
-            if line["round"] > self._have:
+            if line["round"] > self._last:
                 self._tracker.add_round(line["round"], numbers_of(line))
-                self._have = line["round"]
+                self._last = line["round"]
             self._waiting.popleft()
 
     def _warn(self, error: Exception) -> None:

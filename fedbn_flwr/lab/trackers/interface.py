@@ -2,64 +2,78 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import STUDY_FILE
+from fedbn_flwr.lab.files import STUDY_FILE, read_json
 
-__all__ = ["Memory", "Tracker", "draws_anew", "group_of", "name_of", "numbers_of", "summary_of_run", "tags_of"]
+__all__ = ["Memory", "Tracker", "group_of", "name_of", "numbers_of", "summary_of_run", "tags_of"]
 
 _DEEPEST = 8  # folders between a study's and a run's; names of methods and splits may have "/"
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """Shows the numbers of one run. Its methods may be slow and may fail: ``Delivery`` calls them from a thread.
 
-    The arguments are the run's config, its folder, and the last finished round (0 for a new run): the rounds after it
-    are repeated. The packages that a tracker needs are imported by ``__init__``.
+    Args:
+        config: the run's config.
+        folder: its folder.
+        after: the last finished round, 0 for a new run; the rounds after it are repeated.
 
     Attributes:
         key: the config key that turns it on; also the name of the extra that installs it.
         module: the module that must be installed.
+        package: this module.
+        redone_after: the round after which repeated rounds have other numbers; None where they have the same.
     """
 
     key: ClassVar[str]
     module: ClassVar[str]
 
-    def __init__(self, config: Config, folder: Path, after: int) -> None: ...
+    def __init__(self, config: Config, folder: Path, after: int) -> None:
+        self.config, self.folder = config, folder
+        self.package: Any = importlib.import_module(self.module)
+        drawn_anew = config.dp != "off" or config.record_dp or config.masked_sums  # their noise, masks or batches
+        self.redone_after = after if drawn_anew else None
 
     @staticmethod
     def problem(config: Config) -> str:
         """Return why the tracker cannot start although it is installed, with the remedy; "" if it can."""
+        return ""
 
+    @abstractmethod
     def open(self) -> int:
         """Begin the run there, or continue it; return the last round that it has already, 0 for none."""
 
+    @abstractmethod
     def add_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Add the numbers of a round; rounds come in order, each once."""
 
+    @abstractmethod
     def close(self, summary: Mapping[str, float | str] | None) -> None:
         """End the run there, with its summary; None for a run that failed or was interrupted."""
 
 
 @dataclass
 class Memory:
-    """What a tracker keeps in the run's folder: the id of the run there, and the last round that it took."""
+    """What a tracker keeps in the run's folder: its place, the id of the run there, and the last round that it took."""
 
-    of: str
+    place: str
     id: str = ""
     round: int = 0
 
     @classmethod
-    def read(cls, path: Path, of: str) -> Memory:
+    def read(cls, path: Path, place: str) -> Memory:
         """Return the memory in a file; a new one without it, or if it is of another place."""
-        found = cls(**json.loads(path.read_text())) if path.is_file() else cls(of)
-        return found if found.of == of else cls(of)
+        saved = read_json(path)
+        return cls(**saved) if saved.get("place") == place else cls(place)
 
     def write(self, path: Path) -> None:
         """Write the file."""
@@ -67,23 +81,20 @@ class Memory:
         write_atomically(path, json.dumps(asdict(self)) + "\n")
 
 
-def draws_anew(config: Config) -> bool:
-    """Return whether the rounds that a resume repeats have other numbers: their noise or batches are drawn anew."""
-    return config.dp != "off" or config.record_dp or config.masked_sums
-
-
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of ``metrics.jsonl``, domains as ``metric/domain``; without clients and lists."""
-    domains = {f"{metric}/{d}": v for metric, values in line.get("domains", {}).items() for d, v in values.items()}
-    return {name: value for name, value in {**line, **domains}.items() if _is_number(value) and name != "round"}
+    numbers = {**line}
+    for metric, values in line.get("domains", {}).items():
+        numbers |= {f"{metric}/{domain}": value for domain, value in values.items()}
+    return {name: value for name, value in numbers.items() if _is_number(value) and name != "round"}
 
 
 def summary_of_run(summary: Mapping[str, Any]) -> dict[str, float | str]:
     """Return the numbers of a summary as ``final/NAME``, ``best/NAME`` and ``ledger/NAME``, and the single values."""
-    flat: dict[str, float | str] = {k: v for k, v in summary.items() if _is_number(v) or isinstance(v, str)}
+    flat = {**summary}
     for part in ("final", "best", "ledger"):
-        flat |= {f"{part}/{name}": v for name, v in summary.get(part, {}).items() if _is_number(v)}
-    return flat
+        flat |= {f"{part}/{name}": value for name, value in summary.get(part, {}).items() if _is_number(value)}
+    return {name: value for name, value in flat.items() if _is_number(value) or isinstance(value, str)}
 
 
 def name_of(config: Config, folder: Path) -> str:

@@ -1,42 +1,31 @@
-"""The numbers of ``metrics.jsonl`` as event files for TensorBoard; needs the extra ``tensorboard``."""
+"""The numbers of ``metrics.jsonl`` as event files for TensorBoard; needs the extra ``tensorboard``.
+
+A resumed run writes its event file anew, from ``metrics.jsonl``: a process that was killed leaves rounds out that it
+had not written yet, and leaves others that are repeated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
 
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.trackers.interface import Tracker
 
 __all__ = ["TensorBoard"]
 
 
-class TensorBoard:
-    """Writes an event file that ``tensorboard --logdir`` can read during the run.
+class TensorBoard(Tracker):
+    """Writes an event file that ``tensorboard --logdir`` can read during the run."""
 
-    A resumed run writes it anew, from ``metrics.jsonl``: a process that was killed leaves rounds out that it had not
-    written yet, and leaves others that are repeated.
-    """
-
-    key: ClassVar[str] = "tensorboard"
-    module: ClassVar[str] = "tensorboard"
-
-    def __init__(self, config: Config, folder: Path, after: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._make, self._folder = SummaryWriter, folder / "tensorboard"
-        self._writer: Any = None
-
-    @staticmethod
-    def problem(config: Config) -> str:
-        """Return "": it needs no service."""
-        return ""
+    key = module = "tensorboard"
 
     def open(self) -> int:
         """Open a new event file in place of those of the run so far; return 0."""
-        for earlier in self._folder.glob("events.out.tfevents.*"):
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self.folder / "tensorboard"
+        for earlier in folder.glob("events.out.tfevents.*"):
             earlier.unlink()
-        self._writer = self._make(str(self._folder), purge_step=0)  # a TensorBoard that is open drops what it has read
+        self._writer = SummaryWriter(str(folder), purge_step=0)  # a TensorBoard that is open drops what it has read
         return 0
 
     def add_round(self, server_round: int, numbers: Mapping[str, float]) -> None:

@@ -10,34 +10,21 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
 
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.trackers.interface import Memory, draws_anew, group_of, name_of, tags_of
+from fedbn_flwr.lab.trackers.interface import Memory, Tracker, group_of, name_of, tags_of
 
 __all__ = ["WandB"]
 
 logger = logging.getLogger("flwr")
 
-
 _SECONDS_TO_BEGIN = 15.0  # without a network; a later round tries again. The end of the process waits for an attempt
 
 
-class WandB:
+class WandB(Tracker):
     """A run of Weights & Biases: config, the numbers of each round by step = round, and the summary."""
 
-    key: ClassVar[str] = "wandb"
-    module: ClassVar[str] = "wandb"
-
-    def __init__(self, config: Config, folder: Path, after: int) -> None:
-        import wandb
-
-        self._wandb, self._config, self._folder = wandb, config, folder
-        self._file = folder / "wandb" / "fedbn-run.json"
-        self._memory = Memory.read(self._file, config.wandb)
-        self._run: Any = None
-        self._repeated_after = after if draws_anew(config) else None
+    key = module = "wandb"
 
     @staticmethod
     def problem(config: Config) -> str:
@@ -50,33 +37,35 @@ class WandB:
         return "nobody is logged in: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline for no network"
 
     def open(self) -> int:
-        """Begin or continue the run."""
+        """Begin or continue the run; warn of rounds that it has and that are repeated with other numbers."""
+        self._file = self.folder / "wandb" / "fedbn-run.json"
+        self._memory = Memory.read(self._file, self.config.wandb)
         if not self._memory.id:
             self._memory.id = uuid.uuid4().hex[:8]
             self._memory.write(self._file)
-        entity, _, project = self._config.wandb.rpartition("/")
-        self._run = self._wandb.init(
+        entity, _, project = self.config.wandb.rpartition("/")
+        self._run = self.package.init(
             entity=entity or None,
             project=project,
             id=self._memory.id,
             resume="allow",
             reinit="create_new",
-            name=name_of(self._config, self._folder),
-            group=group_of(self._config, self._folder) or None,
-            tags=list(dict.fromkeys(tags_of(self._config).values())),
-            config=self._config.to_mapping(),
-            dir=str(self._folder),
-            settings=self._wandb.Settings(console="off", silent=True, init_timeout=_SECONDS_TO_BEGIN),
+            name=name_of(self.config, self.folder),
+            group=group_of(self.config, self.folder) or None,
+            tags=list(dict.fromkeys(tags_of(self.config).values())),
+            config=self.config.to_mapping(),
+            dir=str(self.folder),
+            settings=self.package.Settings(console="off", silent=True, init_timeout=_SECONDS_TO_BEGIN),
         )
-        found = max(self._memory.round, int(self._run.starting_step) - 1)
-        if self._repeated_after is not None and found > self._repeated_after:
+        last = max(self._memory.round, int(self._run.starting_step) - 1)
+        if self.redone_after is not None and last > self.redone_after:
             logger.warning(
                 "wandb has the rounds %d to %d as before the resume, and cannot change them; metrics.jsonl has "
                 "those of the resumed run",
-                self._repeated_after + 1,
-                found,
+                self.redone_after + 1,
+                last,
             )
-        return found
+        return last
 
     def add_round(self, server_round: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers; the package sends them from a process of its own."""

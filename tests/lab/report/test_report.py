@@ -247,7 +247,7 @@ def test_every_block_escapes_its_texts() -> None:
     blocks = (Text(EVIL), Text(EVIL, "lead"), Heading(EVIL), table, Facts([(EVIL, EVIL)]), Listing([EVIL]), Code(EVIL))
     figure = Figure({"data": [{"name": EVIL}]}, EVIL, EVIL)
     for block in (*blocks, Switch([(EVIL, EVIL)]), More(EVIL, (), EVIL), Section(EVIL, EVIL, ()), figure):
-        html = block.html()
+        html = block.__html__()
         assert "<script>alert" not in html, block
         assert "<b>" not in html, block
         assert "alert(1)" in html
@@ -304,10 +304,10 @@ def test_a_long_curve_is_thinned_and_says_so() -> None:
     assert xs == ys
     assert (xs[0], xs[-1]) == (0, 9000)
     assert len(drawing["data"][0]["y"]) == len(drawing["units"]["rounds"]["x"][0]) == 2 * len(ys)
-    assert "at most 2,000 points of a curve are drawn" in Figure(drawing, "label").html()
+    assert "at most 2,000 points of a curve are drawn" in Figure(drawing, "label").__html__()
     short = drawings.curves([drawings.Series("a", places, values[:100], 0)], "accuracy")
     assert short["data"][0]["y"] == values[:100]
-    assert "points" not in Figure(short, "label").html()
+    assert "points" not in Figure(short, "label").__html__()
 
 
 def test_a_folder_without_its_split(folder: Path) -> None:

@@ -15,8 +15,9 @@ from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.studies import results
 from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.lab.studies.done import finished
-from fedbn_flwr.lab.studies.numbers import PaperNumber, table_line
+from fedbn_flwr.lab.studies.numbers import PaperNumber
 from fedbn_flwr.lab.studies.results import StudyResults
+from fedbn_flwr.lab.studies.rows import markdown_table
 from fedbn_flwr.lab.studies.selection import Selection
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.lab.studies.study_checks import load_study
@@ -101,7 +102,8 @@ def test_holms_correction_counts_pairs_that_are_shown_with_the_main_metrics() ->
 
 
 def test_a_bar_in_a_name_ends_no_cell() -> None:
-    assert table_line(["FedBN | p=1", "two\nlines", 3]) == "| FedBN \\| p=1 | two lines | 3 |"
+    text = markdown_table(["a", "b", "c"], [["FedBN | p=1", "two\nlines", 3]])
+    assert text.splitlines() == ["| a | b | c |", "|---|---|---|", "| FedBN \\| p=1 | two lines | 3 |"]
 
 
 def test_a_method_that_is_compared_with_none_is_named_with_the_reason() -> None:

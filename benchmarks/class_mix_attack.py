@@ -68,15 +68,15 @@ class ClassMixAttack:
     def estimate(self, update: Mapping[str, Array]) -> NDArray[np.float64]:
         """Return the estimated class mix (classes,): at least 0, of sum 1."""
         row = (_row(update) - self._mean) / self._std
-        found = np.clip(np.asarray(self._model.predict(row[None])[0], dtype=np.float64), 0, None)
-        total = float(found.sum())
-        return found / total if total > 0 else self._mixes.mean(0)
+        mix = np.clip(np.asarray(self._model.predict(row[None])[0], dtype=np.float64), 0, None)
+        total = float(mix.sum())
+        return mix / total if total > 0 else self._mixes.mean(0)
 
     def measure(self, updates: Sequence[Mapping[str, Array]], mixes: NDArray[np.float64]) -> Leakage:
         """Return the error over clients, given what they send and their true mixes (clients, classes)."""
-        found = [_distance(self.estimate(update), mix) for update, mix in zip(updates, mixes, strict=True)]
-        guess = [_distance(mixes.mean(0), mix) for mix in mixes]
-        return Leakage(float(np.mean(found)), float(np.mean(guess)))
+        errors = [_distance(self.estimate(update), mix) for update, mix in zip(updates, mixes, strict=True)]
+        guesses = [_distance(mixes.mean(0), mix) for mix in mixes]
+        return Leakage(float(np.mean(errors)), float(np.mean(guesses)))
 
 
 def class_mix(labels: Array, num_classes: int) -> NDArray[np.float64]:
@@ -98,11 +98,11 @@ def shadow_clients(
         rng: the generator.
     """
     places = [np.flatnonzero(labels == label) for label in range(num_classes)]
-    found = []
+    clients = []
     for mix in rng.dirichlet(np.full(num_classes, alpha), number):
         drawn = rng.choice(num_classes, examples, p=mix)
-        found.append(np.array([rng.choice(places[label]) for label in drawn], dtype=np.int64))
-    return found
+        clients.append(np.array([rng.choice(places[label]) for label in drawn], dtype=np.int64))
+    return clients
 
 
 def _row(update: Mapping[str, Array]) -> NDArray[np.float64]:
