@@ -74,11 +74,9 @@ def main(run: Path, data_dir: Annotated[Path, typer.Option(help="The folder of t
     examples = Subset(data.test, None, mean=data.mean, std=data.std)
     targets = data.test.targets
     mixed = torch.split(torch.randperm(len(targets), generator=torch.Generator().manual_seed(0)), BATCH)
-    of_one = [
-        batch
-        for first in range(0, data.num_classes, per_client)
-        for batch in torch.split(mixed_of(targets, range(first, first + per_client)), BATCH)
-    ]
+    of_one = list[torch.Tensor]()
+    for first in range(0, data.num_classes, per_client):
+        of_one += torch.split(mixed_of(targets, range(first, first + per_client)), BATCH)
     ways = [
         ("saved", mixed, False),
         ("of mixed test batches", mixed, True),

@@ -143,17 +143,23 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dp-statistics-scale": (9.0, CLIPPED),
     "record-dp": (True, RECORDS),
 }
+OWN_DATA = "tests/lab/data/test_own_data.py"
 ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
     "data-dir": "tests/lab/data/test_loading.py",
     "task": "tests/lab/runs/test_evaluations.py",
-    **dict.fromkeys(
-        (
-            *("label-column", "client-column", "group-column", "split-column", "feature-columns", "positive-values"),
-            *("missing", "standardise", "skip-unreadable", "test-share", "cache-gib", "data-workers"),
-        ),
-        "tests/lab/data/test_own_data.py",
-    ),
+    "label-column": OWN_DATA,
+    "client-column": OWN_DATA,
+    "group-column": OWN_DATA,
+    "split-column": OWN_DATA,
+    "feature-columns": OWN_DATA,
+    "positive-values": OWN_DATA,
+    "missing": OWN_DATA,
+    "standardise": OWN_DATA,
+    "skip-unreadable": OWN_DATA,
+    "test-share": OWN_DATA,
+    "cache-gib": OWN_DATA,
+    "data-workers": OWN_DATA,
     "class-names": "tests/lab/partitioned/test_data_of_nodes.py",
     "held-out-clients": "tests/lab/output/test_held_out.py",
     "min-replies": "tests/server/test_bad_replies.py",
@@ -169,27 +175,31 @@ ELSEWHERE = {
     "fedtan-tls-dir": "tests/transport/test_grpc_channel.py",
     "on-divergence": "tests/lab/runs/test_divergence.py",
     "out": "tests/lab/output/test_output.py",
-    **dict.fromkeys(("tensorboard", "wandb", "mlflow"), "tests/lab/trackers/test_trackers.py"),
+    "tensorboard": "tests/lab/trackers/test_trackers.py",
+    "wandb": "tests/lab/trackers/test_trackers.py",
+    "mlflow": "tests/lab/trackers/test_trackers.py",
     "checkpoint-every": "tests/lab/output/test_checkpoint.py",
     "watch-statistics": "tests/lab/output/test_statistics_log.py",
     "state-dir": "tests/client/test_state_folder.py",
     "series": "tests/client/test_state_folder.py",
     "resume": "tests/lab/runs/test_resume.py",
     "early-stopping": "tests/lab/test_early_stopping.py",
-    **dict.fromkeys(  # masks leave the result as it is
-        ("masked-threshold", "masked-neighbours", "masked-metrics"), "tests/privacy/test_masked_sums.py"
-    ),
-    **dict.fromkeys(  # noise is new in each run
-        (
-            *("dp-noise-multiplier", "dp-delta", "dp-neighbours", "dp-sampling", "dp-target-epsilon"),
-            "dp-max-epsilon",
-        ),
-        "tests/privacy/test_differential.py",
-    ),
-    **dict.fromkeys(  # the examples of a step are new in each run
-        ("record-dp-noise-multiplier", "record-dp-target-epsilon", "record-dp-clipping-norm", "dp-metrics"),
-        "tests/privacy/test_record_level.py",
-    ),
+    # Masks leave the result as it is.
+    "masked-threshold": "tests/privacy/test_masked_sums.py",
+    "masked-neighbours": "tests/privacy/test_masked_sums.py",
+    "masked-metrics": "tests/privacy/test_masked_sums.py",
+    # Noise is new in each run.
+    "dp-noise-multiplier": "tests/privacy/test_differential.py",
+    "dp-delta": "tests/privacy/test_differential.py",
+    "dp-neighbours": "tests/privacy/test_differential.py",
+    "dp-sampling": "tests/privacy/test_differential.py",
+    "dp-target-epsilon": "tests/privacy/test_differential.py",
+    "dp-max-epsilon": "tests/privacy/test_differential.py",
+    # The examples of a step are new in each run.
+    "record-dp-noise-multiplier": "tests/privacy/test_record_level.py",
+    "record-dp-target-epsilon": "tests/privacy/test_record_level.py",
+    "record-dp-clipping-norm": "tests/privacy/test_record_level.py",
+    "dp-metrics": "tests/privacy/test_record_level.py",
 }
 
 

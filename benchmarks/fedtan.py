@@ -84,7 +84,8 @@ def bare(pool: Executor, workers: int, threads: int, data_dir: str) -> float:
     """Return the seconds of the round's 25 steps, dealt out to the workers as evenly as can be."""
     shares = [WORK // workers + (i < WORK % workers) for i in range(workers)]
     start = time.perf_counter()
-    done = sum(future.result() for future in [pool.submit(bare_steps, n, threads, data_dir) for n in shares])
+    futures = [pool.submit(bare_steps, n, threads, data_dir) for n in shares]
+    done = sum(future.result() for future in futures)
     if done != WORK:
         raise RuntimeError(f"{done} steps done, {WORK} wanted")
     return time.perf_counter() - start
@@ -313,11 +314,10 @@ def main(
     note = f"ResNet-20, {CLIENTS} clients, E = {STEPS}; medians. {facts()}"
     text = f"{seconds_table}\n\n{ratio_table}\n\n{note}"
     if parts:
-        rows = [
-            [name, *(f"{statistics.median(column):.2f}" for column in zip(*rows, strict=True))]
-            for name, rows in parts.items()
-        ]
-        text += "\n\n" + table(["of one reply, seconds, medians", *PARTS], rows)
+        medians_of_parts = []
+        for name, rows in parts.items():
+            medians_of_parts.append([name, *(f"{statistics.median(column):.2f}" for column in zip(*rows, strict=True))])
+        text += "\n\n" + table(["of one reply, seconds, medians", *PARTS], medians_of_parts)
     print(text)
     figures = {name: {"ratio": ratio, "target": target} for name, (ratio, target) in found.items()}
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,27 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE = {"dataset": "digits", "model": "mlp", "num-clients": 5, "num-server-rounds": 8, "eval-every": 8}
 BASE |= {"local-steps": 5, "batch-size": 16, "learning-rate": 0.1, "bn-momentum": 0.5}
 STRATEGIES = (
-    *("fedavg", "fedprox", "scaffold", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedbn", "silobn", "mtfl"),
-    *("staticbn", "fixbn", "fbn", "hbn", "fedtan", "fedtan2", "feddna", "fedbs", "fedwon", "standalone", "bn-scaffold"),
+    "fedavg",
+    "fedprox",
+    "scaffold",
+    "fedavgm",
+    "fedadam",
+    "fedyogi",
+    "fedadagrad",
+    "fedbn",
+    "silobn",
+    "mtfl",
+    "staticbn",
+    "fixbn",
+    "fbn",
+    "hbn",
+    "fedtan",
+    "fedtan2",
+    "feddna",
+    "fedbs",
+    "fedwon",
+    "standalone",
+    "bn-scaffold",
 )
 OWN: dict[str, dict[str, Any]] = {
     "fedwon": {"norm": "wsconv", "model": "lenet", "agc": 0.1},

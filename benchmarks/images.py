@@ -38,7 +38,7 @@ def make(folder: Path, count: int) -> None:
     done = folder / "complete"
     if done.is_file() and int(done.read_text()) == count:
         return
-    places = [folder / f"client-{client}/class-{label}" for client in range(CLIENTS) for label in range(CLASSES)]
+    places = [folder / f"client-{at // CLASSES}/class-{at % CLASSES}" for at in range(CLIENTS * CLASSES)]
     for place in places:
         place.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:

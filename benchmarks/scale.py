@@ -253,7 +253,10 @@ def measure(nodes: int) -> Constants:
 
     rounds = found["rounds"]
     spent = [r["superlink"] + r["serverapp"] - idle * r["seconds"] for r in rounds]
-    shapes = [(nodes, nodes * a, nodes * a * b, r["seconds"]) for r in rounds for a, b in (r["shape"],)]
+    shapes = []
+    for r in rounds:
+        arrays, size = r["shape"]
+        shapes.append((nodes, nodes * arrays, nodes * arrays * size, r["seconds"]))
     scale = np.array([1, 1, 1e6, 1])
     message, array, byte, watch = np.linalg.lstsq(np.array(shapes) / scale, np.array(spent), rcond=None)[0] / scale
     channel = channel_seconds()

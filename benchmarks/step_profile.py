@@ -123,10 +123,10 @@ def _shares(way: Way, model: nn.Module, data: Images, settings: LocalTraining) -
         _steps(way, model, data, settings)
     times = {event.key: event.self_cpu_time_total for event in seen.key_averages()}
     total = sum(times.values())
-    parts = [
-        100 * sum(value for key, value in times.items() if any(word in key for word in words)) / total
-        for words in KINDS.values()
-    ]
+    parts = []
+    for words in KINDS.values():
+        matching = [value for key, value in times.items() if any(word in key for word in words)]
+        parts.append(100 * sum(matching) / total)
     return [*parts, 100 - sum(parts)]
 
 

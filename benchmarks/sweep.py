@@ -34,9 +34,17 @@ COMPARISONS = "comparisons.csv"  # only of two methods or more
 FILES = ("results.jsonl", "results.csv", "table.md", "table.csv", COMPARISONS, "study.yaml")
 LARGEST_RATIO = 0.6  # of two runs at a time to one after another on one core: the command fails above it
 BASE = {
-    "dataset": "digits", "model": "lenet", "num-clients": 5, "partition": "classes", "classes-per-client": 2,
-    "local-steps": 10, "batch-size": 32, "learning-rate": 0.05, "eval-every": 10, "checkpoint-every": 5,
-}  # fmt: skip
+    "dataset": "digits",
+    "model": "lenet",
+    "num-clients": 5,
+    "partition": "classes",
+    "classes-per-client": 2,
+    "local-steps": 10,
+    "batch-size": 32,
+    "learning-rate": 0.05,
+    "eval-every": 10,
+    "checkpoint-every": 5,
+}
 
 
 def study(folder: Path, num_rounds: int, methods: dict[str, dict[str, object]], seeds: list[int]) -> Path:

@@ -100,11 +100,17 @@ def _rate(run: Path) -> str:
 def _grid(folder: Path, split: str) -> str:
     """Return what the rates gave on the validation examples."""
     lines = (folder / "tuning.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    head = ["validation, %", *(cell.removeprefix("learning-rate=") for cell in cells[0][2:])]
-    rows = [[name, *(score.replace(" %", "") for score in scores)] for name, _, *scores in cells[1:]]
-    own = [[name.removesuffix(f"/{split}"), *scores] for name, *scores in rows if name.endswith(f"/{split}")]
-    return table(head, own)
+    header, *cells = [_cells(line) for line in lines if line.startswith("| ")]
+    head = ["validation, %", *(cell.removeprefix("learning-rate=") for cell in header[2:])]
+    rows = []
+    for name, _, *scores in cells:
+        if name.endswith(f"/{split}"):
+            rows.append([name.removesuffix(f"/{split}"), *(score.replace(" %", "") for score in scores)])
+    return table(head, rows)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def _curve(results: StudyResults, cell: Cell) -> Curve:
@@ -129,11 +135,13 @@ def _at_equal_rounds(
 
 
 def _at_equal_bytes(curves: dict[str, dict[int, Curve]]) -> list[list[str]]:
-    budget = 1.01 * min(curve[-1][1] for runs in curves.values() for curve in runs.values())
+    budget = 1.01 * min(min(curve[-1][1] for curve in runs.values()) for runs in curves.values())
     rows = []
     for method, runs in curves.items():
-        within = [[point for point in curve if point[1] <= budget][-1:] for curve in runs.values()]
-        stops = [points[0] for points in within if points]
+        stops = []
+        for curve in runs.values():
+            within = [point for point in curve if point[1] <= budget]
+            stops += within[-1:]
         number, moved, _ = next(iter(runs.values()))[-1]
         there = "/".join(map(str, sorted({point[0] for point in stops})))
         rows.append([method, f"{moved / number:.3g}", there, _mean([point[2] for point in stops])])

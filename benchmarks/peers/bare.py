@@ -103,6 +103,14 @@ def evaluate(job: Job, clock: Clock, model: nn.Module, shared: Shared) -> float:
     return correct / (len(data.test_targets) * len(shared.kept))
 
 
+def _zeros(entries: State) -> State:
+    return {name: torch.zeros_like(entry) for name, entry in entries.items()}
+
+
+def _copy(entries: State) -> State:
+    return {name: entry.clone() for name, entry in entries.items()}
+
+
 def main(job: Job, clock: Clock) -> float:
     """Do the rounds."""
     setting, data = job.work, load_data(job.data, job.work.dataset)
@@ -110,11 +118,9 @@ def main(job: Job, clock: Clock) -> float:
     own = local_names(model) if setting.personal else set()
     whole = {name: entry.clone() for name, entry in model.state_dict().items()}
     state = {name: entry for name, entry in whole.items() if name not in own}
-    shared = Shared(
-        state,
-        [{name: torch.zeros_like(entry) for name, entry in state.items()} for _ in range(job.workers)],
-        [{name: whole[name].clone() for name in own} for _ in range(setting.clients if own else 1)],
-    )
+    num_kept = setting.clients if own else 1
+    kept = {name: whole[name] for name in own}
+    shared = Shared(state, [_zeros(state) for _ in range(job.workers)], [_copy(kept) for _ in range(num_kept)])
     if setting.evaluate:
         work(job, shared, model, range(setting.clients), 0)
         average(shared, setting.clients)

@@ -6,7 +6,6 @@ from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
-from fedbn_flwr.lab.data.moments import moments_of_inputs
 from fedbn_flwr.lab.data.own import (
     KINDS,
     OwnData,
@@ -28,7 +27,7 @@ from fedbn_flwr.lab.data.partitioning import (
     split_dataset,
 )
 from fedbn_flwr.lab.data.picture import partition_picture, partition_table
-from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.samples import Examples, Samples, moments_of_inputs
 from fedbn_flwr.lab.data.standardise import Standardise, standardised
 from fedbn_flwr.lab.data.subset import Subset
 from fedbn_flwr.lab.data.validation import split_off

@@ -34,21 +34,19 @@ def read_cityscapes(folder: Path, shape: Shape) -> Loaded:
         DataError: a folder is absent, or an image has no label file or a label file of another size.
     """
     root = root_of(folder, "cityscapes")
-    train, test = (_cities(root / "leftImg8bit" / part) for part in ("train", "val"))
-    names = [*train, *(city for city in test if city not in train)]
-    both = (("train", train), ("val", test))
-    files = [(part, city, path) for part, cities in both for city, paths in cities.items() for path in paths]
+    parts = {part: _cities(root / "leftImg8bit" / part) for part in ("train", "val")}
+    names = list(parts["train"] | parts["val"])
+    images, groups, masks = list[Path](), list[int](), list[Path]()
+    for part, cities in parts.items():
+        for city, paths in cities.items():
+            images += paths
+            groups += [names.index(city)] * len(paths)
+            masks += [_label_file(root, part, path) for path in paths]
+    lengths = [sum(map(len, cities.values())) for cities in parts.values()]
     table = np.full(256, IGNORE, np.uint8)
     table[list(TRAIN_IDS)] = np.arange(len(TRAIN_IDS))
-    held = hold(
-        [path for _, _, path in files],
-        [names.index(city) for _, city, _ in files],
-        [sum(map(len, cities.values())) for _, cities in both],
-        shape,
-        masks=[_label_file(root, part, path) for part, _, path in files],
-        mask_table=table,
-    )
-    return Loaded(held[0], held[1], tuple(names))
+    train, test = hold(images, groups, lengths, shape, masks=masks, mask_table=table)
+    return Loaded(train, test, tuple(names))
 
 
 def _cities(folder: Path) -> dict[str, list[Path]]:

@@ -6,6 +6,7 @@ of images per class. In a folder, every 5th file of a class, by name, is a test 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,34 @@ import torch
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.folders import Files, files_of_classes, hold_files, root_of
-from fedbn_flwr.lab.data.readers import Loaded, Reader, as_samples, read_idx, read_svhn, read_usps
+from fedbn_flwr.lab.data.readers import IDX_FILES, Loaded, Reader, as_samples, is_there, read_idx, read_torchvision
 from fedbn_flwr.lab.data.samples import Examples, Samples
 from fedbn_flwr.lab.data.shapes import Shape, reshaped
 
-__all__ = ["DIGITS_FIVE", "DOMAINNET10", "OFFICE_CALTECH10", "merged", "read_archive", "read_class_folders"]
-__all__ += ["read_digits_five", "read_domains"]
+__all__ = [
+    "DIGITS_FIVE",
+    "DOMAINNET10",
+    "OFFICE_CALTECH10",
+    "merged",
+    "read_archive",
+    "read_class_folders",
+    "read_digits_five",
+    "read_domains",
+]
 
 OFFICE_CALTECH10 = (
     ("amazon", "caltech", "dslr", "webcam"),
     (
-        *("backpack", "bike", "calculator", "headphones", "keyboard"),
-        *("laptop_computer", "monitor", "mouse", "mug", "projector"),
+        "backpack",
+        "bike",
+        "calculator",
+        "headphones",
+        "keyboard",
+        "laptop_computer",
+        "monitor",
+        "mouse",
+        "mug",
+        "projector",
     ),
 )
 """Domains and classes of Office-Caltech-10."""
@@ -49,14 +66,16 @@ def read_domains(names: Sequence[str], domains: Sequence[str], classes: Sequence
 
     def read(folder: Path, shape: Shape) -> Loaded:
         root = root_of(folder, *names)
-        archives = {domain: root / f"{domain}.npz" for domain in domains}
-        files = {d: files_of_classes(root / d, classes) for d, path in archives.items() if not path.is_file()}
+        folders = [domain for domain in domains if not (root / f"{domain}.npz").is_file()]
+        files = {domain: files_of_classes(root / domain, classes) for domain in folders}
         if len(files) == len(domains):
             return _of_files(files, shape)
-        parts: dict[str, tuple[Examples, Examples]] = {
-            d: read_class_folders(files[d], shape) if d in files else read_archive(archives[d], len(classes))
-            for d in domains
-        }
+        parts: dict[str, tuple[Examples, Examples]] = {}
+        for domain in domains:
+            if domain in files:
+                parts[domain] = read_class_folders(files[domain], shape)
+            else:
+                parts[domain] = read_archive(root / f"{domain}.npz", len(classes))
         return merged(parts, shape)
 
     return read
@@ -75,10 +94,10 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
         archives = sorted((folder / domain.replace("-", "_")).glob("*.npz"))
         if len(archives) > 1:
             raise DataError(f"domain {domain!r} has {len(archives)} npz files in {archives[0].parent}; one needed.")
-        published = _published_reader(domain, folder)
+        published, names = _PUBLISHED[domain]
         if archives:
             parts[domain] = read_archive(archives[0], 10)
-        elif published is not None:
+        elif published and all(is_there(folder / name) for name in names):  # so that nothing is downloaded
             parts[domain] = published(folder, shape)[:2]
     if not parts:
         raise DataError(f"none of the domains {', '.join(DIGITS_FIVE)} is present")
@@ -91,34 +110,36 @@ def merged(parts: Mapping[str, tuple[Examples, Examples]], shape: Shape) -> Load
     Raises:
         DataError: some domains stay on the disk and others are in memory.
     """
-    both = []
-    for which in (0, 1):
-        chosen = [part[which] for part in parts.values()]
-        pieces = [reshaped(samples, shape) for samples in chosen if isinstance(samples, Samples)]
-        if len(pieces) < len(parts):
-            raise DataError(
-                "some domains are npz files and others are folders of images that do not fit into cache-gib. Use "
-                "folders for all, or a larger cache-gib, and augment without resized-crop."
-            )
-        sizes = torch.tensor([len(piece) for piece in pieces])
-        both.append(
-            Samples(
-                torch.cat([piece.inputs for piece in pieces]),
-                torch.cat([piece.targets for piece in pieces]),
-                torch.repeat_interleave(torch.arange(len(pieces)), sizes),
-            )
+    train, test = (_joined(samples, shape) for samples in zip(*parts.values(), strict=True))
+    return Loaded(train, test, tuple(parts))
+
+
+def _joined(parts: Sequence[Examples], shape: Shape) -> Samples:
+    """Return the samples of all domains as one; each domain is a group."""
+    pieces = [reshaped(samples, shape) for samples in parts if isinstance(samples, Samples)]
+    if len(pieces) < len(parts):
+        raise DataError(
+            "some domains are npz files and others are folders of images that do not fit into cache-gib. Use folders "
+            "for all, or a larger cache-gib, and augment without resized-crop."
         )
-    return Loaded(both[0], both[1], tuple(parts))
+    sizes = torch.tensor([len(piece) for piece in pieces])
+    return Samples(
+        torch.cat([piece.inputs for piece in pieces]),
+        torch.cat([piece.targets for piece in pieces]),
+        torch.repeat_interleave(torch.arange(len(pieces)), sizes),
+    )
 
 
 def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
     """Return domains that are all folders of files; each domain is a group."""
-    split = [_train_and_test(own) for own in files.values()]
-    whole = [[file for part in split for file in part[which]] for which in (0, 1)]
-    sizes = [torch.tensor([len(part[which]) for part in split]) for which in (0, 1)]
-    groups = [torch.repeat_interleave(torch.arange(len(split)), size) for size in sizes]
-    train, test = (samples.regrouped(own) for samples, own in zip(hold_files(whole, shape), groups, strict=True))
-    return Loaded(train, test, tuple(files))
+    parts: tuple[Files, Files] = ([], [])  # training and test files of all domains
+    groups: tuple[list[int], list[int]] = ([], [])
+    for number, of_domain in enumerate(files.values()):
+        for which, part in enumerate(_train_and_test(of_domain)):
+            parts[which].extend(part)
+            groups[which].extend([number] * len(part))
+    train, test = hold_files(parts, shape)
+    return Loaded(train.regrouped(torch.tensor(groups[0])), test.regrouped(torch.tensor(groups[1])), tuple(files))
 
 
 def read_class_folders(files: Files, shape: Shape) -> tuple[Examples, Examples]:
@@ -128,13 +149,10 @@ def read_class_folders(files: Files, shape: Shape) -> tuple[Examples, Examples]:
 
 
 def _train_and_test(files: Files) -> tuple[Files, Files]:
-    train: Files = []
-    test: Files = []
-    seen = dict.fromkeys((label for _, label in files), 0)
+    train, test, seen = Files(), Files(), Counter[int]()
     for path, label in files:
         seen[label] += 1
-        chosen = test if seen[label] % 5 == 0 else train
-        chosen.append((path, label))
+        (train if seen[label] % 5 else test).append((path, label))
     return train, test
 
 
@@ -161,22 +179,6 @@ def _checked(path: Path, images: np.ndarray[Any, Any], labels: np.ndarray[Any, A
     return as_samples(images, labels)
 
 
-def _published_reader(domain: str, folder: Path) -> Reader | None:
-    """Return the reader of a domain's published files; None unless all are there, so that nothing is downloaded."""
-    idx = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    known: dict[str, tuple[Reader, list[str]]] = {
-        "mnist": (read_idx("MNIST"), [f"MNIST/raw/{stem}" for stem in idx]),
-        "svhn": (read_svhn, ["train_32x32.mat", "test_32x32.mat"]),
-        "usps": (read_usps, ["usps.bz2", "usps.t.bz2"]),
-        "synth-digits": (_read_synth_digits, ["synth_train_32x32.mat", "synth_test_32x32.mat"]),
-    }
-    if domain not in known:
-        return None
-    reader, names = known[domain]
-    present = all((folder / name).exists() or (folder / f"{name}.gz").exists() for name in names)
-    return reader if present else None
-
-
 def _read_synth_digits(folder: Path, shape: Shape) -> Loaded:
     """Return Ganin's synthetic digits, 32x32 RGB, in SVHN's file format."""
     del shape
@@ -185,3 +187,13 @@ def _read_synth_digits(folder: Path, shape: Shape) -> Loaded:
     parts = (loadmat(folder / f"synth_{part}_32x32.mat") for part in ("train", "test"))
     train, test = (as_samples(part["X"].transpose(3, 0, 1, 2), part["y"].reshape(-1) % 10) for part in parts)
     return Loaded(train, test)
+
+
+# The reader of each domain's published files, and these files; MNIST-M is published in another form.
+_PUBLISHED: dict[str, tuple[Reader | None, Sequence[str]]] = {
+    "mnist": (read_idx("MNIST"), [f"MNIST/raw/{name}" for name in IDX_FILES]),
+    "svhn": (read_torchvision("SVHN"), ["train_32x32.mat", "test_32x32.mat"]),
+    "usps": (read_torchvision("USPS"), ["usps.bz2", "usps.t.bz2"]),
+    "synth-digits": (_read_synth_digits, ["synth_train_32x32.mat", "synth_test_32x32.mat"]),
+    "mnist-m": (None, ()),
+}

@@ -34,10 +34,10 @@ def image_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"folder {folder} is absent.")
     with os.scandir(folder) as entries:
-        found = sorted(entry.name for entry in entries if os.path.splitext(entry.name)[1].lower() in SUFFIXES)
-    if not found:
+        names = sorted(entry.name for entry in entries if os.path.splitext(entry.name)[1].lower() in SUFFIXES)
+    if not names:
         raise DataError(f"folder {folder} has no image files ({', '.join(SUFFIXES)}).")
-    return [folder / name for name in found]
+    return [folder / name for name in names]
 
 
 def files_of_classes(folder: Path, classes: Sequence[str]) -> Files:
@@ -47,9 +47,11 @@ def files_of_classes(folder: Path, classes: Sequence[str]) -> Files:
 
 def hold_files(parts: Sequence[Files], shape: Shape, centre: bool = False) -> list[Examples]:
     """Return the images of each part; see ``data.image_files.hold``, also for the errors."""
-    files = [file for part in parts for file in part]
-    lengths = [len(part) for part in parts]
-    return hold([path for path, _ in files], [label for _, label in files], lengths, shape, centre=centre)
+    paths, labels = list[Path](), list[int]()
+    for part in parts:
+        paths += [path for path, _ in part]
+        labels += [label for _, label in part]
+    return hold(paths, labels, [len(part) for part in parts], shape, centre=centre)
 
 
 def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:

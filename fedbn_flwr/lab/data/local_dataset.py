@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,51 +50,51 @@ def load_local_dataset(
     Raises:
         DataError: the path is relative or absent, or has no training images or another format; the message names it.
     """
-    info, where = DATASETS[like], Path(path)
+    info = DATASETS[like]
     num_classes = num_classes or info.num_classes
     shape = Shape(channels, size, info.aspect * size, MAX_BYTES)
-    if not where.is_absolute():
+    if not Path(path).is_absolute():
         raise DataError(f"data-path={path!r} is relative, but apps run in their own folders. Write an absolute path.")
+    train: Examples
+    test: Examples
     try:
-        both: tuple[Examples, Examples]
-        if where.is_file():
-            both = read_archive(where, num_classes)
+        if Path(path).is_file():
+            train, test = read_archive(Path(path), num_classes)
         else:
-            files = _class_files(where, classes or tuple(map(str, range(num_classes))))
-            both = read_class_folders(files, shape)
+            train, test = _read_folders(Path(path), classes or tuple(map(str, range(num_classes))), shape)
     except READ_ERRORS as error:
         raise DataError(f"data-path={path!r} could not be read: {error}") from error
-    train, test = (fitted(samples, shape).to(device) for samples in both)
+    train, test = fitted(train, shape).to(device), fitted(test, shape).to(device)
     if not len(train):
         raise DataError(f"data-path={path!r} has no training images.")
     return Dataset(path, train, test, num_classes, per_channel(info.mean, channels), per_channel(info.std, channels))
 
 
-def _class_files(folder: Path, classes: Sequence[str]) -> Files:
-    """Return the image files of the classes that have a folder."""
-    if not folder.is_dir():
+def _read_folders(path: Path, classes: Sequence[str], shape: Shape) -> tuple[Examples, Examples]:
+    """Return training and test examples of the classes that have a folder."""
+    if not path.is_dir():
         raise DataError("there is no such file or folder")
-    present = [(label, name) for label, name in enumerate(classes) if (folder / name).is_dir()]
-    if not present:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+    folders = {entry.name for entry in path.iterdir() if entry.is_dir()}
+    files, absent = Files(), list[str]()
+    for label, name in enumerate(classes):
+        if name in folders:
+            files += [(image, label) for image in image_files(path / name)]
+        else:
+            absent.append(name)
+    if not files:
+        inside = ", ".join(sorted(os.listdir(path))[:5]) or "nothing"
         raise DataError(
-            f"no folder is called after a class ({', '.join(classes[:5])}, ...; found: {found}). Name the classes in "
+            f"no folder is called after a class ({', '.join(classes[:5])}, ...; found: {inside}). Name the classes in "
             "the node config: data-classes='cat,dog'"
         )
-    _tell_left_out(folder, classes)
-    return [(path, label) for label, name in present for path in image_files(folder / name)]
-
-
-def _tell_left_out(folder: Path, classes: Sequence[str]) -> None:
-    """Warn of folders whose name is no class, and log the classes that have no folder."""
-    others = sorted({path.name for path in folder.iterdir() if path.is_dir()} - {*classes})
-    ignored = ", ".join(name for name in others if not name.startswith("."))
-    absent = ", ".join(name for name in classes if not (folder / name).is_dir())
-    if ignored:
+    if others := sorted(name for name in folders - {*classes} if not name.startswith(".")):
         logger.warning(
             "data-path=%r: folders whose name is no class are left out: %s. Without a folder: %s. Names are "
             "case-sensitive. Rename the folders, or name their classes in data-classes.",
-            *(str(folder), ignored, absent or "none of the classes"),
+            str(path),
+            ", ".join(others),
+            ", ".join(absent) or "none of the classes",
         )
     elif absent:
-        logger.info("data-path=%r: no images of these classes, which have no folder: %s", str(folder), absent)
+        logger.info("data-path=%r: no images of these classes, which have no folder: %s", str(path), ", ".join(absent))
+    return read_class_folders(files, shape)

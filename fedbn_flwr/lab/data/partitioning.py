@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.data.dataset import Dataset
@@ -120,7 +121,12 @@ def make_partition(
     )
     _check(request)
     partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
-    _refuse_empty(name, partition)
+    if empty := {client: 0 for client, part in enumerate(partition) if len(part) == 0}:
+        raise DataError(
+            f"partition {name!r} leaves clients without examples ({listed(empty)}; the other "
+            f"{num_clients - len(empty)} share {sum(map(len, partition))}). Use fewer clients, more classes per client "
+            "or a larger data set."
+        )
     return partition
 
 
@@ -158,11 +164,9 @@ def split_dataset(
         DataError: as ``make_partition``.
     """
     _refuse_without_classes(name, dataset)
-    labels, test_labels = (part.labels.cpu().numpy() for part in (dataset.train, dataset.test))
-    groups, test_groups = (
-        None if part.groups is None else part.groups.cpu().numpy() for part in (dataset.train, dataset.test)
-    )
-    units = None if dataset.train.units is None else dataset.train.units.cpu().numpy()
+    labels, test_labels = dataset.train.labels.cpu().numpy(), dataset.test.labels.cpu().numpy()
+    groups, test_groups = _array(dataset.train.groups), _array(dataset.test.groups)
+    units = _array(dataset.train.units)
     if units is not None and groups is not None and PARTITIONS[name].by_group:
         units = units * (int(groups.max()) + 1) + groups  # a patient of two hospitals is one of each
     of_unit, members = (np.arange(len(labels)), None) if units is None else _by_unit(units)
@@ -183,14 +187,19 @@ def split_dataset(
     return train, partition_test_set(train, labels, test_labels, seed, groups, test_groups)
 
 
+def _array(values: Tensor | None) -> Indices | None:
+    return None if values is None else values.cpu().numpy()
+
+
 def _refuse_without_classes(name: str, dataset: Dataset) -> None:
     """Raise ConfigError if the split is by class and the examples have no single class."""
     if name in PARTITIONS and PARTITIONS[name].by_class and not dataset.train.by_class:
         allowed = ", ".join(info.name for info in PARTITIONS.values() if not info.by_class)
-        what = "the images" if dataset.train.by_pixel else "the examples"
-        has = "have a class for each pixel" if dataset.train.by_pixel else "have no single class"
+        has = "the examples", "have no single class"
+        if dataset.train.by_pixel:
+            has = "the images", "have a class for each pixel"
         raise ConfigError(
-            f"partition {name!r} splits by class; {what} of dataset {dataset.name!r} {has}. Use one of {allowed}."
+            f"partition {name!r} splits by class; {has[0]} of dataset {dataset.name!r} {has[1]}. Use one of {allowed}."
         )
 
 
@@ -201,19 +210,13 @@ def _by_unit(units: Indices) -> tuple[Indices, list[Indices]]:
     return order[starts], np.split(order, starts[1:])
 
 
-def _refuse_empty(name: str, partition: Sequence[Indices]) -> None:
-    """Raise DataError if a client has no examples."""
-    empty = {client: 0 for client, part in enumerate(partition) if len(part) == 0}
-    if empty:
-        raise DataError(
-            f"partition {name!r} leaves clients without examples ({listed(empty)}; the other "
-            f"{len(partition) - len(empty)} share {sum(map(len, partition))}). Use fewer clients, more classes per "
-            "client or a larger data set."
-        )
-
-
 _INFOS = (
-    PartitionInfo("iid", "equal random parts", "flwr-datasets IidPartitioner", split_iid),
+    PartitionInfo(
+        "iid",
+        "equal random parts",
+        "flwr-datasets IidPartitioner",
+        split_iid,
+    ),
     PartitionInfo(
         "dirichlet",
         "each class split in proportions drawn from Dirichlet(partition-alpha), unequal sizes",

@@ -40,24 +40,25 @@ def partition_picture(counts: Indices, title: str = "", names: Sequence[str] = (
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     image = axis.imshow(
-        np.ma.masked_equal(counts.T, 0), cmap="Blues", origin="lower", aspect="auto", interpolation="nearest",
-        vmin=0, vmax=max(1, int(counts.max(initial=0))),
-    )  # fmt: skip
+        np.ma.masked_equal(counts.T, 0),
+        cmap="Blues",
+        origin="lower",
+        aspect="auto",
+        interpolation="nearest",
+        vmin=0,
+        vmax=max(1, int(counts.max(initial=0))),
+    )
     figure.colorbar(image, ax=axis, label="training examples")
     if counts.size <= _MOST_LABELS:
         for client, label in np.argwhere(counts > 0).tolist():
             value = int(counts[client, label])
             colour = "white" if 2 * value > counts.max() else "black"
             axis.text(client, label, str(value), ha="center", va="center", fontsize=6, color=colour)
-    axis.set_xlabel("client")
-    axis.set_ylabel("class")
-    for ticks, many in ((axis.set_xticks, clients), (axis.set_yticks, classes)):
-        ticks(range(0, many, -(-many // 25)))
+    axis.set(xlabel="client", ylabel="" if names else "class", title=title)
+    axis.set_xticks(range(0, clients, -(-clients // 25)))
+    axis.set_yticks(range(0, classes, -(-classes // 25)))
     if names:
         axis.set_yticks(range(classes), list(names))
-        axis.set_ylabel("")
-    if title:
-        axis.set_title(title)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
@@ -77,19 +78,16 @@ def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
     """
     _check(counts, names)
     columns = list(names) or [str(label) for label in range(counts.shape[1])]
+    lines = [["client", *columns, "all"] if len(columns) <= _MOST_COLUMNS else ["client", "classes", "largest", "all"]]
     whole = np.vstack([counts, counts.sum(0, keepdims=True)])
-    heads = [str(client) for client in range(len(counts))] + ["all"]
-    if len(columns) <= _MOST_COLUMNS:
-        lines = [["client", *columns, "all"]]
-        lines += [[head, *map(str, row), str(sum(row))] for head, row in zip(heads, whole.tolist(), strict=True)]
-    else:
-        lines = [["client", "classes", "largest", "all"]]
-        lines += [
-            [head, str(sum(map(bool, row))), f"{columns[row.index(max(row))]}: {max(row)}", str(sum(row))]
-            for head, row in zip(heads, whole.tolist(), strict=True)
-        ]
+    for client, row in enumerate(whole.tolist()):
+        cells = [str(count) for count in row]
+        if len(columns) > _MOST_COLUMNS:
+            cells = [str(sum(map(bool, row))), f"{columns[row.index(max(row))]}: {max(row)}"]
+        lines.append([str(client) if client < len(counts) else "all", *cells, str(sum(row))])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    padded = [map(str.rjust, line, widths) for line in lines]
+    return "\n".join("  ".join(line) for line in padded)
 
 
 def _check(counts: Indices, names: Sequence[str]) -> None:

@@ -25,17 +25,17 @@ from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.seeds import numpy_generator
 
 __all__ = [
+    "IDX_FILES",
     "READ_ERRORS",
     "Loaded",
     "Reader",
     "as_samples",
     "embedded_digits",
-    "read_cifar",
+    "is_there",
     "read_digits",
     "read_idx",
-    "read_svhn",
+    "read_torchvision",
 ]
-__all__ += ["read_svhn", "read_usps"]
 
 
 class Loaded(NamedTuple):
@@ -51,6 +51,14 @@ Reader = Callable[[Path, Shape], Loaded]
 
 READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, HTTPException, TarError, BadZipFile, zlib.error)
 """The errors of a reader when files are absent, damaged or not downloadable."""
+
+IDX_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+"""The files of MNIST and of data sets in its format."""
 
 # The embedded set has no published split. Ours is fixed, so that all runs and seeds have the same test set.
 _DIGITS_SPLIT_SEED = 0
@@ -94,50 +102,38 @@ def read_idx(class_name: str) -> Reader:
     def read(folder: Path, shape: Shape) -> Loaded:
         del shape
         raw = folder / class_name / "raw"
-        stems = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-        if not all((raw / stem).exists() or (raw / f"{stem}.gz").exists() for stem in stems):
+        if not all(is_there(raw / stem) for stem in IDX_FILES):
             from torchvision import datasets
 
             getattr(datasets, class_name)(str(folder), train=True, download=True)
-        train_images, train_labels, test_images, test_labels = (_idx_array(raw / stem) for stem in stems)
+        train_images, train_labels, test_images, test_labels = (_idx_array(raw / stem) for stem in IDX_FILES)
         return Loaded(as_samples(train_images, train_labels), as_samples(test_images, test_labels))
 
     return read
 
 
-def read_cifar(class_name: str) -> Reader:
-    """Return the reader of CIFAR10 or CIFAR100 (python version), 32x32 RGB; it checks the MD5 of the files."""
+def is_there(path: Path) -> bool:
+    """Return whether a file is there as it is or with .gz."""
+    return path.exists() or path.with_name(path.name + ".gz").exists()
+
+
+def read_torchvision(class_name: str) -> Reader:
+    """Return the reader of torchvision's CIFAR10, CIFAR100, USPS, or SVHN (without ``extra``)."""
 
     def read(folder: Path, shape: Shape) -> Loaded:
         del shape
         from torchvision import datasets
 
         source = getattr(datasets, class_name)
-        parts = (_present_or_downloaded(source, str(folder), train=train) for train in (True, False))
-        train, test = (as_samples(part.data, part.targets) for part in parts)
+        if class_name == "SVHN":
+            parts = [_present_or_downloaded(source, str(folder), split=split) for split in ("train", "test")]
+            train, test = (as_samples(part.data.transpose(0, 2, 3, 1), part.labels) for part in parts)
+        else:
+            parts = [_present_or_downloaded(source, str(folder), train=train) for train in (True, False)]
+            train, test = (as_samples(np.asarray(part.data), part.targets) for part in parts)
         return Loaded(train, test)
 
     return read
-
-
-def read_svhn(folder: Path, shape: Shape) -> Loaded:
-    """Return SVHN, the street-view house numbers, 32x32 RGB: 73,257 train and 26,032 test (without ``extra``)."""
-    del shape
-    from torchvision.datasets import SVHN
-
-    parts = (_present_or_downloaded(SVHN, str(folder), split=split) for split in ("train", "test"))
-    train, test = (as_samples(part.data.transpose(0, 2, 3, 1), part.labels) for part in parts)
-    return Loaded(train, test)
-
-
-def read_usps(folder: Path, shape: Shape) -> Loaded:
-    """Return the postal digits, 16x16 grey, from ``usps.bz2`` and ``usps.t.bz2``."""
-    del shape
-    from torchvision.datasets import USPS
-
-    parts = (_present_or_downloaded(USPS, str(folder), train=train) for train in (True, False))
-    train, test = (as_samples(np.asarray(part.data), part.targets) for part in parts)
-    return Loaded(train, test)
 
 
 def _present_or_downloaded(source: Callable[..., Any], folder: str, **split: Any) -> Any:
@@ -162,10 +158,10 @@ def _idx_array(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
         raise DataError(f"{path} is not an idx file of bytes: it starts with {content[:4].hex() or 'nothing'}.")
     start = 4 + 4 * content[3]
     shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4))
-    found = np.frombuffer(content[start:], dtype=np.uint8)
-    if len(content) < start or found.size != math.prod(shape):
-        raise DataError(f"{path} is cut short or too long: {found.size} bytes for the shape {shape} in its header.")
-    return found.reshape(shape)
+    values = np.frombuffer(content[start:], dtype=np.uint8)
+    if len(content) < start or values.size != math.prod(shape):
+        raise DataError(f"{path} is cut short or too long: {values.size} bytes for the shape {shape} in its header.")
+    return values.reshape(shape)
 
 
 def as_samples(images: np.ndarray[Any, Any], labels: Any) -> Samples:

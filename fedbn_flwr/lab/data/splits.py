@@ -29,8 +29,15 @@ from fedbn_flwr.seeds import derive_seed, numpy_generator
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
-__all__ = ["Indices", "PartitionRequest", "listed", "split_classes", "split_dirichlet", "split_dirichlet_equal"]
-__all__ += ["split_iid"]
+__all__ = [
+    "Indices",
+    "PartitionRequest",
+    "listed",
+    "split_classes",
+    "split_dirichlet",
+    "split_dirichlet_equal",
+    "split_iid",
+]
 
 Indices = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -76,7 +83,7 @@ def split_dirichlet(request: PartitionRequest) -> list[Indices]:
         try:
             return _drawn(request, attempt, request.min_size)
         except ValueError as error:
-            if "max number of attempts" not in str(error):
+            if "max number of attempts" not in str(error):  # flwr-datasets has no error of its own for it
                 raise
     sizes = [len(part) for part in _drawn(request, 0, 0)]  # no minimum: this is the first draw that failed
     small = {client: size for client, size in enumerate(sizes) if size < request.min_size}
@@ -115,10 +122,9 @@ def split_dirichlet_equal(request: PartitionRequest) -> list[Indices]:
     partition = []
     for client in range(request.num_clients):
         mix = rng.dirichlet(np.full(request.num_classes, float(request.alpha)))
-        taken = _filled(small + (client < larger), mix, left, rng)
-        left = left - taken
-        ends = zip(pools, left, taken, strict=True)
-        partition.append(np.concatenate([pool[rest : rest + count] for pool, rest, count in ends]))
+        before, left = left, left - _filled(small + (client < larger), mix, left, rng)
+        taken = [pool[start:end] for pool, start, end in zip(pools, left, before, strict=True)]
+        partition.append(np.concatenate(taken))
     return partition
 
 
@@ -164,12 +170,12 @@ def split_classes(request: PartitionRequest) -> list[Indices]:
     parts: list[list[Indices]] = [[] for _ in range(request.num_clients)]
     starts = [client * classes // request.num_clients for client in range(request.num_clients)]
     for label in range(classes):
-        holders = [client for client, start in enumerate(starts) if (label - start) % classes < wanted]
+        holders = [parts[client] for client, start in enumerate(starts) if (label - start) % classes < wanted]
         examples = np.flatnonzero(request.labels == label).astype(np.int64)
         shuffled = numpy_generator(request.seed, "partition", "classes", label).permutation(examples)
         if holders:
-            for client, part in zip(holders, np.array_split(shuffled, len(holders)), strict=True):
-                parts[client].append(part)
+            for holder, part in zip(holders, np.array_split(shuffled, len(holders)), strict=True):
+                holder.append(part)
     return [np.concatenate(part) for part in parts]
 
 

@@ -16,8 +16,7 @@ import torch
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.dataset import Dataset
-from fedbn_flwr.lab.data.moments import moments_of_inputs
-from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.samples import Examples, Samples, moments_of_inputs
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.subset import Subset
 from fedbn_flwr.training.input_scale import FeatureMoments, Scale, scale_of
@@ -56,29 +55,32 @@ def standardised(
     if how == "none":
         return data, ()
     moments = [moments_of_inputs(data.train, part) for part in train]
-    whole = scale_of(reduce(FeatureMoments.merged, moments))
+    federation = scale_of(reduce(FeatureMoments.merged, moments))
     if how == "federated":
-        return data.normalised(whole.mean, whole.std), ()
+        return data.normalised(federation.mean, federation.std), ()
     if data.train.as_bytes:
         raise DataError("standardise=local is for rows and signals; images have one mean and std in all clients.")
     scales = tuple(map(scale_of, moments))
-    every = (*scales, *(scale_of(moments_of_inputs(data.train, part)) for part, _ in held_out))
-    parts = (
-        (data.train, (*(train if owned is None else owned), *(part for part, _ in held_out))),
-        (data.test, (*test, *(part for _, part in held_out))),
-    )
-    own_train, own_test = (_each_by_its_owner(samples, own, every, whole) for samples, own in parts)
-    return replace(data, train=own_train, test=own_test, mean=(), std=()), scales
+    every = [*scales, *(scale_of(moments_of_inputs(data.train, part)) for part, _ in held_out)]
+    train_parts = [*(train if owned is None else owned), *(part for part, _ in held_out)]
+    test_parts = [*test, *(part for _, part in held_out)]
+    return replace(
+        data,
+        train=_each_by_its_owner(data.train, train_parts, every, federation),
+        test=_each_by_its_owner(data.test, test_parts, every, federation),
+        mean=(),
+        std=(),
+    ), scales
 
 
-def _each_by_its_owner(samples: Examples, parts: Sequence[Indices], scales: Sequence[Scale], rest: Scale) -> Samples:
+def _each_by_its_owner(samples: Examples, parts: list[Indices], scales: list[Scale], rest: Scale) -> Samples:
+    """Return the samples, each part standardised by its scale, and what is in no part by ``rest``."""
     if not isinstance(samples, Samples):
         raise DataError("standardise=local is for examples in memory")
     inputs = samples.inputs.clone()
-    owned = np.concatenate([np.empty(0, np.int64), *parts])
-    left = np.setdiff1d(np.arange(len(samples)), owned)
-    for part, scale in (*zip(parts, scales, strict=True), (left, rest)):
-        own = torch.as_tensor(part).to(inputs.device)
-        if len(own):
-            inputs[own] = Subset(samples, own, mean=scale.mean, std=scale.std).batch(torch.arange(len(own)))[0]
+    left = np.setdiff1d(np.arange(len(samples)), np.concatenate([np.empty(0, np.int64), *parts]))
+    for part, scale in zip([*parts, left], [*scales, rest], strict=True):
+        if len(part):
+            subset = Subset(samples, part, mean=scale.mean, std=scale.std)
+            inputs[subset.indices] = subset.batch(torch.arange(len(part)))[0]
     return Samples(inputs, samples.targets, samples.groups, samples.units)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment, Draw
-from fedbn_flwr.lab.data.moments import moments_of_inputs
-from fedbn_flwr.lab.data.samples import Examples
+from fedbn_flwr.lab.data.samples import Examples, moments_of_inputs
 from fedbn_flwr.training.input_scale import FeatureMoments
 
 __all__ = ["Subset"]
@@ -54,13 +53,12 @@ class Subset:
                 f"mean {tuple(mean)} and std {tuple(std)} do not fit {what}: "
                 "one number per channel needed, std above 0."
             )
-        device = samples.device
-        self._samples = samples
-        self._indices = None if indices is None else _checked(torch.as_tensor(indices), len(samples)).to(device)
-        form = (-1, *(1 for _ in samples.shape[1:]))
-        self._mean = torch.tensor(mean, dtype=torch.float32, device=device).view(form)
-        self._std = torch.tensor(std, dtype=torch.float32, device=device).view(form)
-        self._augment = augment
+        self._samples, self._augment = samples, augment
+        self._indices = None if indices is None else _checked(torch.as_tensor(indices), len(samples)).to(samples.device)
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32, device=samples.device).view(-1, *[1] * len(samples.shape[1:]))
+            for values in (mean, std)
+        )
 
     def __len__(self) -> int:
         """Return the number of examples in the subset."""

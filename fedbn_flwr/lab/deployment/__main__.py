@@ -61,7 +61,7 @@ def register(connection: str, keys: Path) -> None:
         command = [str(BIN / "flwr"), "supernode", "register", str(key), connection, "--name", key.stem]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         output = (done.stdout + done.stderr).strip()
-        if done.returncode and "already" not in output:
+        if done.returncode and "already" not in output:  # Flower's answer has no code for it
             raise EngineError(f"{key.name} could not be registered: {output}")
         typer.echo(f"{key.stem}: {'was already registered' if done.returncode else 'registered'}")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,11 +94,11 @@ def given_variables(path: Path, num_nodes: int, environment: Mapping[str, str]) 
         ConfigError: as ``read_services``, or a line of ``.env`` cannot be read.
     """
     services, _ = _read(path, num_nodes)
-    values = {**_env_file(path.parent / ".env", _names(list(services.values()))), **environment}
+    known = _names(services.values())
+    values = {**_env_file(path.parent / ".env", known), **environment}
     running = [service for name, service in services.items() if node_number(name)[1] <= num_nodes]
-    used = _names([{key: service[key] for key in _USED if key in service} for service in running]) - _NEED_CONTAINERS
-    known = _names(list(services.values())) | set(filter(_OF_A_NODE.fullmatch, values))
-    given = {name for name in known if values.get(name)}
+    used = _names({key: service[key] for key in _USED if key in service} for service in running) - _NEED_CONTAINERS
+    given = {name for name in known.union(filter(_OF_A_NODE.fullmatch, values)) if values.get(name)}
     return {name: values[name] for name in sorted(given & used)}, sorted(given - used)
 
 
@@ -110,25 +111,24 @@ def _env_file(path: Path, known: Collection[str]) -> dict[str, str]:
     """
     values = {}
     for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], start=1):
-        if not (text := line.strip()) or text.startswith("#"):
-            continue
-        if not (found := _ENV_LINE.fullmatch(text)):
-            name = re.split(r"[=:\s]", text.removeprefix("export").strip(), maxsplit=1)[0]
-            if name == text or not (name in known or _OF_A_NODE.fullmatch(name)):
-                continue  # a name alone is that of the environment; others are other programs'
+        text = line.strip()
+        name = re.split(r"[=:\s]", text.removeprefix("export").strip(), maxsplit=1)[0]
+        if match := _ENV_LINE.fullmatch(text):
+            key, double, single, plain = match.groups()
+            values[key] = re.sub(r"\\(.)", r"\1", double) if double else single or (plain or "").strip()
+        # A name alone is that of the environment; other names are other programs'.
+        elif name != text and (name in known or _OF_A_NODE.fullmatch(name)):
             raise ConfigError(
                 f"{path}, line {number}: {name!r} cannot be read. Write NAME=value, NAME='value' or NAME=\"value\" on "
                 "one line. A $ is read between single quotes only: values of other variables are not filled in."
             )
-        double, single, plain = found[2], found[3], found[4]
-        values[found[1]] = re.sub(r"\\(.)", r"\1", double) if double else single or (plain or "").strip()
     return values
 
 
 def node_number(name: str) -> tuple[str, int, str]:
     """Return prefix, number and variant of a node's service; number 0 for other services."""
-    found = re.fullmatch(rf"({'|'.join(NODE)})(\d+)(-\w+)?", name)
-    return (found[1], int(found[2]), found[3] or "") if found else (name, 0, "")
+    match = re.fullmatch(rf"({'|'.join(NODE)})(\d+)(-\w+)?", name)
+    return (match[1], int(match[2]), match[3] or "") if match else (name, 0, "")
 
 
 def _read(path: Path, num_nodes: int) -> tuple[dict[str, Any], set[str]]:
@@ -138,10 +138,12 @@ def _read(path: Path, num_nodes: int) -> tuple[dict[str, Any], set[str]]:
         services, volumes = dict(content["services"]), set(content.get("volumes") or ())
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as a compose file: {error}") from error
-    for name in [name for name in services if node_number(name)[1] == 1]:
-        for k in range(2, num_nodes + 1):
-            services.setdefault(renumbered(name, k), _renumbered(services[name], k))
-    return services, volumes | {renumbered(name, k) for name in volumes for k in range(2, num_nodes + 1)}
+    numbers = range(2, num_nodes + 1)
+    for name, service in list(services.items()):
+        if node_number(name)[1] == 1:
+            for k in numbers:
+                services.setdefault(renumbered(name, k), json.loads(renumbered(json.dumps(service, default=str), k)))
+    return services, volumes.union(renumbered(name, k) for name in volumes for k in numbers)
 
 
 def renumbered(text: str, number: int) -> str:
@@ -149,22 +151,13 @@ def renumbered(text: str, number: int) -> str:
     return re.sub(r"(supernode|clientapp|node)-1\b", rf"\1-{number}", text).replace("NODE_1_", f"NODE_{number}_")
 
 
-def _renumbered(value: Any, number: int) -> Any:
-    """Return node 1's part of the file, changed to that of another node."""
-    if isinstance(value, dict):
-        return {_renumbered(key, number): _renumbered(item, number) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_renumbered(item, number) for item in value]
-    return renumbered(value, number) if isinstance(value, str) else value
-
-
-def _names(value: Any) -> set[str]:
-    """Return the names of all variables in a part of the file."""
-    if isinstance(value, (dict, list)):
-        items = value.values() if isinstance(value, dict) else value
-        passed_on = {key for key, item in value.items() if item is None} if isinstance(value, dict) else ()
-        return set().union(passed_on, *map(_names, items))
-    return {found[2] for found in _VARIABLE.finditer(value) if found[2]} if isinstance(value, str) else set()
+def _names(services: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the names of all variables in services, and of those that they pass on from the environment."""
+    names = set[str]()
+    for service in services:
+        names |= {match[2] for match in _VARIABLE.finditer(json.dumps(service, default=str)) if match[2]}
+        names |= {name for name, value in service.get("environment", {}).items() if value is None}
+    return names
 
 
 def start_order(services: Mapping[str, Service]) -> list[Service]:
@@ -185,22 +178,21 @@ def start_order(services: Mapping[str, Service]) -> list[Service]:
 
 
 def _service(name: str, given: Mapping[str, Any], variables: Mapping[str, str]) -> Service:
-    mounts = {}
+    mounts = {str(text).split(":")[0]: "" for text in given.get("tmpfs", [])}
     for text in given.get("volumes", []):
         source, target, *_ = str(text).split(":")
         mounts[target] = source
-    environment = {key: variables.get(key) if v is None else v for key, v in given.get("environment", {}).items()}
-    tmpfs = {str(text).split(":")[0]: "" for text in given.get("tmpfs", [])}
+    environment = dict(given.get("environment", {}))
+    for key in [key for key, value in environment.items() if value is None]:
+        environment[key] = variables.get(key)
     needs = given.get("depends_on", {})
     health = _words(name, "healthcheck.test", given.get("healthcheck", {}).get("test", []))
     return Service(
         name=name,
-        command=(
-            *_words(name, "entrypoint", given.get("entrypoint", [])),
-            *_words(name, "command", given.get("command", [])),
-        ),
+        command=_words(name, "entrypoint", given.get("entrypoint", []))
+        + _words(name, "command", given.get("command", [])),
         environment={key: str(value) for key, value in environment.items() if value is not None},
-        mounts={**tmpfs, **mounts},
+        mounts=mounts,
         needs={other: str(how.get("condition", "service_started")) for other, how in needs.items()},
         health=health[1:],  # after CMD
         profiles=tuple(given.get("profiles", ())),
@@ -220,11 +212,11 @@ def _interpolate(value: Any, variables: Mapping[str, str]) -> Any:
         return {key: _interpolate(item, variables) for key, item in value.items()}
     if isinstance(value, list):
         return [_interpolate(item, variables) for item in value]
-    return _VARIABLE.sub(lambda found: _variable(found, variables), value) if isinstance(value, str) else value
+    return _VARIABLE.sub(lambda match: _variable(match, variables), value) if isinstance(value, str) else value
 
 
-def _variable(found: re.Match[str], variables: Mapping[str, str]) -> str:
-    dollar, name, operator, text = found.groups()
+def _variable(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    dollar, name, operator, text = match.groups()
     if dollar:
         return "$"
     value = variables.get(name)

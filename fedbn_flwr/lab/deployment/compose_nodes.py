@@ -41,15 +41,14 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     lines = volumes.splitlines(keepends=True)
     end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(" ")), len(lines))
     kept = [line for line in lines[:end] if not re.search(r"-\d+-state:$", line)]
-    own = [f"  {name}-{n}-state:\n" for n in numbers for name in ("supernode", "clientapp")]
+    states = [f"  supernode-{n}-state:\n  clientapp-{n}-state:\n" for n in numbers]
     copies = [_of_node(first.rstrip("\n"), n, num_nodes) for n in numbers]
-    files = {compose: above + "\n\n".join(copies) + "\n" + _VOLUMES + "".join([*kept, *own, *lines[end:]])}
+    files = {compose: above + "\n\n".join(copies) + "\n" + _VOLUMES + "".join([*kept, *states, *lines[end:]])}
 
-    server, machine = docker / "machine-server.yml", docker / "machine-node-1.yml"
-    here, _ = _split(server, _FIRST)
+    here, _ = _split(docker / "machine-server.yml", _FIRST)
     here = re.sub(r"(?<=ServerApp and node )\d+", str(num_nodes), here)
-    files[server] = here + _elsewhere(numbers[:-1])
-    alone, _ = _split(machine, _SECOND)
+    files[docker / "machine-server.yml"] = here + _elsewhere(numbers[:-1])
+    alone, _ = _split(docker / "machine-node-1.yml", _SECOND)
     for n in numbers[:-1]:
         others = _elsewhere(k for k in numbers if k != n)
         files[docker / f"machine-node-{n}.yml"] = _of_node(alone, n, num_nodes) + others
@@ -66,13 +65,15 @@ def write_for_nodes(root: Path, num_nodes: int) -> list[str]:
     """
     files = files_for_nodes(root, num_nodes)
     changed = {path: text for path, text in files.items() if not path.is_file() or path.read_text() != text}
+    lines = []
     for path, text in changed.items():
         write_atomically(path, text)
-    overrides = (root / "docker").glob("machine-node-*.yml")
-    gone = [path for path in overrides if re.fullmatch(r"machine-node-\d+\.yml", path.name) and path not in files]
-    for path in gone:
-        path.unlink()
-    return [*(f"written: {path}" for path in changed), *(f"removed: {path}" for path in sorted(gone))]
+        lines.append(f"written: {path}")
+    for path in sorted((root / "docker").glob("machine-node-*.yml")):
+        if re.fullmatch(r"machine-node-\d+\.yml", path.name) and path not in files:
+            path.unlink()
+            lines.append(f"removed: {path}")
+    return lines
 
 
 def _of_node(text: str, number: int, num_nodes: int) -> str:
@@ -90,9 +91,9 @@ def _elsewhere(numbers: Iterable[int]) -> str:
 def _split(path: Path, mark: str, text: str | None = None) -> tuple[str, str]:
     """Return what is before and after a line in a file, or in ``text`` of it."""
     try:
-        before, found, after = (path.read_text() if text is None else text).partition(mark)
+        before, has_mark, after = (path.read_text() if text is None else text).partition(mark)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not found:
+    if not has_mark:
         raise ConfigError(f"{path} has no {mark.strip()!r}: it is not the compose file of a checkout")
     return before, after

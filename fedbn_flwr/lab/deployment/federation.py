@@ -120,10 +120,7 @@ class Federation:
         self._services = layout.services()
         layout.save()
         if not (layout.folder / "certs").exists():
-            hosts, number = layout.addresses, layout.num_nodes
-            server = [hosts[name] for name in ("superlink", CHANNEL_HOST) if name in hosts]
-            nodes = {k: hosts[f"supernode-{k}"] for k in range(1, number + 1) if f"supernode-{k}" in hosts}
-            make_certificates(layout.folder / "certs", number, list(dict.fromkeys(server)), node_hosts=nodes)
+            _make_certificates(layout)
         (layout.folder / "logs").mkdir(exist_ok=True)
         layout.prepare()
         order = start_order({name: s for name, s in self._services.items() if name != "cli"})
@@ -137,11 +134,10 @@ class Federation:
 
     def launch(self, name: str) -> Process:
         """Start a service's process."""
-        service = self._services[name]
-        environment = {**self.layout.environment(service), **self._extra}
-        cwd = self.layout.state(name)
-        process = Process(service.command, environment, self.layout.folder / "logs" / f"{name}.log", cwd)
-        self._processes[name] = process
+        service, layout = self._services[name], self.layout
+        environment = {**layout.environment(service), **self._extra}
+        log = layout.folder / "logs" / f"{name}.log"
+        process = self._processes[name] = Process(service.command, environment, log, layout.state(name))
         self._pauses[name].begin()
         return process
 
@@ -152,25 +148,6 @@ class Federation:
     def kill(self, name: str) -> None:
         """Kill a service and all processes that it started, like a power failure."""
         self._processes[name].kill()
-
-    def restart(self, name: str) -> None:
-        """Start a service again, repeatedly until it is healthy (Flower refuses the node's key for some time).
-
-        Raises:
-            EngineError: the service is not healthy in time.
-        """
-        deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline:
-            self.launch(name)
-            try:
-                return self._await(name, "service_healthy")
-            except EngineError:
-                time.sleep(1)
-        raise EngineError(f"{name} did not come back within {_START_SECONDS:g} s:\n{self._processes[name].said()}")
-
-    def log(self, name: str) -> str:
-        """Return a service's log."""
-        return (self.layout.folder / "logs" / f"{name}.log").read_text(errors="replace")
 
     def run(
         self, run_config: Mapping[str, Scalar], *, app: Path | None = None, on_line: Callable[[str], None] | None = None
@@ -190,12 +167,13 @@ class Federation:
 
     def ended(self) -> list[str]:
         """Return the names of the services that ended, and are not one-shot."""
-        return [n for n, p in self._processes.items() if p.code is not None and not self._services[n].one_shot]
+        lasting = {name: self._processes[name] for name in self._processes if not self._services[name].one_shot}
+        return [name for name, process in lasting.items() if process.code is not None]
 
     def close(self) -> None:
         """End all processes, the SuperLink last: it then knows that the nodes left, and accepts them again."""
-        last = [process for name, process in self._processes.items() if name == "superlink"]
-        for processes in ([process for process in self._processes.values() if process not in last], last):
+        for is_last in (False, True):
+            processes = [process for name, process in self._processes.items() if (name == "superlink") == is_last]
             for process in processes:
                 process.signal(signal.SIGTERM)
             for process in processes:
@@ -230,11 +208,18 @@ class Federation:
     def _await_nodes(self, began: float) -> None:
         """Wait until all nodes came online after ``began``; earlier ones may still count as online in the SuperLink."""
         count, deadline = self.layout.num_nodes, time.monotonic() + _START_SECONDS
-        while (found := nodes_online(self.layout, time.monotonic() - began)) < count:
+        while (online := nodes_online(self.layout, time.monotonic() - began)) < count:
             if time.monotonic() > deadline:
-                raise EngineError(f"{found} of {count} nodes are online after {_START_SECONDS:g} s")
+                raise EngineError(f"{online} of {count} nodes are online after {_START_SECONDS:g} s")
             refused = self.restart_dead() if self._used else []  # a SuperNode looks healthy before Flower refuses it
             time.sleep(1 if refused else 0.2)
+
+
+def _make_certificates(layout: Layout) -> None:
+    hosts, nodes = layout.addresses, range(1, layout.num_nodes + 1)
+    server = dict.fromkeys(hosts[name] for name in ("superlink", CHANNEL_HOST) if name in hosts)
+    node_hosts = {k: hosts[f"supernode-{k}"] for k in nodes if f"supernode-{k}" in hosts}
+    make_certificates(layout.folder / "certs", layout.num_nodes, list(server), node_hosts=node_hosts)
 
 
 def _addresses(folder: Path, num_nodes: int) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -88,29 +88,28 @@ class Layout:
         return cls(**{**values, "definition": Path(values["definition"]), "folder": Path(values["folder"])})
 
     def _node_config(self, number: int, default: str) -> str:
-        """Return a node's config: its own, that of its variable, or its share of the data as in the file."""
+        """Return a node's config: as given, that of its variable, or its share of the data as in the file."""
         if self.node_configs:
             return self.node_configs[number - 1]
-        if own := self.variables.get(f"NODE_{number}_CONFIG"):
-            return own
         share = re.sub(r"(?<=partition-id=)\d+", str(number - 1), default)
-        return re.sub(r"(?<=num-partitions=)\d+", str(self.num_nodes), share)
+        share = re.sub(r"(?<=num-partitions=)\d+", str(self.num_nodes), share)
+        return self.variables.get(f"NODE_{number}_CONFIG") or share
 
     def prepare(self) -> None:
         """Make the folders for volumes, and copy the files mounted into them, with hosts and paths replaced."""
         every = self._chosen()
         for service in every.values():
-            placed = self._placer(service, every)
-            self.state(service.name).mkdir(parents=True, exist_ok=True)
+            state, placed = self.state(service.name), self._placer(service, every)
+            state.mkdir(parents=True, exist_ok=True)
             for target, source in service.mounts.items():
-                path = self._host_path(service, target, source)
-                if path.is_relative_to(self.state(service.name)):
-                    original = self.definition.parent / source
-                    if source and original.is_file():
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        path.write_text(placed(original.read_text()))
-                    else:
-                        path.mkdir(parents=True, exist_ok=True)
+                path, original = self._host_path(service, target, source), self.definition.parent / source
+                if not path.is_relative_to(state):
+                    continue
+                if source and original.is_file():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(placed(original.read_text()))
+                else:
+                    path.mkdir(parents=True, exist_ok=True)
 
     def _chosen(self) -> dict[str, Service]:
         variables = {"CERTS": str(self.folder / "certs"), **self.variables}
@@ -127,16 +126,16 @@ class Layout:
 
     def _placer(self, service: Service, every: Mapping[str, Service]) -> Callable[[str], str]:
         """Return the function that replaces hosts and paths in a text of this service, all in one pass."""
-        mounts = [(s, *mount) for s in (*every.values(), service) for mount in s.mounts.items()]  # its own mounts win
-        paths = {target: str(self._host_path(s, target, source)) for s, target, source in mounts}
-        paths.setdefault("/app", str(self.definition.parent))  # the checkout, in the image
+        paths = {"/app": str(self.definition.parent)}  # the checkout, in the image
+        for each in (*every.values(), service):  # the service's mounts win
+            for target, source in each.mounts.items():
+                paths[target] = str(self._host_path(each, target, source))
         values = {**paths, **self.addresses, "0.0.0.0": self.addresses.get(service.name, "0.0.0.0")}
-        inside, hosts = (sorted(map(re.escape, names), key=len, reverse=True) for names in (paths, self.addresses))
-        patterns = [rf"(?<![\w./-])(?:{'|'.join(inside)})(?![\w.-])", r"0\.0\.0\.0"]
-        if hosts:
-            patterns.append(rf"(?<![\w.-])(?:{'|'.join(hosts)})(?=:\d)")
+        patterns = [_paths_pattern(paths), r"0\.0\.0\.0"]
+        if self.addresses:
+            patterns.append(rf"(?<![\w.-])(?:{_longest_first(self.addresses)})(?=:\d)")
         pattern = re.compile("|".join(patterns))
-        return lambda text: pattern.sub(lambda found: values[found[0]], text)
+        return lambda text: pattern.sub(lambda match: values[match[0]], text)
 
     def _place(self, service: Service, every: Mapping[str, Service]) -> Service:
         placed = self._placer(service, every)
@@ -155,16 +154,12 @@ class Layout:
 
     def _as_clients_see(self, node_config: str, number: int, every: Mapping[str, Service]) -> str:
         """Return a node's config with the paths of this machine: its ClientApps read it, and see their own mounts."""
-        paths = {
-            target: str(self._host_path(service, target, source))
-            for name, service in every.items()
-            if node_number(name)[:2] == ("superexec-clientapp-", number)
-            for target, source in service.mounts.items()
-            if source
-        }
-        inside = "|".join(sorted(map(re.escape, paths), key=len, reverse=True))
-        pattern = rf"(?<![\w./-])(?:{inside})(?![\w.-])"
-        return re.sub(pattern, lambda found: paths[found[0]], node_config) if paths else node_config
+        paths: dict[str, str] = {}
+        for name, service in every.items():
+            if node_number(name)[:2] == ("superexec-clientapp-", number):
+                mounts = {target: source for target, source in service.mounts.items() if source}
+                paths |= {target: str(self._host_path(service, target, mounts[target])) for target in mounts}
+        return re.sub(_paths_pattern(paths), lambda match: paths[match[0]], node_config) if paths else node_config
 
     def _host_path(self, service: Service, target: str, source: str) -> Path:
         """Return the path that replaces a mount: as given, or below the service's state."""
@@ -172,6 +167,14 @@ class Layout:
         if source.startswith(("/", ".", "~")) and not inside:
             return self.definition.parent / Path(source).expanduser()
         return self.state(service.name) / target.lstrip("/")
+
+
+def _paths_pattern(paths: Iterable[str]) -> str:
+    return rf"(?<![\w./-])(?:{_longest_first(paths)})(?![\w.-])"
+
+
+def _longest_first(names: Iterable[str]) -> str:
+    return "|".join(sorted(map(re.escape, names), key=len, reverse=True))
 
 
 def loopback_addresses(num_nodes: int, seed: int) -> dict[str, str]:

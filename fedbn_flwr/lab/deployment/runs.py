@@ -8,7 +8,7 @@ import re
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,9 +47,7 @@ class Outcome:
 
 def nodes_online(layout: Layout, seconds: float = math.inf) -> int:
     """Return how many nodes are online, says the SuperLink, and came online in the last ``seconds``."""
-    environment = layout.environment(layout.services()["cli"])
-    command = [*layout.prefixes.get("cli", ()), "flwr", "supernode", "list", _CONNECTION, "--format", "json"]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+    answer = _flower(layout, "supernode", "list", _CONNECTION, "--format", "json").stdout
     try:
         nodes = json.loads(answer).get("nodes", [])
     except json.JSONDecodeError as error:
@@ -77,16 +75,17 @@ def run_app(
         EngineError: Flower refused the run.
     """
     _check_keys(app or layout.definition.parent, run_config)
-    cli = layout.services()["cli"]
-    environment, prefix = layout.environment(cli), layout.prefixes.get("cli", ())
-    command = [*prefix, "flwr", "run", str(app), _CONNECTION, "--stream"] if app else [*cli.command]
+    environment, prefix = _cli(layout)
+    command = list(layout.services()["cli"].command)
+    if app:
+        command = [*prefix, "flwr", "run", str(app), _CONNECTION, "--stream"]
     if run_config:
         command += ["--run-config", run_config if isinstance(run_config, str) else toml_pairs(run_config)]
     before = {run["run-id"] for run in flower_runs(environment, _CONNECTION, prefix)}
-    own: list[str] = []  # the id of the run, once Flower has given it
+    started: list[str] = []  # the id of the run, once Flower has given it
 
     def note(line: str) -> None:
-        own.extend(_STARTED.findall(line))
+        started.extend(_STARTED.findall(line))
         if on_line:
             on_line(line)
 
@@ -102,7 +101,7 @@ def run_app(
                 raise
             new = [{"status": "unknown"}]
         if len(new) > 1:  # somebody else began one meanwhile: Flower's command names its own
-            new = [run for run in new if str(run["run-id"]) in own]
+            new = [run for run in new if str(run["run-id"]) in started]
         if len(new) != 1:
             raise EngineError("flwr run: refused by Flower. The last lines of its log:\n" + "\n".join(tail))
         if new[0]["status"].startswith("finished"):
@@ -116,8 +115,8 @@ def unfinished_runs(layout: Layout) -> list[str]:
     Raises:
         EngineError: the SuperLink does not answer.
     """
-    cli = layout.services()["cli"]
-    runs = flower_runs(layout.environment(cli), _CONNECTION, layout.prefixes.get("cli", ()))
+    environment, prefix = _cli(layout)
+    runs = flower_runs(environment, _CONNECTION, prefix)
     return [str(run["run-id"]) for run in runs if not run["status"].startswith("finished")]
 
 
@@ -127,20 +126,27 @@ def stop_run(layout: Layout, run_id: str) -> None:
     Raises:
         EngineError: Flower refused; the message shows its answer.
     """
-    command = [*layout.prefixes.get("cli", ()), "flwr", "stop", run_id, _CONNECTION]
-    environment = layout.environment(layout.services()["cli"])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = _flower(layout, "stop", run_id, _CONNECTION)
     if done.returncode:
         raise EngineError(f"run {run_id} could not be stopped: {(done.stdout + done.stderr).strip()}")
+
+
+def _cli(layout: Layout) -> tuple[dict[str, str], Sequence[str]]:
+    """Return the environment of the service ``cli``, and the words before its commands."""
+    return layout.environment(layout.services()["cli"]), layout.prefixes.get("cli", ())
+
+
+def _flower(layout: Layout, *words: str) -> subprocess.CompletedProcess[str]:
+    environment, prefix = _cli(layout)
+    return subprocess.run([*prefix, "flwr", *words], env=environment, capture_output=True, text=True, check=False)
 
 
 def _check_keys(app: Path, run_config: Mapping[str, Scalar] | str) -> None:
     """Raise ConfigError for a key that the app's config lacks: Flower refuses it without its name."""
     known = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"].get("config", {})
-    is_file = isinstance(run_config, str) and run_config.endswith(".toml")
-    given = (
-        [] if is_file else [key for key, _ in _PAIR.findall(run_config)] if isinstance(run_config, str) else run_config
-    )
-    for key in given:
+    if isinstance(run_config, str):
+        pairs = [] if run_config.endswith(".toml") else _PAIR.findall(run_config)
+        run_config = dict(pairs)
+    for key in run_config:
         if key.partition(".")[0] not in known:
             raise unknown_name("config key", key, known)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,15 +54,16 @@ class Folding:
 
     def lines(self, shown: int = 1_000_000) -> list[str]:
         """Return a report: what was done, and for each reason the layers that stay, at most ``shown`` by name."""
-        found = [f"{len(self.folded)} of the BatchNorm layers folded"] if self.folded else []
-        found += [f"{len(self.baked)} of the convolutions: plain weights instead of derived ones"] if self.baked else []
-        reasons: defaultdict[str, list[str]] = defaultdict(list)
-        for path, reason in self.left.items():
-            reasons[reason].append(shown_path(path))
-        for reason, paths in reasons.items():
+        lines: list[str] = []
+        if self.folded:
+            lines.append(f"{len(self.folded)} of the BatchNorm layers folded")
+        if self.baked:
+            lines.append(f"{len(self.baked)} of the convolutions: plain weights instead of derived ones")
+        for reason in dict.fromkeys(self.left.values()):
+            paths = [shown_path(path) for path, other in self.left.items() if other == reason]
             names = ", ".join(paths[:shown]) + (", ..." if len(paths) > shown else "")
-            found.append(f"{len(paths)} not folded ({names}): {reason}")
-        return found or ["nothing to fold: the model has no norm layer"]
+            lines.append(f"{len(paths)} not folded ({names}): {reason}")
+        return lines or ["nothing to fold: the model has no norm layer"]
 
 
 def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
@@ -82,47 +83,46 @@ def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
         conv.fp32_precision = before
 
 
-def _fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
-    plain, model = model, copy.deepcopy(model).eval()
+def _fold(original: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
+    model = copy.deepcopy(original).eval()
     paths = {layer: path for path, layer in reversed(list(model.named_modules(remove_duplicate=False)))}
+    norms = {path: layer for path, layer in model.named_modules() if _is_norm(layer)}
     uses, expected = _uses(model, example)
     new: dict[nn.Module, nn.Module] = {}
     folded, left = {}, {}
-    for norm, path in ((module, path) for path, module in model.named_modules() if _is_norm(module)):
+    for path, norm in norms.items():
         layer, reason = _layer_before(norm, uses, paths)
         if layer is None or not isinstance(norm, _BatchNorm):
             left[path] = reason
-            continue
-        new |= {layer: _fused(layer, norm), norm: nn.Identity()}
-        folded[path] = paths[layer]
+        else:
+            new |= {layer: _fused(layer, norm), norm: nn.Identity()}
+            folded[path] = paths[layer]
     derived = [module for module in model.modules() if isinstance(module, DerivedWeightConv)]
     new |= {conv: _plain(conv) for conv in derived if conv not in new}
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child in new:
                 module.add_module(name, new[child])
-    found = new.get(model, model)
-    if new and (why := _unlike(found, example, expected, new)):
-        norms = (path for path, layer in plain.named_modules() if _is_norm(layer))
-        return copy.deepcopy(plain).eval(), Folding({}, (), dict.fromkeys(norms, why))
-    return found, Folding(folded, tuple(paths[conv] for conv in derived), left)
+    result = new.get(model, model)
+    if new and (why := _unlike(result, example, expected, new)):
+        return copy.deepcopy(original).eval(), Folding({}, (), dict.fromkeys(norms, why))
+    return result, Folding(folded, tuple(paths[conv] for conv in derived), left)
 
 
 @torch.no_grad()
 def _unlike(model: nn.Module, example: Tensor, expected: Any, replaced: Iterable[nn.Module]) -> str:
     """Return "" if the model's outputs are these up to rounding, and no replaced layer is called; else why not."""
     called: list[nn.Module] = []
-    handles = [layer.register_forward_pre_hook(lambda layer, args: called.append(layer)) for layer in replaced]
-    try:
-        found = model(example)
-    except Exception:  # the model's own code uses what the new layers lack
-        return _HIDDEN
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for layer in replaced:
+            hooks.enter_context(layer.register_forward_pre_hook(lambda layer, args: called.append(layer)))
+        try:
+            outputs = model(example)
+        except Exception:  # the model's own code uses what the new layers lack
+            return _HIDDEN
     if called:
         return _HIDDEN
-    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+    for one, other in zip(tree_leaves(outputs), tree_leaves(expected), strict=True):
         if isinstance(other, Tensor) and other.is_floating_point() and other.numel():
             apart = float(torch.where(one == other, 0.0, (one - other).abs()).max())  # infinite ones may be equal
             largest = float(other.abs().max())
@@ -143,10 +143,9 @@ def _layer_before(norm: nn.Module, uses: _Uses, paths: Mapping[nn.Module, str]) 
         return None, f"{type(norm).__name__} has hooks or a forward of its own"
     if norm.running_mean is None or norm.training:
         return None, "it has no running statistics in use"
-    before = uses.before[norm]
-    if not before:
+    if not uses.before[norm]:
         return None, "the forward pass does not call it"
-    (layer, *others) = before
+    (layer, *others) = uses.before[norm]
     if others or layer is None:
         return None, "its input is not the output of one convolution or linear layer"
     if _unusual(layer) or not (type(layer) in _PLAIN or isinstance(layer, DerivedWeightConv)):
@@ -162,21 +161,27 @@ def _unusual(layer: nn.Module) -> bool:
     return bool(layer._forward_hooks or layer._forward_pre_hooks) or is_parametrized(layer)
 
 
-def _fused(layer: nn.Module, norm: _BatchNorm) -> nn.Module:
+def _fused(layer: nn.Module, norm: _BatchNorm) -> Any:
     """Return a plain layer for both; computed in double precision."""
     plain = _plain(layer)
     mean, var = (entry.double() for entry in (norm.running_mean, norm.running_var) if entry is not None)
     gamma = torch.ones_like(var) if norm.weight is None else norm.weight.detach().double()
     beta = torch.zeros_like(var) if norm.bias is None else norm.bias.detach().double()
-    weight, bias, dtype = plain.weight.double(), None if plain.bias is None else plain.bias.double(), plain.weight.dtype
+    entries = (
+        plain.weight.double(),
+        None if plain.bias is None else plain.bias.double(),
+        mean,
+        var,
+        norm.eps,
+        gamma,
+        beta,
+    )
     if isinstance(plain, nn.Linear):
-        fused = fuse_linear_bn_weights(weight, bias, mean, var, norm.eps, gamma, beta)
+        fused = fuse_linear_bn_weights(*entries)
     else:
-        transposed = isinstance(plain, _ConvTransposeNd)
-        fused = fuse_conv_bn_weights(weight, bias, mean, var, norm.eps, gamma, beta, transposed)
-    plain.weight, plain.bias = (nn.Parameter(value.to(dtype), False) for value in fused)
-    found: nn.Module = plain
-    return found
+        fused = fuse_conv_bn_weights(*entries, isinstance(plain, _ConvTransposeNd))
+    plain.weight, plain.bias = (nn.Parameter(value.to(plain.weight.dtype), False) for value in fused)
+    return plain
 
 
 def _plain(layer: nn.Module) -> Any:
@@ -255,21 +260,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 def _uses(model: nn.Module, example: Tensor) -> tuple[_Uses, Any]:
     """Return who uses what, and the model's outputs."""
     layers = [module for module in model.modules() if _is_norm(module) or isinstance(module, (_ConvNd, nn.Linear))]
-    # Layers with hooks or parametrizations are not folded, and their outputs count as any other value.
-    watch = _Watch(watched := [layer for layer in layers if not _unusual(layer)])
-    with _hooked(watch, watched), watch:
-        watch.note(outputs := model(example))
+    watched = [layer for layer in layers if not _unusual(layer)]  # outputs of the others count as any other value
+    watch = _Watch(watched)
+    with ExitStack() as stack:
+        for layer in watched:
+            stack.enter_context(layer.register_forward_pre_hook(watch.begin, with_kwargs=True))
+            stack.enter_context(layer.register_forward_hook(watch.end))
+        stack.enter_context(watch)
+        outputs = model(example)
+        watch.note(outputs)
     return watch.uses, outputs
-
-
-@contextmanager
-def _hooked(watch: _Watch, layers: list[nn.Module]) -> Iterator[None]:
-    handles = []
-    for layer in layers:
-        handles += [layer.register_forward_pre_hook(watch.begin, with_kwargs=True)]
-        handles += [layer.register_forward_hook(watch.end)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-__all__ = ["FULL", "SMALL", "AlexNet", "Widths", "alexnet", "alexnet_shape"]
-
-SMALLEST = 64
+__all__ = ["FULL", "SMALL", "AlexNet", "Widths"]
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,3 @@ class AlexNet(nn.Module):
 
 def _block(layer: nn.Module, norm: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
     return layer, norm, nn.ReLU(inplace=True)
-
-
-def alexnet(num_classes: int, channels: int, size: int, *, widths: Widths) -> nn.Module:
-    """Return the network; pooling makes it independent of ``size``."""
-    return AlexNet(num_classes, widths)
-
-
-def alexnet_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return three channels and the data set's size, at least 64."""
-    return 3, max(size, SMALLEST)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["DigitsCNN", "digits_cnn", "digits_shape"]
+__all__ = ["SIDE", "DigitsCNN"]
 
 SIDE = 28
 
@@ -42,13 +42,3 @@ class DigitsCNN(nn.Module):
         x = self.relu(self.norm4(self.fc1(x)))
         logits: Tensor = self.fc3(self.relu(self.norm5(self.fc2(x))))
         return logits
-
-
-def digits_cnn(num_classes: int, channels: int, size: int) -> nn.Module:
-    """Return the network; its input is always (3, 28)."""
-    return DigitsCNN(num_classes)
-
-
-def digits_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return (3, 28) for every data set."""
-    return 3, SIDE

@@ -14,7 +14,7 @@ import itertools
 
 from torch import Tensor, nn
 
-__all__ = ["FedBSNet", "cifar_net", "cifar_shape", "mnist_net", "mnist_shape"]
+__all__ = ["FedBSNet", "cifar_net", "mnist_net"]
 
 
 class FedBSNet(nn.Module):
@@ -38,21 +38,11 @@ class FedBSNet(nn.Module):
         return logits
 
 
-def mnist_net(num_classes: int, channels: int, size: int) -> nn.Module:
-    """Return the network for (1, 28)."""
+def mnist_net(num_classes: int) -> FedBSNet:
+    """Return the network for images (1, 28, 28)."""
     return FedBSNet((1, 16, 32), (5, 5), (1568, num_classes))
 
 
-def mnist_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return (1, 28) for every data set."""
-    return 1, 28
-
-
-def cifar_net(num_classes: int, channels: int, size: int) -> nn.Module:
-    """Return the network for (3, 32)."""
+def cifar_net(num_classes: int) -> FedBSNet:
+    """Return the network for images (3, 32, 32)."""
     return FedBSNet((3, 100, 150, 250, 500), (5, 3, 3, 3), (4500, 270, 150, num_classes))
-
-
-def cifar_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return (3, 32) for every data set."""
-    return 3, 32

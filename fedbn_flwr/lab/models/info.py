@@ -7,7 +7,20 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["ModelInfo"]
+__all__ = ["ModelInfo", "always", "at_least"]
+
+Rule = Callable[[int, int], tuple[int, int]]
+"""From the (channels, size) of a data set's images to those that a model takes."""
+
+
+def always(channels: int, size: int) -> Rule:
+    """Return the rule of a model whose input is the same for every data set."""
+    return lambda _, __: (channels, size)
+
+
+def at_least(smallest: int, channels: int = 0) -> Rule:
+    """Return the rule of a model for images of this size or more, of these channels (0: of any)."""
+    return lambda given, size: (channels or given, max(size, smallest))
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class ModelInfo:
     summary: str
     source: str
     build: Callable[..., nn.Module]
-    shape: Callable[[int, int], tuple[int, int]]
+    shape: Rule
     per_pixel: bool | None = False
     smallest: int = 0
     rows: Callable[..., nn.Module] | None = None

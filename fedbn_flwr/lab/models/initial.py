@@ -10,7 +10,7 @@ names and shapes, but they scale other values.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,13 +76,15 @@ class InitReport:
             f"init={self.source}: {len(self.loaded)} entries loaded, {len(self.other_shape)} of another shape, "
             f"{len(self.missing)} missing, {len(self.unused)} unused"
         )
-        shapes = [f"{name} {there} there, {here} here" for name, there, here in self.other_shape]
-        for what, names in (
-            ("another shape, so left at their initial values", shapes),
-            ("not there, so left at their initial values", self.missing),
-            ("there, without a place here", self.unused),
-            ("BatchNorm on one side only, so left at their initial values", self.batchnorm),
-        ):
+        kinds = {
+            "another shape, so left at their initial values": [
+                f"{name} {there} there, {here} here" for name, there, here in self.other_shape
+            ],
+            "not there, so left at their initial values": self.missing,
+            "there, without a place here": self.unused,
+            "BatchNorm on one side only, so left at their initial values": self.batchnorm,
+        }
+        for what, names in kinds.items():
             if names:
                 more = f" and {len(names) - shown} more" if len(names) > shown else ""
                 yield f"{what}: {', '.join(names[:shown])}{more}"
@@ -103,60 +105,65 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
             the model matches in name and shape.
     """
     given = _read(init, name, channels)
-    if odd := [n for n, v in given.items() if v.is_quantized or v.is_meta or v.layout != torch.strided]:
-        raise ConfigError(f"init={init}: entries are quantised, sparse or without values: {', '.join(odd[:_SHOWN])}.")
-    own = model.state_dict()
-    names = _renamed(given, own)
-    absent = _without_batchnorm(model, names)
-    found = {names[there]: there for there in given if names[there] in own and _layer_of(names[there]) not in absent}
-    other = tuple(
-        OtherShape(here, tuple(given[there].shape), tuple(own[here].shape))
-        for here, there in found.items()
-        if given[there].shape != own[here].shape
-    )
+    state = model.state_dict()
+    strange = [n for n, value in given.items() if value.is_quantized or value.is_meta or value.layout != torch.strided]
+    _refuse(init, "are quantised, sparse or without values", strange)
+    names = _renamed(given, state)
+    batchnorm = _batchnorm_on_one_side(model, names)
+    source = {here: there for there, here in names.items() if here in state and _layer_of(here) not in batchnorm}
+    shapes = [OtherShape(here, tuple(given[there].shape), tuple(state[here].shape)) for here, there in source.items()]
+    other = [entry for entry in shapes if entry.there != entry.here]
     unfit = {entry.name for entry in other}
-    loaded = {here: given[there] for here, there in found.items() if here not in unfit}
+    loaded = {here: given[there] for here, there in source.items() if here not in unfit}
     if not any(entry in loaded for entry, _ in model.named_parameters(remove_duplicate=False)):
         raise ConfigError(
             f"init={init}: no parameter of model {name!r} has an entry of the same name and shape. The first names "
-            f"there: {', '.join(list(given)[:3])}; here: {', '.join(list(own)[:3])}."
+            f"there: {', '.join(list(given)[:3])}; here: {', '.join(list(state)[:3])}."
         )
-    _refuse_values(init, loaded, own)
-    load_state(model, {**own, **loaded})
-    used = set(found.values())
+    _refuse_values(init, loaded, state)
+    load_state(model, {**state, **loaded})
+    used = set(source.values())
     return InitReport(
         init,
-        tuple(entry for entry in own if entry in loaded),
-        other,
-        tuple(entry for entry in own if entry not in found),
-        tuple(there for there in given if there not in used),
-        tuple(absent),
+        loaded=tuple(entry for entry in state if entry in loaded),
+        other_shape=tuple(other),
+        missing=tuple(entry for entry in state if entry not in source),
+        unused=tuple(there for there in given if there not in used),
+        batchnorm=tuple(batchnorm),
     )
 
 
-def _refuse_values(init: str, loaded: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def _refuse_values(init: str, loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """Raise ConfigError if values cannot be those of the model's entries."""
-    kinds = [here for here, v in loaded.items() if own[here].is_floating_point() and not v.is_floating_point()]
-    if kinds:
-        which = ", ".join(f"{here} ({loaded[here].dtype})" for here in kinds[:_SHOWN])
-        raise ConfigError(f"init={init}: entries are no floating-point numbers: {which}.")
-    if bad := [here for here, v in loaded.items() if not bool(torch.isfinite(v.to(own[here].dtype)).all())]:
-        raise ConfigError(f"init={init}: values are not finite (NaN or infinity) in {', '.join(bad[:_SHOWN])}.")
-    if low := [here for here, v in loaded.items() if here.endswith("running_var") and bool((v < 0).any())]:
-        raise ConfigError(f"init={init}: variances are negative in {', '.join(low[:_SHOWN])}.")
+    floating = {here: value for here, value in loaded.items() if state[here].is_floating_point()}
+    integers = [f"{here} ({value.dtype})" for here, value in floating.items() if not value.is_floating_point()]
+    _refuse(init, "are no floating-point numbers", integers)
+    # In the model's dtype, in which large numbers become infinite.
+    _refuse(
+        init,
+        "are not finite (NaN or infinity)",
+        [here for here, value in loaded.items() if not bool(torch.isfinite(value.to(state[here].dtype)).all())],
+    )
+    variances = {here: value for here, value in loaded.items() if here.endswith("running_var")}
+    _refuse(init, "are negative variances", [here for here, value in variances.items() if bool((value < 0).any())])
+
+
+def _refuse(init: str, what: str, names: Sequence[str]) -> None:
+    if names:
+        raise ConfigError(f"init={init}: entries {what}: {', '.join(names[:_SHOWN])}.")
 
 
 def _layer_of(entry: str) -> str:
     return entry.rpartition(".")[0]
 
 
-def _renamed(given: Mapping[str, Tensor], own: Mapping[str, Any]) -> dict[str, str]:
+def _renamed(given: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, str]:
     """Return the model's name for each of the given ones: with or without wrappers' prefixes, whichever fits best."""
     ways = [{name: name for name in given}, {name: f"model.{name}" for name in given}]
     while (shorter := {name: _without_prefix(here) for name, here in ways[-1].items()}) != ways[-1]:
         ways.append(shorter)
     ways = [way for way in ways if len(set(way.values())) == len(way)]
-    return max(ways, key=lambda way: sum(here in own for here in way.values()))  # the first of equals
+    return max(ways, key=lambda way: sum(here in state for here in way.values()))  # the first of equals
 
 
 def _without_prefix(name: str) -> str:
@@ -164,13 +171,13 @@ def _without_prefix(name: str) -> str:
     return rest if first in _WRAPPERS and rest else name
 
 
-def _without_batchnorm(model: nn.Module, names: Mapping[str, str]) -> list[str]:
-    """Return the paths that are BatchNorm with running statistics on one side only, in the source or in the model."""
+def _batchnorm_on_one_side(model: nn.Module, names: Mapping[str, str]) -> list[str]:
+    """Return the paths that are BatchNorm with running statistics in the source alone or in the model alone."""
     modules = dict(model.named_modules(remove_duplicate=False))
     paths = {_layer_of(here) for here in names.values()}
-    tracked = {_layer_of(here) for here in names.values() if here.rpartition(".")[2] == "running_mean"}
+    there = {_layer_of(here) for here in names.values() if here.rpartition(".")[2] == "running_mean"}
     here = {path for path, m in modules.items() if isinstance(m, _BatchNorm) and m.running_mean is not None}
-    return sorted(path for path in paths & modules.keys() if (path in tracked) != (path in here))
+    return sorted(paths & modules.keys() & (there ^ here))
 
 
 def _read(init: str, name: str, channels: int) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["LeNet", "lenet", "lenet_shape"]
+__all__ = ["SMALLEST", "LeNet"]
 
 SMALLEST = 28
 
@@ -39,13 +39,3 @@ class LeNet(nn.Module):
         x = self.pool(self.relu(self.norm2(self.conv2(x))))
         logits: Tensor = self.fc3(self.relu(self.fc2(self.relu(self.fc1(x.flatten(1))))))
         return logits
-
-
-def lenet(num_classes: int, channels: int, size: int) -> nn.Module:
-    """Return the network for square images of ``size``."""
-    return LeNet(num_classes, channels, size)
-
-
-def lenet_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return the data set's channels and its size, at least 28."""
-    return channels, max(size, SMALLEST)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-__all__ = ["MLP", "mlp", "mlp_of_rows", "mlp_shape"]
+__all__ = ["HIDDEN", "MLP", "SIDE"]
 
 SIDE = 28
 HIDDEN = (30,)
@@ -46,18 +46,3 @@ class MLP(nn.Module):
             x = self.relu(getattr(self, f"norm{number}")(getattr(self, f"hidden{number}")(x)))
         logits: Tensor = self.fc(x)
         return logits
-
-
-def mlp(num_classes: int, channels: int, size: int, *, hidden: Sequence[int] = HIDDEN) -> nn.Module:
-    """Return the network for images; its input is always (1, 28)."""
-    return MLP(num_classes, hidden=hidden)
-
-
-def mlp_of_rows(num_classes: int, features: int, *, hidden: Sequence[int] = HIDDEN) -> nn.Module:
-    """Return the network for rows (N, features)."""
-    return MLP(num_classes, features, hidden)
-
-
-def mlp_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return (1, 28), grey images of 28 x 28, for every data set."""
-    return 1, SIDE

@@ -52,15 +52,6 @@ def own_info(name: str) -> ModelInfo:
     )
 
 
-def own_module(name: str) -> ModuleType:
-    """Return the module of a user's model.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
-    return _module(name, name.partition(":")[0])
-
-
 def code_sha256(name: str) -> str:
     """Return the SHA-256 of the file of a user's model; "" for other models, and for a module without a file.
 
@@ -79,11 +70,8 @@ def _sha256(module: ModuleType) -> str:
 
 
 def code_changed(name: str, sha256: str) -> str:
-    """Return a sentence if the file of a user's model is not that of a run, whose ``code_sha256`` is given; else "".
-
-    It is "" for "", too: runs of older versions have none.
-    """
-    if not sha256 or code_sha256(name) == sha256:
+    """Return a sentence if the file of a user's model is not that of a run, whose ``code_sha256`` is given; else ""."""
+    if code_sha256(name) == sha256:
         return ""
     return (
         f"the file of model {name!r} ({own_module(name).__file__}) has changed since the run, so it may be another "
@@ -130,28 +118,30 @@ def _call(name: str, known: dict[str, int]) -> nn.Module:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    attribute = name.partition(":")[2]
-    module = own_module(name)
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    module, attribute = own_module(name), name.partition(":")[2]
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise unknown_name(f"function of {module.__file__}:", attribute, names)
-    function: Callable[..., Any] = found
     return function
 
 
-def _module(name: str, module: str) -> ModuleType:
-    """Import the module; the working directory comes after Python's own path, so that it hides nothing."""
-    for _ in range(2):
+def own_module(name: str) -> ModuleType:
+    """Return the module of a user's model.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    module = name.partition(":")[0]
+    for _ in range(2):  # the working directory comes after Python's own path, so that it hides nothing
         try:
             return importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):  # a module that this one imports
+        except Exception as error:  # the user's code
+            absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+            if not absent:  # also where a module that this one imports is absent
                 raise ConfigError(
                     f"model {name!r}: importing {module} raised {type(error).__name__}: {error}"
                 ) from error
-        except Exception as error:  # the user's code
-            raise ConfigError(f"model {name!r}: importing {module} raised {type(error).__name__}: {error}") from error
         if os.getcwd() in sys.path:
             break
         sys.path.append(os.getcwd())

@@ -9,15 +9,13 @@ from functools import partial
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.lab.models.alexnet import FULL, SMALL, alexnet, alexnet_shape
-from fedbn_flwr.lab.models.digits import digits_cnn, digits_shape
+from fedbn_flwr.lab.models import digits, lenet, mlp, resnet
+from fedbn_flwr.lab.models.alexnet import FULL, SMALL, AlexNet
 from fedbn_flwr.lab.models.extras import SMP_PREFIX, TIMM_PREFIX, smp_info, timm_info
-from fedbn_flwr.lab.models.fedbs import cifar_net, cifar_shape, mnist_net, mnist_shape
-from fedbn_flwr.lab.models.info import ModelInfo
-from fedbn_flwr.lab.models.lenet import lenet, lenet_shape
-from fedbn_flwr.lab.models.mlp import mlp, mlp_of_rows, mlp_shape
+from fedbn_flwr.lab.models.fedbs import cifar_net, mnist_net
+from fedbn_flwr.lab.models.info import ModelInfo, always, at_least
 from fedbn_flwr.lab.models.own import OWN, is_own, own_info
-from fedbn_flwr.lab.models.resnet import resnet_shape, small_resnet
+from fedbn_flwr.lab.models.resnet import SmallResNet
 from fedbn_flwr.lab.models.segmentation import SEGMENTATION_PREFIX, segmentation_info, segmentation_names
 from fedbn_flwr.lab.models.zoo import PREFIX, zoo_info, zoo_names
 from fedbn_flwr.norms import NORMS, FeatureScale, replace_norm, use_feature_norm
@@ -26,44 +24,61 @@ from fedbn_flwr.training.randomness import seeded_on_cpu
 
 __all__ = ["MODELS", "build_model", "input_shape", "model_info"]
 
+
+def _small_resnet(depth: int) -> ModelInfo:
+    return ModelInfo(
+        f"ResNet-{depth} for small images, option A shortcuts, {depth - 1} BN layers",
+        "He et al. 2016, arXiv:1512.03385, 4.2",
+        lambda classes, channels, size: SmallResNet(depth, classes, channels),
+        at_least(resnet.SMALLEST),
+    )
+
+
 MODELS: dict[str, ModelInfo] = {
     "mlp": ModelInfo(
         "784-30-classes, one BN layer, for MNIST; also for rows of numbers (tables)",
         "FedTAN, arXiv:2301.02982, 6.1",
-        mlp,
-        mlp_shape,
-        rows=mlp_of_rows,
+        lambda classes, channels, size, hidden=mlp.HIDDEN: mlp.MLP(classes, hidden=hidden),
+        always(1, mlp.SIDE),
+        rows=mlp.MLP,
     ),
-    "lenet": ModelInfo("LeNet-like CNN, two BN layers", "FixBN, arXiv:2303.06530, 4", lenet, lenet_shape),
-    **{
-        f"resnet{depth}": ModelInfo(
-            f"ResNet-{depth} for small images, option A shortcuts, {depth - 1} BN layers",
-            "He et al. 2016, arXiv:1512.03385, 4.2",
-            partial(small_resnet, depth=depth),
-            resnet_shape,
-        )
-        for depth in (20, 32, 44, 56)
-    },
+    "lenet": ModelInfo(
+        "LeNet-like CNN, two BN layers",
+        "FixBN, arXiv:2303.06530, 4",
+        lenet.LeNet,
+        at_least(lenet.SMALLEST),
+    ),
+    **{f"resnet{depth}": _small_resnet(depth) for depth in (20, 32, 44, 56)},
     "digits-cnn": ModelInfo(
         "FedBN's digits network, 3 convolutions and 3 linear layers, 5 BN layers, for 28 pixels",
         "FedBN, arXiv:2102.07623",
-        digits_cnn,
-        digits_shape,
+        lambda classes, channels, size: digits.DigitsCNN(classes),
+        always(3, digits.SIDE),
     ),
     "alexnet-bn": ModelInfo(
         "AlexNet with 7 BN layers, for 256 pixels (64 or more)",
         "FedBN, arXiv:2102.07623",
-        partial(alexnet, widths=FULL),
-        alexnet_shape,
+        lambda classes, channels, size: AlexNet(classes, FULL),
+        at_least(64, channels=3),
     ),
     "alexnet-bn-small": ModelInfo(
         "AlexNet with 7 BN layers, narrower, for 64 pixels",
         "ours, after FedBN, arXiv:2102.07623",
-        partial(alexnet, widths=SMALL),
-        alexnet_shape,
+        lambda classes, channels, size: AlexNet(classes, SMALL),
+        at_least(64, channels=3),
     ),
-    "fedbs-mnist": ModelInfo("FedBS's network of 2 convolutions for the MNISTs", "FedBS, V-A", mnist_net, mnist_shape),
-    "fedbs-cifar": ModelInfo("FedBS's network of 4 convolutions for CIFAR-10", "FedBS, V-A", cifar_net, cifar_shape),
+    "fedbs-mnist": ModelInfo(
+        "FedBS's network of 2 convolutions for the MNISTs",
+        "FedBS, V-A",
+        lambda classes, channels, size: mnist_net(classes),
+        always(1, 28),
+    ),
+    "fedbs-cifar": ModelInfo(
+        "FedBS's network of 4 convolutions for CIFAR-10",
+        "FedBS, V-A",
+        lambda classes, channels, size: cifar_net(classes),
+        always(3, 32),
+    ),
     f"{PREFIX}<name>": zoo_info("<name>"),
     f"{SEGMENTATION_PREFIX}<name>": segmentation_info("<name>"),
     f"{TIMM_PREFIX}<name>": timm_info("<name>"),

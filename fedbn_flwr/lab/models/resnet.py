@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["BasicBlock", "SmallResNet", "resnet_shape", "small_resnet"]
+__all__ = ["SMALLEST", "BasicBlock", "SmallResNet"]
 
 SMALLEST = 32
 WIDTHS = (16, 32, 64)
@@ -81,13 +81,3 @@ class SmallResNet(nn.Module):
 def _stage(blocks: int, channels_in: int, channels_out: int, *, stride: int) -> nn.Sequential:
     first = BasicBlock(channels_in, channels_out, stride)
     return nn.Sequential(first, *(BasicBlock(channels_out, channels_out, 1) for _ in range(blocks - 1)))
-
-
-def small_resnet(num_classes: int, channels: int, size: int, *, depth: int) -> nn.Module:
-    """Return the network of ``depth`` = 6n + 2; pooling makes it independent of ``size``."""
-    return SmallResNet(depth, num_classes, channels)
-
-
-def resnet_shape(channels: int, size: int) -> tuple[int, int]:
-    """Return the data set's channels and its size, at least 32."""
-    return channels, max(size, SMALLEST)

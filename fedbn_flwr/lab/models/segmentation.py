@@ -37,7 +37,7 @@ class Segmenter(nn.Module):
 
 
 def segmentation_info(name: str) -> ModelInfo:
-    """Return the entry of the network ``name``; for an unknown name ``build`` and ``shape`` raise ConfigError."""
+    """Return the entry of the network ``name``; for an unknown name ``shape`` raises ConfigError."""
     return ModelInfo(
         "a torchvision segmenter, e.g. torchvision-seg:deeplabv3_mobilenet_v3_large; logits per pixel",
         "torchvision.models.segmentation",
@@ -58,15 +58,10 @@ def segmentation_names() -> list[str]:
 def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
     import torchvision.models
 
-    _check(name)
     return Segmenter(torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=num_classes))
 
 
 def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
-    _check(name)
-    return 3, max(size, SMALLEST)
-
-
-def _check(name: str) -> None:
     if name not in segmentation_names():
         raise unknown_name("torchvision segmenter", name, segmentation_names())
+    return 3, max(size, SMALLEST)

@@ -30,7 +30,7 @@ WITH_AUXILIARY = ("googlenet", "inception_v3")
 
 
 def zoo_info(name: str) -> ModelInfo:
-    """Return the entry of the classifier ``name``; for an unknown name ``build`` and ``shape`` raise ConfigError."""
+    """Return the entry of the classifier ``name``; for an unknown name ``shape`` raises ConfigError."""
     return ModelInfo(
         "a torchvision classifier, e.g. torchvision:resnet18; 3 channels, 64 pixels or more (32 by image-size)",
         "torchvision.models",
@@ -43,7 +43,6 @@ def zoo_info(name: str) -> ModelInfo:
 def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
     import torchvision.models
 
-    _check(name)
     extra = {"aux_logits": False, "init_weights": False} if name in WITH_AUXILIARY else {}
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **extra)
     return model

@@ -136,7 +136,8 @@ def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(federation,
     run.wait_for_round(1)
     federation.kill("superlink")
     time.sleep(4)
-    federation.restart("superlink")
+    while not federation.restart_dead():
+        time.sleep(0.1)
     ours = run.end()
     theirs = in_process(strategy="fixbn", freeze_at=2, num_server_rounds=ROUNDS, local_steps=2)
     assert (ours["sha256"], ours["rejected"]) == (theirs["sha256"], 0)

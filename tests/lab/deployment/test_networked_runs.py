@@ -49,7 +49,9 @@ def test_fedtan_by_channel_among_intruders(
     for name, path in logs.items():
         assert REFUSED[name] in path.read_text(), name
         assert "Start `flwr-" not in path.read_text(), f"{name}: it was given work"
-    assert '"POST /v1/runtime/acquire-task HTTP/1.1" 401' in federation.log("superlink")
+    assert (
+        '"POST /v1/runtime/acquire-task HTTP/1.1" 401' in (federation.layout.folder / "logs/superlink.log").read_text()
+    )
 
 
 REFUSED = {

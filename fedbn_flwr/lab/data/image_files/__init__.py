@@ -6,11 +6,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from fedbn_flwr.lab.data.image_files.cache import ImageCache
@@ -52,16 +50,15 @@ def hold(
             looked at, see ``look_at_files``.
     """
     files = FileSet(paths, shape, centre=centre, masks=masks, mask_table=mask_table)
-    ends = np.cumsum([0, *parts])
-    numbers = [torch.arange(start, end) for start, end in itertools.pairwise(ends.tolist())]
+    numbers = torch.split(torch.arange(len(files)), list(parts))
     classes = torch.tensor(labels, dtype=torch.int64)
     if len(files) * files.image_bytes <= shape.max_bytes and not shape.originals:
         inputs, targets = files.read_all()
         if targets is None:
-            return [Samples(inputs[own], classes[own]) for own in numbers]
-        return [Samples(inputs[own], targets[own], classes[own]) for own in numbers]
+            return [Samples(inputs[part], classes[part]) for part in numbers]
+        return [Samples(inputs[part], targets[part], classes[part]) for part in numbers]
     if not checked:
         refuse_damaged(look_at_files(paths).problems)
     if masks:
-        return [FileSamples(files, own, None, classes[own]) for own in numbers]
-    return [FileSamples(files, own, classes[own]) for own in numbers]
+        return [FileSamples(files, part, None, classes[part]) for part in numbers]
+    return [FileSamples(files, part, classes[part]) for part in numbers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from mmap import mmap
 
 import numpy as np
@@ -37,7 +36,7 @@ class ImageCache:
         # The place of each image + 1; 0: not kept, -1: being written. At its place are its shape, then its bytes.
         self._places = np.frombuffer(mmap(-1, count * 8), np.int64)
         self._used = np.frombuffer(mmap(-1, 8), np.int64)
-        self._lock = multiprocessing.get_context("fork" if sys.platform != "win32" else "spawn").Lock()
+        self._lock = multiprocessing.get_context("fork").Lock()
 
     def get(self, number: int) -> Bytes | None:
         """Return a kept image, (C, H, W); it shares the cache's memory. None if it is not kept."""

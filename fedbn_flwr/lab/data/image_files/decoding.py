@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from fedbn_flwr.machine import num_cores
 __all__ = ["MODES", "Bytes", "check_mode", "for_all", "pixels"]
 
 Bytes = npt.NDArray[np.uint8]
+Result = TypeVar("Result")
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 """Pillow's modes of images whose pixels are bytes."""
@@ -31,10 +32,10 @@ def pixels(path: str, mode: str = "RGB") -> Tensor:
     try:
         with Image.open(path) as image:
             check_mode(image)
-            found = np.array(image.convert(mode) if mode else image, dtype=np.uint8)
+            values = np.array(image.convert(mode) if mode else image, dtype=np.uint8)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, for damaged files
         raise DataError(f"image {path} cannot be read: {error}") from error
-    return torch.from_numpy(found if found.ndim == 3 else found[:, :, None]).permute(2, 0, 1)
+    return torch.from_numpy(values if values.ndim == 3 else values[:, :, None]).permute(2, 0, 1)
 
 
 def check_mode(image: Any) -> None:
@@ -43,8 +44,10 @@ def check_mode(image: Any) -> None:
         raise ValueError(f"its pixels are not bytes (mode {image.mode}); save it with 8 bits for each channel")
 
 
-def for_all(count: int, act: Callable[[int], None]) -> None:
-    """Call ``act`` with the numbers below ``count``, in several threads: Pillow decodes outside of Python's lock."""
+def for_all(count: int, act: Callable[[int], Result]) -> list[Result]:
+    """Return ``act`` of the numbers below ``count``, in several threads: Pillow decodes outside of Python's lock."""
+    results = list[Result]()
     with ThreadPoolExecutor(min(8, num_cores())) as pool:
         for start in range(0, count, _CHUNK):  # a million futures at the same time would need a gigabyte
-            list(pool.map(act, range(start, min(start + _CHUNK, count))))
+            results += pool.map(act, range(start, min(start + _CHUNK, count)))
+    return results

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -40,11 +42,10 @@ class FileSet:
         mask_table: Bytes | None = None,
     ) -> None:
         """Create the set; see ``hold``. No file is read."""
-        # As two arrays: a process that is forked would copy a list of names bit by bit, by counting references.
-        self._paths, self._masks = _Names(paths), _Names(masks)
+        # As arrays: a process that is forked would copy a list of names bit by bit, by counting references.
+        self._paths, self._masks = _names(paths), _names(masks)
         self._wanted, self._centre, self._table = shape, centre, mask_table
         self.shape = (shape.channels, shape.height, shape.width)
-        self._cache: ImageCache | None = None
         self._workers = WorkerPool(shape.workers)
 
     def __len__(self) -> int:
@@ -117,32 +118,32 @@ class FileSet:
         """
         return self._workers.read(self, requests)
 
+    @functools.cached_property
     def cache(self) -> ImageCache:
-        """Return the cache, which processes that are forked later share."""
-        if self._cache is None:
-            self._cache = ImageCache(len(self), self._wanted.max_bytes)
-        return self._cache
+        """The cache, which processes that are forked after its first use share."""
+        return ImageCache(len(self), self._wanted.max_bytes)
 
     def _stored(self, number: int) -> tuple[Tensor, Tensor | None]:
         """Return what is kept of an image: as decoded if ``Shape.originals``, else in its final shape."""
-        cache = self.cache()
-        if (found := cache.get(number)) is not None:
-            return _unpacked(found, self.has_masks)
-        stored = self._decoded(number)
+        if (kept := self.cache.get(number)) is not None:
+            whole = torch.from_numpy(kept)
+            return (whole[:-1], whole[-1]) if self.has_masks else (whole, None)
+        image, mask = self._decoded(number)
         if not self._wanted.originals:
-            stored = self._fitted(*stored)
-        cache.put(number, _packed(*stored))
-        return stored
+            image, mask = self._fitted(image, mask)
+        self.cache.put(number, (image if mask is None else torch.cat([image, mask[None]])).numpy())
+        return image, mask
 
     def _decoded(self, number: int) -> tuple[Tensor, Tensor | None]:
         """Return one image as RGB bytes, (3, H, W), and the classes of its pixels, (H, W)."""
-        image = pixels(self._paths[number])
+        image = pixels(os.fsdecode(self._paths[number]))
         if not self.has_masks:
             return image, None
-        mask = pixels(self._masks[number], "")
+        path = os.fsdecode(self._masks[number])
+        mask = pixels(path, "")
         if mask.shape[1:] != image.shape[1:]:
             raise DataError(
-                f"labels {self._masks[number]} are of {mask.shape[2], mask.shape[1]} pixels, the image of "
+                f"labels {path} are of {mask.shape[2], mask.shape[1]} pixels, the image of "
                 f"{image.shape[2], image.shape[1]}."
             )
         classes = mask[0]
@@ -162,26 +163,5 @@ class FileSet:
         return image, mask
 
 
-class _Names:
-    """Paths as one array of bytes and their ends."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        encoded = [os.fsencode(path) for path in paths]
-        self._bytes = np.frombuffer(b"".join(encoded), np.uint8)
-        self._ends = np.cumsum([0, *map(len, encoded)])
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __getitem__(self, number: int) -> str:
-        return os.fsdecode(self._bytes[self._ends[number] : self._ends[number + 1]].tobytes())
-
-
-def _packed(image: Tensor, mask: Tensor | None) -> Bytes:
-    whole: Bytes = (image if mask is None else torch.cat([image, mask[None]])).numpy()
-    return whole
-
-
-def _unpacked(stored: Bytes, has_mask: bool) -> tuple[Tensor, Tensor | None]:
-    whole = torch.from_numpy(stored)
-    return (whole[:-1], whole[-1]) if has_mask else (whole, None)
+def _names(paths: Sequence[Path]) -> npt.NDArray[np.bytes_]:
+    return np.array([os.fsencode(path) for path in paths], np.bytes_)

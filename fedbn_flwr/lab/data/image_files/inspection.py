@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.image_files.decoding import check_mode, for_all
@@ -36,25 +36,28 @@ def look_at_files(paths: Sequence[Path], *, whole: bool = False) -> LookedAt:
         whole: decode each file. Else headers, and ends of JPEG and PNG files, are looked at; but once a file cannot be
             read all are decoded, so that all damaged ones are found together.
     """
-    problems, pages, alpha = dict[int, str](), list[int](), list[int]()
-
-    def look(number: int) -> None:
-        problem, has_pages, has_alpha = _look(paths[number], whole)
-        if problem:
-            problems[number] = f"image {paths[number]} cannot be read: {problem}"
-        if has_pages:
-            pages.append(number)
-        if has_alpha:
-            alpha.append(number)
-
-    for_all(len(paths), look)
+    looks = for_all(len(paths), lambda number: _look(paths[number], whole))
+    problems = {
+        number: f"image {paths[number]} cannot be read: {look.problem}"
+        for number, look in enumerate(looks)
+        if look.problem
+    }
     if problems and not whole:
         return look_at_files(paths, whole=True)
-    return LookedAt(dict(sorted(problems.items())), sorted(pages), sorted(alpha))
+    pages = [number for number, look in enumerate(looks) if look.pages]
+    alpha = [number for number, look in enumerate(looks) if look.alpha]
+    return LookedAt(problems, pages, alpha)
 
 
-def _look(path: Path, whole: bool) -> tuple[str, bool, bool]:
-    """Return why an image file cannot be read, "" if it looks sound; whether it has several pages, and alpha."""
+class _Look(NamedTuple):
+    """Why a file cannot be read, "" if it looks sound; whether it has several pages, and alpha."""
+
+    problem: str
+    pages: bool = False
+    alpha: bool = False
+
+
+def _look(path: Path, whole: bool) -> _Look:
     from PIL import Image
 
     try:
@@ -66,11 +69,11 @@ def _look(path: Path, whole: bool) -> tuple[str, bool, bool]:
             alpha = image.has_transparency_data
             if whole or not _has_end(path, image.format):
                 image.load()
-            return "", pages, alpha
+            return _Look("", pages, alpha)
     except Image.DecompressionBombError as error:
-        return f"{error} Make it smaller", False, False
+        return _Look(f"{error} Make it smaller")
     except (OSError, ValueError, SyntaxError) as error:
-        return "it is empty" if path.is_file() and not path.stat().st_size else str(error), False, False
+        return _Look("it is empty" if path.is_file() and not path.stat().st_size else str(error))
 
 
 def _bits(path: Path, image: Any) -> int:
@@ -102,4 +105,5 @@ def refuse_damaged(damaged: Mapping[int, str]) -> None:
 
 def first_of(problems: Sequence[str]) -> str:
     """Return the first ten problems, a line each, and the number of the others."""
-    return "\n".join(problems[:10]) + (f"\nand {len(problems) - 10} more" if len(problems) > 10 else "")
+    more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
+    return "\n".join([*problems[:10], *more])

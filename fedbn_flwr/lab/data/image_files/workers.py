@@ -11,9 +11,9 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,7 +46,7 @@ class WorkerPool:
     def __init__(self, asked: int) -> None:
         self._asked = asked
         self._lock = threading.Lock()
-        self._started: tuple[int, Executor] | None = None  # with the process that they belong to
+        self._started: tuple[int, ProcessPoolExecutor] | None = None  # with the process that they belong to
 
     def read(self, files: FileSet, requests: Iterable[Request]) -> Iterator[Batch]:
         """Yield ``files.read`` of each request, in order; the workers read some requests ahead.
@@ -78,10 +78,9 @@ class WorkerPool:
             for future in waiting:
                 future.cancel()
 
-    def _executor(self, files: FileSet) -> Executor:
+    def _executor(self, files: FileSet) -> ProcessPoolExecutor:
         with self._lock:
             if self._started is None or self._started[0] != os.getpid():  # a fork has none of its own
-                files.cache()  # created before the workers are forked, so that they share it
                 executor = _start(files, _num_workers(self._asked))
                 self._started = os.getpid(), executor
                 weakref.finalize(files, executor.shutdown, wait=False)
@@ -94,38 +93,33 @@ def _num_workers(asked: int) -> int:
         return asked
     ray = sys.modules.get("ray")
     shared = multiprocessing.parent_process() is not None or (ray is not None and ray.is_initialized())
-    if shared:
-        return 0
-    return num_cores()
+    return 0 if shared else num_cores()
 
 
-def _start(files: FileSet, workers: int) -> Executor:
-    """Return worker processes that are forks of this one, which share the cache; threads where there are no forks."""
-    if sys.platform == "win32":
-        return ThreadPoolExecutor(workers, initializer=_open_set, initargs=(weakref.ref(files), 0))
-    context = multiprocessing.get_context("fork")
+def _start(files: FileSet, workers: int) -> ProcessPoolExecutor:
+    """Return worker processes that are forks of this one."""
+    files.cache  # noqa: B018  # created before the fork, so that all processes share it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the processes only decode
         # The pool ends with the files: it must not be what keeps them.
-        pool = ProcessPoolExecutor(workers, context, _open_set, (weakref.ref(files), os.getpid()))
+        arguments = weakref.ref(files), os.getpid()
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _open_set, arguments)
         pool.submit(int).result()  # starts all processes
     return pool
 
 
-_of_this_worker = threading.local()
+_of_this_worker: list[Any] = []  # in a worker process its files
 
 
 def _read(numbers: Sequence[int], each: Sequence[str], seeds: Sequence[int]) -> Batch:
     """Do ``FileSet.read`` with the worker's files."""
-    found: Batch = _of_this_worker.files.read(numbers, each, seeds)
-    return found
+    batch: Batch = _of_this_worker[-1].read(numbers, each, seeds)
+    return batch
 
 
 def _open_set(files: weakref.ref[FileSet], parent: int) -> None:
-    """Prepare a worker for one set of files; a process ends when its parent has ended, however that came about."""
-    _of_this_worker.files = files()
-    if not parent:
-        return
+    """Prepare a worker for one set of files; the process ends when its parent has ended, however that came about."""
+    _of_this_worker.append(files())
     torch.set_num_threads(1)
 
     def watch() -> None:

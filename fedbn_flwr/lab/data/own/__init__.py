@@ -6,8 +6,8 @@ Each kind has a reader, which returns what it ``Found``; what follows from it is
 from __future__ import annotations
 
 from fedbn_flwr.lab.data.own.description import decided_by_records, own_info
+from fedbn_flwr.lab.data.own.reading import OwnRows, own_rows, own_sha256
 from fedbn_flwr.lab.data.own.request import KINDS, OwnData, is_own
-from fedbn_flwr.lab.data.own.rows import OwnRows, own_rows, own_sha256
 from fedbn_flwr.lab.data.own.table_files import table_columns
 
 __all__ = [

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.own.features import note_of_filled, problems_of_numbers
+from fedbn_flwr.lab.data.own.features import note_of_filled, problem_of_numbers
 from fedbn_flwr.lab.data.own.found import Found, Inputs, Targets
 from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
 from fedbn_flwr.lab.data.own.targets import read_targets
@@ -76,20 +76,17 @@ def _load(request: OwnData) -> tuple[dict[str, Any], list[str]]:
 
 def _check_lengths(request: OwnData, arrays: Mapping[str, Any]) -> None:
     """Raise DataError unless each array has a value, or several, for each example of ``x``."""
-    if arrays["x"].ndim == 0:
-        raise DataError(f"dataset={request.name!r}: x has shape (); one row for each example needed.")
-    count = len(arrays["x"])
+    count = len(np.atleast_1d(arrays["x"]))
+    if arrays["x"].ndim == 0 or not count:
+        raise request.problem(f"x has shape {arrays['x'].shape}; one row for each example needed.")
     for name, array in arrays.items():
         if array.ndim == 0 or len(array) != count:
-            raise DataError(f"dataset={request.name!r}: {name} has shape {array.shape}, x has {count} examples.")
+            raise request.problem(f"{name} has shape {array.shape}, x has {count} examples.")
         if name != "x" and array.dtype.kind not in "biufU":
-            raise DataError(f"dataset={request.name!r}: {name} is {array.dtype}; numbers or text needed.")
-    if not count:
-        raise DataError(f"dataset={request.name!r}: x has no examples.")
-    for name in ("client", "group", "split"):
-        array = arrays.get(name)
-        if array is not None and (array.ndim != 1 or (array.dtype.kind == "f" and np.isnan(array).any())):
-            raise DataError(f"dataset={request.name!r}: {name} has shape {array.shape}; ({count},) without NaN needed.")
+            raise request.problem(f"{name} is {array.dtype}; numbers or text needed.")
+        has_nan = array.dtype.kind == "f" and np.isnan(array).any()
+        if name in ("client", "group", "split") and (array.ndim != 1 or has_nan):
+            raise request.problem(f"{name} has shape {array.shape}; ({count},) without NaN needed.")
 
 
 def _stripped(array: Any) -> Any:
@@ -100,9 +97,9 @@ def _stripped(array: Any) -> Any:
 
 def _check_features(request: OwnData, x: Any) -> None:
     """Raise DataError if float32 does not tell the values of a column (N, F) apart."""
-    problems = [problem for at in range(x.shape[1]) for problem in problems_of_numbers(f"column {at} of x", x[:, at])]
-    if problems:
-        raise DataError(f"dataset={request.name!r}:\n" + "\n".join(problems))
+    problems = [problem_of_numbers(f"column {at} of x", values) for at, values in enumerate(x.T)]
+    if any(problems):
+        raise DataError(f"dataset={request.name!r}:\n" + "\n".join(filter(None, problems)))
 
 
 def as_inputs(request: OwnData, x: Any, what: str) -> Inputs:
@@ -114,36 +111,35 @@ def as_inputs(request: OwnData, x: Any, what: str) -> Inputs:
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         images = torch.from_numpy(np.ascontiguousarray(x if x.ndim == 4 else x[..., None]))
         if images.shape[3] not in (1, 3):
-            raise DataError(
-                f"dataset={request.name!r}: {what} is uint8 of shape {x.shape}; images are (N, H, W), (N, H, W, 1) or "
-                "(N, H, W, 3)."
+            raise request.problem(
+                f"{what} is uint8 of shape {x.shape}; images are (N, H, W), (N, H, W, 1) or (N, H, W, 3)."
             )
         return Inputs(images.permute(0, 3, 1, 2).contiguous(), size=tuple(images.shape[1:3]))
-    if (
-        x.ndim == 4
-        and min(x.shape[1:3]) >= 8
-        and (x.shape[3] in (3, 4) or (x.shape[3] == 1 and x.shape[1] == x.shape[2]))
-    ):
-        raise DataError(
-            f"dataset={request.name!r}: {what} is {x.dtype} of shape {x.shape}, which looks like (N, H, W, C). Images "
+    if _looks_like_channels_last(x):
+        raise request.problem(
+            f"{what} is {x.dtype} of shape {x.shape}, which looks like (N, H, W, C). Images "
             f"of numbers are (N, C, H, W): save {what}.transpose(0, 3, 1, 2)."
         )
     if x.dtype.kind not in "biuf" or x.ndim < 2:
-        raise DataError(
-            f"dataset={request.name!r}: {what} is {x.dtype} of shape {x.shape}; needed are uint8 images (N, H, W[, C]) "
+        raise request.problem(
+            f"{what} is {x.dtype} of shape {x.shape}; needed are uint8 images (N, H, W[, C]) "
             "or numbers (N, F), (N, C, L) or (N, C, H, W)."
         )
     with np.errstate(over="ignore"):
-        numbers = np.ascontiguousarray(x, dtype=np.float32)
-    if (infinite := int(np.isinf(numbers).sum())) > 0:
-        raise DataError(f"dataset={request.name!r}: {infinite} numbers of {what} are infinite, or above 3e38.")
-    if request.missing == "refuse" and (missing := int(np.isnan(numbers).sum())) > 0:
-        raise DataError(
-            f"dataset={request.name!r}: {missing} numbers of {what} are missing (NaN). Use missing=mean for the mean "
-            "of the training examples."
+        inputs = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+    if infinite := int(inputs.isinf().sum()):
+        raise request.problem(f"{infinite} numbers of {what} are infinite, or above 3e38.")
+    if request.missing == "refuse" and (missing := int(inputs.isnan().sum())):
+        raise request.problem(
+            f"{missing} numbers of {what} are missing (NaN). Use missing=mean for the mean of the training examples."
         )
-    inputs = torch.from_numpy(numbers)
     return Inputs(inputs, notes=note_of_filled(inputs))
+
+
+def _looks_like_channels_last(x: Any) -> bool:
+    if x.ndim != 4 or min(x.shape[1:3]) < 8:
+        return False
+    return x.shape[3] in (3, 4) or (x.shape[3] == 1 and x.shape[1] == x.shape[2])
 
 
 def as_tests(request: OwnData, values: Any, what: str) -> Any:
@@ -155,30 +151,25 @@ def as_tests(request: OwnData, values: Any, what: str) -> Any:
     known = {"train": False, "test": True, "0": False, "1": True, "false": False, "true": True}
     text = [str(value).strip().lower().removesuffix(".0") for value in np.asarray(values).tolist()]
     if unknown := sorted({value for value in text if value not in known}):
-        raise DataError(f"dataset={request.name!r}: {what} has {shown(unknown)}; train and test (0 and 1) needed.")
+        raise request.problem(f"{what} has {shown(unknown)}; train and test (0 and 1) needed.")
     tests = np.array([known[value] for value in text])
     if tests.all() or not tests.any():
-        raise DataError(
-            f"dataset={request.name!r}: by {what} all examples are {'test' if tests.all() else 'training'} examples."
-        )
+        raise request.problem(f"by {what} all examples are {'test' if tests.all() else 'training'} examples.")
     return tests
 
 
 def _pixels(request: OwnData, inputs: Inputs, y: Any) -> Targets:
     task = chosen_task(request, "segmentation", ("segmentation",))
     if inputs.size != y.shape[1:]:
-        raise DataError(
-            f"dataset={request.name!r}: y has shape {y.shape}, the classes of pixels, and x {(len(y), *inputs.shape)}; "
+        raise request.problem(
+            f"y has shape {y.shape}, the classes of pixels, and x {(len(y), *inputs.shape)}; "
             "uint8 images of the same height and width needed."
         )
     if y.dtype.kind not in "iu" or y.min() < 0 or y.max() > 255:
-        raise DataError(
-            f"dataset={request.name!r}: y is {y.dtype}, {y.min()} to {y.max()}; classes 0 to 254 needed, 255 = ignored."
-        )
+        raise request.problem(f"y is {y.dtype}, {y.min()} to {y.max()}; classes 0 to 254 needed, 255 = ignored.")
     largest = int(y[y != 255].max()) if (y != 255).any() else 0
     if request.num_classes and request.num_classes <= largest:
-        raise DataError(
-            f"dataset={request.name!r}: y has class {largest}; num-classes={request.num_classes} allows 0 to "
-            f"{request.num_classes - 1}."
+        raise request.problem(
+            f"y has class {largest}; num-classes={request.num_classes} allows 0 to {request.num_classes - 1}."
         )
     return Targets(torch.from_numpy(y.astype(np.uint8)), task, request.num_classes or largest + 1)

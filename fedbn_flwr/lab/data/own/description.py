@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ def own_info(request: OwnData) -> DatasetInfo:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    if twice := sorted({name for name in request.classes if request.classes.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(request.classes).items() if count > 1):
         raise ConfigError(f"class-names has {', '.join(twice)} twice.")
     return _info(request, stamp_of(request)) if request.path else _info_of_nodes(request)
 
@@ -38,20 +39,19 @@ def own_info(request: OwnData) -> DatasetInfo:
 @functools.lru_cache(maxsize=8)
 def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
     found = read(request, stamp)
-    inputs, targets = found.inputs, found.targets
-    channels = inputs.channels
+    inputs, targets, channels = found.inputs, found.targets, found.inputs.channels
     mean, std = (per_channel(values, channels) for values in IMAGENET)
     return DatasetInfo(
         request.name,
-        targets.num_classes,
-        channels,
-        min(inputs.size[0], _LARGEST) if channels else 0,
-        f"{len(found):,} examples of own data",
-        "own data",
-        functools.partial(load, request, stamp),
-        "",
-        mean,
-        std,
+        num_classes=targets.num_classes,
+        channels=channels,
+        size=min(inputs.size[0], _LARGEST) if channels else 0,
+        summary=f"{len(found):,} examples of own data",
+        source="own data",
+        loader=functools.partial(load, request, stamp),
+        files="",
+        mean=mean,
+        std=std,
         grouped=found.clients is not None,
         task=targets.task,
         downloads=False,
@@ -86,43 +86,42 @@ def _note_of_positive(request: OwnData, targets: Targets) -> tuple[str, ...]:
 def _info_of_nodes(request: OwnData) -> DatasetInfo:
     """Return the description of data that only the nodes have; the config must say what the model needs."""
     task = _checked_task(request)
-    features = stated_features(request.feature_columns)
-    rows = request.kind == "csv"
-    mean, std = ((), ()) if rows else IMAGENET
+    features, of_rows = stated_features(request.feature_columns), request.kind == "csv"
+    feature_names = list[str]()
+    for name, categories in features:
+        feature_names += [f"{name}={category}" for category in categories] or [name]
+    mean, std = ((), ()) if of_rows else IMAGENET
     return DatasetInfo(
         request.name,
-        1 if task.name == "binary" else request.num_classes or len(request.classes) or 1,
-        0 if rows else 3,
-        request.image_size,
-        "own data of the nodes",
-        "own data",
-        _nothing,
-        "its own data on each node, named by data-path in its node config",
-        mean,
-        std,
-        grouped=False,
+        num_classes=1 if task.name == "binary" else request.num_classes or len(request.classes) or 1,
+        channels=0 if of_rows else 3,
+        size=request.image_size,
+        summary="own data of the nodes",
+        source="own data",
+        loader=_nothing,
+        files="its own data on each node, named by data-path in its node config",
+        mean=mean,
+        std=std,
         task=task,
         downloads=False,
-        input_shape=(sum(len(categories) or 1 for _, categories in features),) if rows else (),
+        input_shape=(len(feature_names),) if of_rows else (),
         class_names=request.classes or (("negative", "positive") if request.positive_values else ()),
-        feature_names=tuple(f"{name}={c}" if c else name for name, kinds in features for c in kinds or ("",)),
+        feature_names=tuple(feature_names),
     )
 
 
 def _checked_task(request: OwnData) -> Task:
     """Return the task, if the config says all that the model needs."""
-    wanted = {"csv": "feature-columns", "folder": "image-size", "npz": "image-size"}
-    if request.kind not in wanted:
-        raise ConfigError(f"dataset='{request.kind}:' needs a name, {request.kind}:NAME.")
-    problems = []
-    if not (stated_features(request.feature_columns) if request.kind == "csv" else request.image_size):
-        problems.append(f"{wanted[request.kind]} is not set")
-    if not request.task:
-        problems.append("task is not set")
-    task = chosen_task(request, "classification", (request.task,) if request.task else ("classification",))
-    if not (request.num_classes or request.classes or task.name in ("binary", "regression")):
-        problems.append("num-classes is not set")
-    if problems:
+    if request.kind == "hf":
+        raise ConfigError("dataset='hf:' needs a name, hf:NAME.")
+    needed = {"feature-columns": bool(stated_features(request.feature_columns))}
+    if request.kind != "csv":
+        needed = {"image-size": request.image_size > 0}
+    needed["task"] = bool(request.task)
+    task = chosen_task(request, "classification", (request.task or "classification",))
+    if task.name not in ("binary", "regression"):
+        needed["num-classes"] = bool(request.num_classes or request.classes)
+    if problems := [f"{key} is not set" for key, is_set in needed.items() if not is_set]:
         raise ConfigError(
             f"dataset={request.name!r} without a path: only the nodes have the data, so the config must say what the "
             f"model needs; {', '.join(problems)}."
@@ -146,15 +145,14 @@ def decided_by_records(request: OwnData, info: DatasetInfo) -> dict[str, str]:
     """
     if not request.path:
         return {}
-    found, stated = dict[str, str](), dict[str, set[str]]()
+    decided, known = dict[str, str](), set[str]()
     if info.task.by_pixel and not request.num_classes:
-        found["the number of classes"] = "set num-classes"
+        decided["the number of classes"] = "set num-classes"
     if info.task.name in ("classification", "binary") and not (request.class_names or request.positive_values):
-        found["the names of the classes"] = "set class-names"
-    for name, kinds in stated_features(request.feature_columns):
-        stated[name] = {f"{name}={kind}" for kind in kinds} or {name}
-    known = set[str]().union(*stated.values())
+        decided["the names of the classes"] = "set class-names"
+    for name, categories in stated_features(request.feature_columns):
+        known |= {f"{name}={category}" for category in categories} or {name}
     columns = {name.partition("=")[0] for name in info.feature_names if "=" in name and name not in known}
     if columns:
-        found[f"the features of {', '.join(sorted(columns))}"] = "state the categories in feature-columns, NAME:A|B"
-    return found
+        decided[f"the features of {', '.join(sorted(columns))}"] = "state the categories in feature-columns, NAME:A|B"
+    return decided

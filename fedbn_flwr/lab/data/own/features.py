@@ -21,7 +21,7 @@ __all__ = [
     "features_of",
     "note_of_filled",
     "numbered_column",
-    "problems_of_numbers",
+    "problem_of_numbers",
     "refuse_lists_and_dates",
     "row_of",
     "stated_features",
@@ -41,22 +41,11 @@ _TIMES = {"date", "datetime", "datetime64", "period", "time", "timedelta", "time
 
 def stated_features(text: str, columns: Sequence[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
     """Return (column, categories) of a comma list ``age,sex:F|M``; () for numbers, and for text as it is found."""
-    found = []
+    features = []
     for entry in listed(text):
         name, _, categories = (entry, "", "") if entry in columns else entry.partition(":")
-        found.append((name.strip(), tuple(c.strip() for c in categories.split("|") if c.strip())))
-    return found
-
-
-@dataclass
-class _Features:
-    """The features of a table so far: columns of N numbers, their names, notes, what looks wrong, and what is wrong."""
-
-    columns: list[Any] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+        features.append((name.strip(), tuple(listed(categories, "|"))))
+    return features
 
 
 def features_of(request: OwnData, table: Any, wanted: list[tuple[str, tuple[str, ...]]], tests: Any) -> Inputs:
@@ -72,33 +61,101 @@ def features_of(request: OwnData, table: Any, wanted: list[tuple[str, tuple[str,
     import pandas as pd
 
     refuse_lists_and_dates(request, table, [name for name, categories in wanted if not categories])
-    found = _Features()
-    in_training = np.ones(len(table), bool) if tests is None else ~tests
+    features, any_missing = _Features(table, in_training=np.ones(len(table), bool) if tests is None else ~tests), False
     for name, categories in wanted:
         column = table[name]
         missing = int(column.isna().sum())
         if missing == len(table):
-            found.problems.append(f"column {name!r} has no values at all: leave it out of feature-columns")
+            features.problems.append(f"column {name!r} has no values at all: leave it out of feature-columns")
         elif missing and request.missing == "refuse":
-            where = row_of(table, int(np.flatnonzero(column.isna())[0]))
-            found.problems.append(f"column {name!r}: {missing} of {len(table)} values are missing (first in {where})")
-        elif pd.api.types.is_numeric_dtype(column) and not categories:
-            _add_numbers(found, name, column)
+            any_missing, first = True, row_of(table, int(np.flatnonzero(column.isna())[0]))
+            features.problems.append(
+                f"column {name!r}: {missing} of {len(table)} values are missing (first in {first})"
+            )
+        elif not categories and pd.api.types.is_numeric_dtype(column):
+            features.add_numbers(name)
         else:
-            _add_text(found, name, categories, table, in_training)
-    if problems := found.problems:
-        way = "\nUse missing=mean for the mean of the training rows, or other feature-columns."
-        way = way if any(" are missing " in problem for problem in problems) else ""
-        raise DataError(f"dataset={request.name!r}:\n" + "\n".join(problems) + way)
-    if not found.columns:
+            features.add_text(name, categories)
+    if features.problems:
+        way = "\nUse missing=mean for the mean of the training rows, or other feature-columns." if any_missing else ""
+        raise DataError(f"dataset={request.name!r}:\n" + "\n".join(features.problems) + way)
+    if not features.columns:
         raise DataError(f"dataset={request.name!r} has no columns for features; set feature-columns.")
-    features = torch.from_numpy(np.stack(found.columns, 1).astype(np.float32))
+    values = torch.from_numpy(np.stack(features.columns, 1).astype(np.float32))
     return Inputs(
-        features,
-        feature_names=tuple(found.names),
-        notes=(*found.notes, *note_of_filled(features)),
-        warnings=tuple(found.warnings),
+        values,
+        feature_names=tuple(features.names),
+        notes=(*features.notes, *note_of_filled(values)),
+        warnings=tuple(features.warnings),
     )
+
+
+@dataclass
+class _Features:
+    """The features of a table so far: columns of N numbers, their names, notes, what looks wrong, and what is wrong."""
+
+    table: Any
+    in_training: Any
+    columns: list[Any] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add_numbers(self, name: str) -> None:
+        """Add a column of numbers, if float32 tells its values apart."""
+        values = self.table[name].to_numpy(dtype=np.float64, na_value=np.nan)
+        if np.isnan(values).all():
+            self.problems.append(f"column {name!r} has no values at all: leave it out")
+        elif problem := problem_of_numbers(f"column {name!r}", values):
+            self.problems.append(problem)
+        self.columns.append(values)
+        self.names.append(name)
+
+    def add_text(self, name: str, stated: tuple[str, ...]) -> None:
+        """Add a feature, 0 or 1, for each category of a column of text; () = those of the training rows."""
+        import pandas as pd
+
+        text = self.table[name].map(lambda value: None if pd.isna(value) else as_text(value))
+        texts, categories = _different(text), stated or _different(text[self.in_training])
+        if not stated and (problem := self._problem_of_text(name, text, len(categories))):
+            self.problems.append(problem)
+            return
+        if other := sorted(set(texts) - set(categories)):
+            none = f"column {name!r}: {shown(other)} is none of the categories"
+            if stated:
+                self.warnings.append(
+                    f"{none} that feature-columns states ({shown(stated)}); all its features are 0 in "
+                    f"{int(text.isin(other).sum())} of {len(text)} rows. Correct the spelling, or state it, too"
+                )
+            else:
+                self.notes.append(f"{none} and counts as none")
+        self.notes.append(f"column {name!r} is text: {len(categories)} features ({shown(categories)})")
+        self.columns += [(text == category).to_numpy(dtype=np.float64) for category in categories]
+        self.names += [f"{name}={category}" for category in categories]
+
+    def _problem_of_text(self, name: str, text: Any, num_categories: int) -> str:
+        """Return why the categories of a column cannot be found out from its text; "" if they can."""
+        texts = _different(text)
+        odd = [value for value in texts if not is_number(value)]
+        if 0 < len(odd) < len(texts):
+            first = row_of(self.table, int(np.flatnonzero(text == odd[0])[0]))
+            return (
+                f"column {name!r} has numbers and text ({shown(odd)}; first in {first}): correct it (missing is one of "
+                f"{', '.join(MISSING[1:])} or nothing), or state its categories, {name}:A|B"
+            )
+        if how := oddly_written(texts):
+            return f"column {name!r} has {how}, or state its categories, {name}:A|B"
+        if num_categories > _MOST_CATEGORIES:
+            return (
+                f"column {name!r} is text with {num_categories} different values (such as {shown(texts, 3)}): leave it "
+                f"out of feature-columns, or state its categories, {name}:A|B"
+            )
+        return ""
+
+
+def _different(text: Any) -> tuple[str, ...]:
+    return tuple(sorted(text.dropna().unique()))
 
 
 def note_of_filled(inputs: torch.Tensor) -> tuple[str, ...]:
@@ -108,23 +165,20 @@ def note_of_filled(inputs: torch.Tensor) -> tuple[str, ...]:
     return (note,) if filled else ()
 
 
-def problems_of_numbers(what: str, values: Any) -> list[str]:
-    """Return why a column of numbers cannot be used: infinite ones, or float32 does not tell them apart."""
+def problem_of_numbers(what: str, values: Any) -> str:
+    """Return why a column of numbers cannot be used: infinite ones, or float32 does not tell them apart; else ""."""
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float32)
-    present = ~np.isnan(rounded)
     if np.isinf(rounded).any():
-        return [f"{what} has infinite values, or values above 3e38"]
-    rounded, values = (part[present][:: len(values) // _SEEN + 1] for part in (rounded, values))
-    if np.array_equal(rounded, values):
-        return []
-    kept, known = (len(np.unique(part)) for part in (rounded, values))
+        return f"{what} has infinite values, or values above 3e38"
+    seen = np.flatnonzero(~np.isnan(rounded))[:: len(values) // _SEEN + 1]
+    kept, known = len(np.unique(rounded[seen])), len(np.unique(values[seen]))
     if 10 * kept >= 9 * known:
-        return []
-    return [
-        f"{what}: its {known} different values are {kept} in float32 (such as {values[0]:.17g}); subtract a "
+        return ""
+    return (
+        f"{what}: its {known} different values are {kept} in float32 (such as {values[seen[0]]:.17g}); subtract a "
         "constant from it, a date or time say"
-    ]
+    )
 
 
 def with_numbers(table: Any) -> Any:
@@ -142,64 +196,16 @@ def refuse_lists_and_dates(request: OwnData, table: Any, names: Sequence[str]) -
 
     problems = []
     for name in names:
-        kind = pd.api.types.infer_dtype(table[name], skipna=True)
+        kind, column = (
+            pd.api.types.infer_dtype(table[name], skipna=True),
+            f"column {name!r} of dataset={request.name!r}",
+        )
         if kind in _TIMES:
-            problems.append(f"column {name!r} of dataset={request.name!r} holds dates or times: subtract a date, or ")
-        elif kind == "mixed" and table[name].map(lambda v: isinstance(v, (list, dict, np.ndarray))).any():
-            problems.append(
-                f"column {name!r} of dataset={request.name!r} holds lists: save one number or text a row, or "
-            )
+            problems.append(f"{column} holds dates or times: subtract a date, or leave it out.")
+        elif kind == "mixed" and table[name].map(lambda value: isinstance(value, (list, dict, np.ndarray))).any():
+            problems.append(f"{column} holds lists: save one number or text a row, or leave it out.")
     if problems:
-        raise DataError("\n".join(f"{problem}leave it out." for problem in problems))
-
-
-def _add_numbers(found: _Features, name: str, column: Any) -> None:
-    """Add a column of numbers, if float32 tells its values apart."""
-    values = column.to_numpy(dtype=np.float64, na_value=np.nan)
-    if np.isnan(values).all():
-        found.problems.append(f"column {name!r} has no values at all: leave it out")
-    found.problems += problems_of_numbers(f"column {name!r}", values)
-    found.columns.append(values)
-    found.names.append(name)
-
-
-def _add_text(found: _Features, name: str, categories: tuple[str, ...], table: Any, in_training: Any) -> None:
-    """Add a feature, 0 or 1, for each category of a column of text; () = those of the training rows."""
-    import pandas as pd
-
-    text = table[name].map(lambda v: None if pd.isna(v) else as_text(v))
-    texts = sorted({v for v in text if not pd.isna(v)})
-    odd = [value for value in texts if not is_number(value)]
-    if 0 < len(odd) < len(texts) and not categories:
-        where = row_of(table, int(np.flatnonzero(text == odd[0])[0]))
-        found.problems.append(
-            f"column {name!r} has numbers and text ({shown(odd)}; first in {where}): correct it (missing is one of "
-            f"{', '.join(MISSING[1:])} or nothing), or state its categories, {name}:A|B"
-        )
-        return
-    if (how := oddly_written(texts)) and not categories:
-        found.problems.append(f"column {name!r} has {how}, or state its categories, {name}:A|B")
-        return
-    kinds = categories or tuple(sorted({v for v in text[in_training] if not pd.isna(v)}))
-    if len(kinds) > _MOST_CATEGORIES and not categories:
-        found.problems.append(
-            f"column {name!r} is text with {len(kinds)} different values (such as {shown(kinds, 3)}): leave it out "
-            f"of feature-columns, or state its categories, {name}:A|B"
-        )
-        return
-    if other := sorted(set(texts) - set(kinds)):
-        none = f"column {name!r}: {shown(other)} is none of the categories"
-        if categories:
-            rows = int(text.isin(other).sum())
-            found.warnings.append(
-                f"{none} that feature-columns states ({shown(categories)}); all its features are 0 in {rows} of "
-                f"{len(table)} rows. Correct the spelling, or state it, too"
-            )
-        else:
-            found.notes.append(f"{none} and counts as none")
-    found.notes.append(f"column {name!r} is text: {len(kinds)} features ({shown(kinds)})")
-    found.columns += [(text == kind).to_numpy(dtype=np.float64) for kind in kinds]
-    found.names += [f"{name}={kind}" for kind in kinds]
+        raise DataError("\n".join(problems))
 
 
 def row_of(table: Any, at: int) -> str:
@@ -219,7 +225,7 @@ def numbered_column(
         DataError: values are missing (None or NaN).
     """
     if missing := sum(value is None or value != value for value in values):
-        raise DataError(f"dataset={request.name!r}: {missing} values of column {column!r} are missing.")
+        raise request.problem(f"{missing} values of column {column!r} are missing.")
     return numbered([as_text(value) if isinstance(value, (str, float)) else value for value in values])
 
 

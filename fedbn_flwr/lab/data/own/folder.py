@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,26 +40,25 @@ def read_folder(request: OwnData) -> Found:
     seen = look_at_files(files.paths, whole=request.skip_unreadable)
     problems = dict(seen.problems)
     values = _look_at_masks(files.paths, files.masks, problems)
-    notes = (
+    notes = [
         *_notes_of_unreadable(request, len(files.paths), problems),
         *_notes_of_unused(request, files.paths, {"pages after the first": seen.pages, "alpha channels": seen.alpha}),
         *left_out(request, files.others),
-    )
+    ]
     files = files.without(problems)
     notes += _note_of_empty_classes(request, files)
     if not files.paths:
-        raise DataError(f"dataset={request.name!r}: none of the image files can be read.")
+        raise request.problem("none of the image files can be read.")
     clients, client_names = numbered([place.client for place in files.places])
-    has_clients = client_names != ("",)
     with Image.open(files.paths[0]) as first:
         width, height = first.size
     return Found(
         inputs=Inputs(files.paths, size=(height, width)),
         targets=_segmentation(request, files.masks, values) if files.by_pixel else _classes(request, files),
-        clients=clients if has_clients else None,
-        client_names=client_names if has_clients else (),
+        clients=None if client_names == ("",) else clients,
+        client_names=() if client_names == ("",) else client_names,
         tests=_tests(request, [place.part for place in files.places]),
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
@@ -67,29 +67,35 @@ def _look_at_masks(paths: Sequence[Path], masks: Sequence[Path], problems: dict[
 
     Masks that cannot be read, have several channels, or not the size of their image are added to ``problems``.
     """
+    values: set[int] = set()
+    for number, mask in enumerate(masks):
+        try:
+            pixels = _mask_pixels(mask, None if number in problems else paths[number])
+        except (OSError, ValueError, SyntaxError) as error:
+            problems[number] = f"mask {mask} cannot be read: {error}"
+        else:
+            values |= set(np.unique(pixels.astype(np.uint8)).tolist())
+    return values
+
+
+def _mask_pixels(mask: Path, image: Path | None) -> Any:
+    """Return the pixels of a mask; ValueError unless each is a byte, and the mask has the size of the image."""
     from PIL import Image
 
-    values: set[int] = set()
-    for number, path in enumerate(masks):
-        try:
-            with Image.open(path) as image:
-                pixels = np.array(image)
-            if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
-                raise ValueError(f"{pixels.dtype} of shape {pixels.shape}; one byte a pixel, its class, needed")
-            if number not in problems:
-                with Image.open(paths[number]) as image:
-                    size = image.size
-                # A TIFF may be turned when it is read: reading refuses one whose mask is not.
-                if sorted(size) != sorted(pixels.shape):
-                    raise ValueError(
-                        f"it is of {pixels.shape[1]} x {pixels.shape[0]} pixels, its image of {size[0]} x {size[1]}; "
-                        "save both in one size"
-                    )
-        except (OSError, ValueError, SyntaxError) as error:
-            problems[number] = f"mask {path} cannot be read: {error}"
-            continue
-        values |= set(np.unique(pixels.astype(np.uint8)).tolist())
-    return values
+    with Image.open(mask) as file:
+        pixels = np.array(file)
+    if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
+        raise ValueError(f"{pixels.dtype} of shape {pixels.shape}; one byte a pixel, its class, needed")
+    if image is not None:
+        with Image.open(image) as file:
+            width, height = file.size
+        # A TIFF may be turned when it is read: reading refuses one whose mask is not.
+        if sorted((width, height)) != sorted(pixels.shape):
+            raise ValueError(
+                f"it is of {pixels.shape[1]} x {pixels.shape[0]} pixels, its image of {width} x {height}; save both "
+                "in one size"
+            )
+    return pixels
 
 
 def _notes_of_unreadable(request: OwnData, num_files: int, problems: Mapping[int, str]) -> tuple[str, ...]:
@@ -98,21 +104,21 @@ def _notes_of_unreadable(request: OwnData, num_files: int, problems: Mapping[int
         return ()
     listed = first_of(list(problems.values()))
     if not request.skip_unreadable:
-        raise DataError(
-            f"dataset={request.name!r}: {len(problems)} of {num_files} image files cannot be read:\n{listed}\n"
+        raise request.problem(
+            f"{len(problems)} of {num_files} image files cannot be read:\n{listed}\n"
             "Repair or remove them, or leave them out with skip-unreadable=true."
         )
     return (f"{len(problems)} of {num_files} image files are left out, they cannot be read:\n{listed}",)
 
 
-def _notes_of_unused(request: OwnData, paths: Sequence[Path], unused: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+def _notes_of_unused(request: OwnData, paths: Sequence[Path], unused: Mapping[str, Sequence[int]]) -> list[str]:
     """Return the note of what some files have and no model sees."""
-    return tuple(
-        f"{what} of {len(numbers)} of {len(paths)} image files are not used "
-        f"({shown([paths[number].relative_to(request.path).as_posix() for number in numbers], 5)})"
-        for what, numbers in unused.items()
-        if numbers
-    )
+    notes = []
+    for what, numbers in unused.items():
+        names = shown([paths[number].relative_to(request.path).as_posix() for number in numbers], 5)
+        if numbers:
+            notes.append(f"{what} of {len(numbers)} of {len(paths)} image files are not used ({names})")
+    return notes
 
 
 def _note_of_empty_classes(request: OwnData, files: FolderFiles) -> tuple[str, ...]:
@@ -133,9 +139,8 @@ def _segmentation(request: OwnData, masks: Sequence[Path], values: set[int]) -> 
             f"{largest + 1} or more needed. 255 is for pixels that do not count."
         )
     if values == {0, 255}:
-        raise DataError(
-            f"dataset={request.name!r}: the masks have the values 0 and 255, and 255 is for pixels that do not "
-            "count. Save the classes as 0 and 1."
+        raise request.problem(
+            "the masks have the values 0 and 255, and 255 is for pixels that do not count. Save the classes as 0 and 1."
         )
     outputs = request.num_classes or max(largest + 1, 2)
     return Targets(masks, task, outputs, warnings=warning_of_gaps(request, len(classes), largest))
@@ -144,7 +149,7 @@ def _segmentation(request: OwnData, masks: Sequence[Path], values: set[int]) -> 
 def _classes(request: OwnData, files: FolderFiles) -> Targets:
     """Return the targets of images in class folders."""
     labels, names = numbered_classes(request, [place.label for place in files.places], "class folders")
-    allowed = ("classification", *(("binary",) if len(names) == 2 else ()))
+    allowed = ("classification", "binary") if len(names) == 2 else ("classification",)
     task = chosen_task(request, "classification", allowed)
     if len(names) < 2:
         raise DataError(
@@ -153,8 +158,8 @@ def _classes(request: OwnData, files: FolderFiles) -> Targets:
         )
     if request.num_classes and request.num_classes < len(names):
         raise ConfigError(
-            f"num-classes={request.num_classes} is fewer than the {len(names)} class folders of dataset="
-            f"{request.name!r} ({shown(names)})."
+            f"num-classes={request.num_classes} is fewer than the {len(names)} class folders of "
+            f"dataset={request.name!r} ({shown(names)})."
         )
     outputs = 1 if task.name == "binary" else max(len(names), request.num_classes)
     return Targets(torch.from_numpy(labels), task, outputs, names)

@@ -22,6 +22,7 @@ PARTS = {"train": False, "training": False, "test": True, "testing": True}
 
 _VALIDATION = {"val", "valid", "validation"}
 _PIXELS = {"images", "masks"}
+_MASKS = (".png", ".tif", ".tiff", ".bmp")
 
 
 class Place(NamedTuple):
@@ -74,26 +75,24 @@ def find_images(request: OwnData) -> FolderFiles:
         raise DataError(f"dataset={request.name!r} is a file; a folder of image folders needed.")
     folders, others, empty = _image_folders(root)
     if not folders:
-        raise DataError(
-            f"dataset={request.name!r}: no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into "
+        raise request.problem(
+            f"no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into "
             f"class/file, client/class/file or client/train/class/file. Found: {shown(sorted(os.listdir(root)))}."
         )
     places = {folder: _place(request, root, folder) for folder in folders}
     _same_depth(request, root, places)
     _refuse_parts_as_classes(request, {place.label for place in places.values()})
     by_pixel = any(place.label in _PIXELS for place in places.values())
-    found = FolderFiles(by_pixel, others, {*empty})
-    for folder in sorted(folders):
+    files = FolderFiles(by_pixel, others, {*empty})
+    for folder, names in sorted(folders.items()):
         if by_pixel and folder.name == "masks":
             continue
-        names = folders[folder]
         if by_pixel:
-            _refuse_twins(request, folder, names)
-        found.paths += [folder / name for name in names]
-        found.places += [places[folder]] * len(names)
-        found.masks += [_mask(request, folder, name) for name in names] if by_pixel else []
-        found.folders.add(folder)
-    return found
+            files.masks += _masks(request, folder, names)
+        files.paths += [folder / name for name in names]
+        files.places += [places[folder]] * len(names)
+        files.folders.add(folder)
+    return files
 
 
 def _image_folders(root: Path) -> tuple[dict[Path, list[str]], list[str], list[Path]]:
@@ -101,41 +100,42 @@ def _image_folders(root: Path) -> tuple[dict[Path, list[str]], list[str], list[P
 
     Hidden files and folders are left out.
     """
-    found: dict[Path, list[str]] = {}
-    others, empty = list[str](), list[Path]()
-    for folder, below, files in os.walk(root, followlinks=True):
+    folders, others, empty = dict[Path, list[str]](), list[str](), list[Path]()
+    for name_of_folder, below, files in os.walk(root, followlinks=True):
+        folder, images = Path(name_of_folder), list[str]()
         below[:] = sorted(name for name in below if not name.startswith("."))
-        files = sorted(name for name in files if not name.startswith("."))
-        names = [name for name in files if os.path.splitext(name)[1].lower() in SUFFIXES]
-        images = set(names)
-        others += [str((Path(folder) / name).relative_to(root)) for name in files if name not in images]
-        if names:
-            found[Path(folder)] = names
+        for name in sorted(name for name in files if not name.startswith(".")):
+            if os.path.splitext(name)[1].lower() in SUFFIXES:
+                images.append(name)
+            else:
+                others.append(str((folder / name).relative_to(root)))
+        if images:
+            folders[folder] = images
         elif not below:
-            empty.append(Path(folder))
-    return found, others, empty
+            empty.append(folder)
+    return folders, others, empty
 
 
 def _place(request: OwnData, root: Path, folder: Path) -> Place:
     """Return the place of a folder's images."""
     steps = list(folder.relative_to(root).parts)
     if not steps:
-        raise DataError(
-            f"dataset={request.name!r}: image files lie in the folder itself ({shown(sorted(os.listdir(root)))}). Put "
-            "them into a folder for each class."
+        raise request.problem(
+            f"image files lie in the folder itself ({shown(sorted(os.listdir(root)))}). Put them into a folder for "
+            "each class."
         )
     label, above = steps[-1], steps[:-1]
     if any(step.lower() in _VALIDATION for step in above):
-        raise DataError(
-            f"dataset={request.name!r}: {folder.relative_to(root)} lies in a validation folder. Call it test, or move "
-            "its images into train and set validation-share."
+        raise request.problem(
+            f"{folder.relative_to(root)} lies in a validation folder. Call it test, or move its images into train and "
+            "set validation-share."
         )
     part = next((step for step in above if step.lower() in PARTS), "")
     rest = [step for step in above if step != part]
     if len(rest) > 1:
-        raise DataError(
-            f"dataset={request.name!r}: {folder.relative_to(root)} is {len(steps)} folders deep. Known are class/file, "
-            "client/class/file, and train and test between client and class."
+        raise request.problem(
+            f"{folder.relative_to(root)} is {len(steps)} folders deep. Known are class/file, client/class/file, and "
+            "train and test between client and class."
         )
     return Place(rest[0] if rest else "", part.lower(), label)
 
@@ -146,9 +146,9 @@ def _same_depth(request: OwnData, root: Path, places: dict[Path, Place]) -> None
         having = [folder for folder, place in places.items() if place[which]]
         if having and len(having) < len(places):
             without = next(folder for folder in places if folder not in having)
-            raise DataError(
-                f"dataset={request.name!r}: {having[0].relative_to(root)} has a {what}, "
-                f"{without.relative_to(root)} has none. Give all images the same layout."
+            raise request.problem(
+                f"{having[0].relative_to(root)} has a {what}, {without.relative_to(root)} has none. Give all images "
+                "the same layout."
             )
 
 
@@ -156,31 +156,29 @@ def _refuse_parts_as_classes(request: OwnData, labels: set[str]) -> None:
     """Raise DataError if classes are called train and test; one of these alone may be a class, of vehicles say."""
     parts = sorted(label for label in labels if label.lower() in {*PARTS, *_VALIDATION})
     if len(parts) > 1:
-        raise DataError(
-            f"dataset={request.name!r}: folders of classes are called {shown(parts)}. The class lies below train and "
-            "test, as in train/class/file or client/train/class/file."
+        raise request.problem(
+            f"folders of classes are called {shown(parts)}. The class lies below train and test, as in "
+            "train/class/file or client/train/class/file."
         )
 
 
-def _refuse_twins(request: OwnData, folder: Path, names: Sequence[str]) -> None:
-    """Raise DataError if two images differ in their suffix alone: they would have one mask."""
-    by_stem: dict[str, list[str]] = {}
+def _masks(request: OwnData, folder: Path, names: Sequence[str]) -> list[Path]:
+    """Return the files with the classes of the images' pixels.
+
+    Raises:
+        DataError: an image has none, or two images differ in their suffix alone and would have one.
+    """
+    root, masks, by_stem = folder.parent / "masks", list[Path](), dict[str, str]()
     for name in names:
-        by_stem.setdefault(Path(name).stem, []).append(name)
-    if twins := [two for two in by_stem.values() if len(two) > 1]:
-        raise DataError(
-            f"dataset={request.name!r}: in {folder} {' and '.join(twins[0])} have one mask, {Path(twins[0][0]).stem}. "
-            "Rename one of them, and give each its own."
-        )
-
-
-def _mask(request: OwnData, folder: Path, name: str) -> Path:
-    """Return the file with the classes of an image's pixels."""
-    for suffix in (".png", ".tif", ".tiff", ".bmp"):
-        path = folder.parent / "masks" / f"{Path(name).stem}{suffix}"
-        if path.is_file():
-            return path
-    raise DataError(
-        f"dataset={request.name!r}: image {folder / name} has no mask {folder.parent / 'masks' / Path(name).stem}.png "
-        "(classes of pixels, 255 = ignored)."
-    )
+        stem = Path(name).stem
+        if (twin := by_stem.setdefault(stem, name)) != name:
+            raise request.problem(
+                f"in {folder} {twin} and {name} have one mask, {stem}. Rename one of them, and give each its own."
+            )
+        mask = next(filter(Path.is_file, (root / f"{stem}{suffix}" for suffix in _MASKS)), None)
+        if mask is None:
+            raise request.problem(
+                f"image {folder / name} has no mask {root / stem}.png (classes of pixels, 255 = ignored)."
+            )
+        masks.append(mask)
+    return masks

@@ -14,7 +14,6 @@ from fedbn_flwr.lab.data.own.features import features_of, numbered_column, state
 from fedbn_flwr.lab.data.own.found import Found, Inputs, Targets
 from fedbn_flwr.lab.data.own.request import OwnData, shown
 from fedbn_flwr.lab.data.own.targets import read_targets
-from fedbn_flwr.lab.data.splits import Indices
 
 __all__ = ["read_hub"]
 
@@ -31,26 +30,27 @@ def read_hub(request: OwnData) -> Found:
         DataError: the data set cannot be read.
     """
     parts = _splits(request)
-    columns = list(parts[0].column_names)
-    label = _label_column(request, columns)
+    kinds = parts[0].features
+    label = _label_column(request, list(kinds))
     rows = [part.with_format(None)[:] for part in parts]
-    tests = np.concatenate([np.full(len(part), at > 0) for at, part in enumerate(parts)]) if len(parts) > 1 else None
-    targets = _targets(request, label, getattr(parts[0].features[label], "names", None) or (), rows)
-    image = next((name for name in columns if type(parts[0].features[name]).__name__ == "Image"), "")
-    if image:
-        inputs = _images(request, [picture for part in rows for picture in part[image]])
-    else:
-        inputs = _features(request, label, parts, tests)
-    clients, client_names = _numbered(request, request.client_column, rows)
-    units, _ = _numbered(request, request.group_column, rows)
+    tests = np.repeat([False, True], [len(part) for part in parts]) if len(parts) > 1 else None
+    targets = _targets(request, label, getattr(kinds[label], "names", None) or (), rows)
+    image = next((name for name, kind in kinds.items() if type(kind).__name__ == "Image"), "")
+    inputs = _images(request, _column(rows, image)) if image else _features(request, label, parts, tests)
+    client, group = request.client_column, request.group_column
+    clients, client_names = numbered_column(request, client, _column(rows, client)) if client else (None, ())
     return Found(
         inputs=inputs,
         targets=targets,
         clients=clients,
         client_names=client_names,
-        units=units,
+        units=numbered_column(request, group, _column(rows, group))[0] if group else None,
         tests=tests,
     )
+
+
+def _column(rows: Sequence[Any], name: str) -> list[Any]:
+    return [value for part in rows for value in part[name]]
 
 
 def _splits(request: OwnData) -> list[Any]:
@@ -63,10 +63,8 @@ def _splits(request: OwnData) -> list[Any]:
     try:
         data = FederatedDataset(dataset=request.path, partitioners={"train": IidPartitioner(1)}, shuffle=False)
         parts = [data.load_split("train")]
-        for name in ("test", "validation", "valid"):
-            if name in data._dataset:
-                parts.append(data.load_split(name))
-                break
+        names = [name for name in ("test", "validation", "valid") if name in data._dataset]
+        parts += map(data.load_split, names[:1])
     except Exception as error:  # the hub's client raises errors of many packages
         raise DataError(
             f"dataset={request.name!r} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}. "
@@ -79,11 +77,9 @@ def _label_column(request: OwnData, columns: list[str]) -> str:
     """Return the column with the targets; ConfigError unless there is one and the keys name columns."""
     label = request.label_column or next((name for name in _LABELS if name in columns), "")
     keys = {"label-column": label, "client-column": request.client_column, "group-column": request.group_column}
-    problems = [
-        f"{key}={name!r} is not a column of dataset={request.name!r}; it has {shown(columns, 20)}."
-        for key, name in keys.items()
-        if name and name not in columns
-    ]
+    wrong = {key: name for key, name in keys.items() if name and name not in columns}
+    listing = f"dataset={request.name!r}; it has {shown(columns, 20)}."
+    problems = [f"{key}={name!r} is not a column of {listing}" for key, name in wrong.items()]
     if not label:
         problems.append(f"label-column is not set: name the target among the columns {shown(columns, 20)}.")
     if problems:
@@ -95,8 +91,8 @@ def _targets(request: OwnData, label: str, names: Sequence[str], rows: Sequence[
     """Return the targets from a column, whose numbers stand for these names if there are any."""
     values = np.concatenate([np.asarray(part[label]) for part in rows])
     if names and (values < 0).any():
-        raise DataError(
-            f"dataset={request.name!r}: {int((values < 0).sum())} examples have no label (-1). Save a data set without "
+        raise request.problem(
+            f"{int((values < 0).sum())} examples have no label (-1). Save a data set without "
             "them, or with another test part."
         )
     if names and not request.positive_values:  # the numbers of some classes are not those of their names
@@ -113,11 +109,6 @@ def _features(request: OwnData, label: str, parts: Sequence[Any], tests: Any) ->
     wanted = stated_features(request.feature_columns)
     wanted = wanted or [(name, ()) for name in parts[0].column_names if name not in taken]
     return features_of(request, table, wanted, tests)
-
-
-def _numbered(request: OwnData, column: str, rows: Sequence[Any]) -> tuple[Indices | None, tuple[str, ...]]:
-    """Return the number of the client, or the unit, of each example and the names by number."""
-    return numbered_column(request, column, [v for part in rows for v in part[column]]) if column else (None, ())
 
 
 def _images(request: OwnData, pictures: list[Any]) -> Inputs:

@@ -1,9 +1,11 @@
-"""Own data, read once in a process and divided into training and test examples."""
+"""Own data, read once in a process and divided into training and test examples; where these are in the files."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.validation import split_off
 
-__all__ = ["load", "parts_of", "read", "stamp_of"]
+__all__ = ["OwnRows", "load", "own_rows", "own_sha256", "read", "stamp_of"]
 
 _READERS: dict[str, Callable[[OwnData], Found]] = {
     "folder": read_folder,
@@ -50,12 +52,13 @@ def read(request: OwnData, stamp: tuple[int, ...]) -> Found:
 def stamp_of(request: OwnData) -> tuple[int, ...]:
     """Return times and sizes of a file, or of a folder and what is in it, so that a process notices other data."""
     path = Path(request.path)
+    stamp = list[int]()
     try:
-        inside = sorted(path.iterdir()) if path.is_dir() else []
-        found = [path.stat(), *(one.stat() for one in inside)]
+        for each in [path, *(sorted(path.iterdir()) if path.is_dir() else [])]:
+            stamp += [each.stat().st_mtime_ns, each.stat().st_size]
     except OSError:
         return ()
-    return tuple(number for one in found for number in (one.st_mtime_ns, one.st_size))
+    return tuple(stamp)
 
 
 def load(request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape) -> Loaded:
@@ -74,18 +77,18 @@ def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:
     return None if numbers is None else torch.from_numpy(numbers[part])
 
 
-def _examples(found: Found, parts: Sequence[Indices], shape: Shape) -> list[Examples]:
+def _examples(found: Found, parts: Sequence[Indices], shape: Shape) -> Sequence[Examples]:
     """Return the examples of each part: arrays in memory as they are, image files in this shape."""
     inputs, targets = found.inputs.values, found.targets.values
     if isinstance(inputs, Tensor):
         if not isinstance(targets, Tensor):
             raise TypeError("arrays have arrays of targets")
-        return [Samples(inputs[part], targets[part]) for part in map(torch.from_numpy, parts)]
+        return [Samples(inputs[part], targets[part]) for part in parts]
     order = np.concatenate(parts).tolist()
-    masks = () if isinstance(targets, Tensor) else [targets[at] for at in order]
-    labels = targets[order].tolist() if isinstance(targets, Tensor) else [0] * len(order)
-    paths = [inputs[at] for at in order]
-    return hold(paths, labels, [len(part) for part in parts], shape, masks=masks, checked=True)
+    paths, lengths = [inputs[at] for at in order], [len(part) for part in parts]
+    if isinstance(targets, Tensor):
+        return hold(paths, targets[order].tolist(), lengths, shape, checked=True)
+    return hold(paths, [0] * len(order), lengths, shape, masks=[targets[at] for at in order], checked=True)
 
 
 def parts_of(request: OwnData, found: Found) -> tuple[Indices, Indices]:
@@ -94,18 +97,87 @@ def parts_of(request: OwnData, found: Found) -> tuple[Indices, Indices]:
     Raises:
         ConfigError: the units of one patient are on both sides of the split that the data have.
     """
-    everything = np.arange(len(found), dtype=np.int64)
-    if found.tests is not None:
-        both = () if found.units is None else np.intersect1d(found.units[found.tests], found.units[~found.tests])
+    everything, tests = np.arange(len(found), dtype=np.int64), found.tests
+    if tests is not None:
+        both = () if found.units is None else np.intersect1d(found.units[tests], found.units[~tests])
         if len(both):
             raise ConfigError(
                 f"dataset={request.name!r}: {len(both)} values of the group column are on both sides of the split "
                 "that the data have. Correct the split, or leave split-column out: then a split by group is made."
             )
-        return everything[~found.tests], everything[found.tests]
-    targets = found.targets.values
-    by_class = isinstance(targets, Tensor) and targets.dtype == torch.int64
-    cells = targets.numpy() if by_class and isinstance(targets, Tensor) else np.zeros(len(found), np.int64)
+        return everything[~tests], everything[tests]
+    targets, cells = found.targets.values, np.zeros(len(found), np.int64)
+    if isinstance(targets, Tensor) and targets.dtype == torch.int64:
+        cells = targets.numpy()
     if found.clients is not None:  # every client has its share of test examples
         cells = cells * len(found.client_names) + found.clients
     return split_off(everything, cells, request.test_share, _TEST_SEED, found.units)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRows:
+    """Where the examples are in the user's files.
+
+    Attributes:
+        column: "file" for image files, else "row".
+        names: of all rows in their order: paths below the folder, numbers from 0, or TABLE:NUMBER.
+        train: the row of each training example.
+        test: the row of each test example.
+        divided: whether the data themselves say which are test examples.
+    """
+
+    column: str
+    names: Sequence[int | str]
+    train: Indices
+    test: Indices
+    divided: bool
+
+
+def own_rows(request: OwnData) -> OwnRows:
+    """Return where the training and test examples of own data are in the files.
+
+    Raises:
+        ConfigError: keys do not fit the data.
+        DataError: the data cannot be used.
+    """
+    found = read(request, stamp_of(request))
+    column, names = "row", list[int | str](range(len(found)))
+    if not isinstance(found.inputs.values, Tensor):
+        column, names = "file", list(_relative(request, found.inputs.values))
+    elif request.kind == "csv" and Path(request.path).is_dir() and found.clients is not None:
+        starts = np.unique(found.clients, return_index=True)[1]  # the tables follow one another, in any order
+        names = [f"{found.client_names[c]}:{at - starts[c]}" for at, c in enumerate(found.clients)]
+    return OwnRows(column, names, *parts_of(request, found), found.tests is not None)
+
+
+def _relative(request: OwnData, paths: Sequence[Path]) -> list[str]:
+    return [path.relative_to(request.path).as_posix() for path in paths]
+
+
+def own_sha256(request: OwnData) -> str:
+    """Return the SHA-256 of the examples in their order and of the division into training and test examples.
+
+    The clients that the data name count, too. Image files count by their paths and sizes.
+
+    Raises:
+        ConfigError: keys do not fit the data.
+        DataError: the data cannot be used.
+    """
+    return _sha256(request, stamp_of(request))
+
+
+@functools.lru_cache(maxsize=8)
+def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
+    found, digest = read(request, stamp), hashlib.sha256()
+    for part in (found.inputs.values, found.targets.values):
+        if isinstance(part, Tensor):
+            digest.update(part.contiguous().numpy().tobytes())
+        else:
+            names = zip(_relative(request, part), part, strict=True)
+            digest.update("\n".join(f"{name} {path.stat().st_size}" for name, path in names).encode())
+    for rows in parts_of(request, found):
+        digest.update(rows.tobytes())
+    if found.clients is not None:
+        digest.update(found.clients.tobytes())
+    digest.update("\n".join(found.client_names).encode())
+    return digest.hexdigest()

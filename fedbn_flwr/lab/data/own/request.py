@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,6 +75,10 @@ class OwnData:
         """The names in ``class_names``."""
         return tuple(listed(self.class_names))
 
+    def problem(self, text: str) -> DataError:
+        """Return the error that says what is wrong with these data."""
+        return DataError(f"dataset={self.name!r}: {text}")
+
     @staticmethod
     def parse(dataset: str) -> tuple[str, str]:
         """Return kind and path.
@@ -98,16 +103,16 @@ class OwnData:
             DataError: nothing is there.
         """
         path = Path(self.path)
-        if not path.exists():
-            near = path.parent if path.parent.is_dir() else None
-            beside = f" {near} has {shown(sorted(p.name for p in near.iterdir()))}." if near else ""
-            raise DataError(f"dataset={self.name!r}: there is no such file or folder.{beside}")
-        return path
+        if path.exists():
+            return path
+        parent = path.parent
+        beside = f" {parent} has {shown(sorted(os.listdir(parent)))}." if parent.is_dir() else ""
+        raise self.problem(f"there is no such file or folder.{beside}")
 
 
-def listed(text: str) -> list[str]:
+def listed(text: str, separator: str = ",") -> list[str]:
     """Return the entries of a comma list."""
-    return [entry.strip() for entry in text.split(",") if entry.strip()]
+    return [entry.strip() for entry in text.split(separator) if entry.strip()]
 
 
 def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
@@ -130,17 +135,18 @@ def numbered_classes(
         return numbered(values)
     number = {name: at for at, name in enumerate(names)}
     if unknown := sorted({str(value) for value in values} - number.keys()):
-        raise DataError(f"dataset={request.name!r}: {what} have {shown(unknown)}; class-names has {shown(names, 20)}.")
+        raise request.problem(f"{what} have {shown(unknown)}; class-names has {shown(names, 20)}.")
     return np.array([number[str(value)] for value in values], np.int64), names
 
 
-def warning_of_gaps(request: OwnData, found: int, largest: int) -> tuple[str, ...]:
-    """Return the warning that most of the numbers 0 to ``largest`` are no class; () if the config has their number."""
-    if request.num_classes or largest < _MANY or 2 * found > largest:
+def warning_of_gaps(request: OwnData, count: int, largest: int) -> tuple[str, ...]:
+    """Return the warning that few of the numbers 0 to ``largest`` are classes; () if the config has their number."""
+    if request.num_classes or largest < _MANY or 2 * count > largest:
         return ()
+    classes = "1 class" if count == 1 else f"{count} classes"
     return (
-        f"{found} class{'es' * (found > 1)}, and the largest is {largest}: a model has {largest + 1} outputs. Save the "
-        f"classes as 0 to {max(found - 1, 1)}, or set num-classes={largest + 1} if the others are to come",
+        f"{classes}, and the largest is {largest}: a model has {largest + 1} outputs. Save the classes as 0 to "
+        f"{max(count - 1, 1)}, or set num-classes={largest + 1} if the others are to come",
     )
 
 
@@ -157,8 +163,8 @@ def oddly_written(texts: Sequence[str]) -> str:
     """Return what is wrong with text that consists of numbers which Python does not read as such; "" otherwise."""
     if all(is_number(text) for text in texts) or not all(_NUMBER.fullmatch(str(text).strip()) for text in texts):
         return ""
-    found = shown(sorted({str(text) for text in texts}), 3)
-    return f"numbers with a decimal comma, a thousands separator or a trailing % ({found}): write 0.5 and 1100"
+    examples = shown(sorted({str(text) for text in texts}), 3)
+    return f"numbers with a decimal comma, a thousands separator or a trailing % ({examples}): write 0.5 and 1100"
 
 
 def left_out(request: OwnData, names: Sequence[str]) -> tuple[str, ...]:
@@ -171,7 +177,7 @@ def left_out(request: OwnData, names: Sequence[str]) -> tuple[str, ...]:
 
 def shown(names: Sequence[str], most: int = 8) -> str:
     """Return the first names, for messages."""
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "") if names else "nothing"
+    return ", ".join([*names[:most], *(["..."] if len(names) > most else [])]) or "nothing"
 
 
 def chosen_task(request: OwnData, shown_by_targets: str, allowed: Sequence[str]) -> Task:

@@ -44,51 +44,50 @@ def read_table(request: OwnData) -> Found:
     """
     table, from_files = read_tables(request)
     columns = [str(name) for name in table.columns]
-    used = _columns_of_keys(request, columns)
-    _refuse_unusable(request, columns, used, from_files)
+    stated = stated_features(request.feature_columns, columns)
+    used = {
+        "label-column": listed(request.label_column),
+        "client-column": listed(request.client_column),
+        "group-column": listed(request.group_column),
+        "split-column": listed(request.split_column),
+    }
+    _refuse_unusable(request, columns, {**used, "feature-columns": [name for name, _ in stated]}, from_files)
     if not len(table):
         raise DataError(f"dataset={request.name!r} has no rows.")
     targets = _targets(request, table, used["label-column"])
     tests = as_tests(request, _values(table[request.split_column]), "split-column") if request.split_column else None
-    wanted, nameless = _feature_columns(request, columns, used)
-    inputs = features_of(request, table, wanted, tests)
+    taken = {FILE}.union(*used.values())
+    if both := [name for name, _ in stated if name in taken]:
+        raise ConfigError(
+            f"feature-columns names {shown(both)}, which another key (label-, client-, group- or split-column) uses: "
+            "remove it there."
+        )
+    free = [name for name in columns if name not in taken]
+    nameless = [] if stated else list(filter(_NAMELESS.fullmatch, free))
+    inputs = features_of(request, table, stated or [(name, ()) for name in free if name not in nameless], tests)
     clients, client_names = _numbered(request, table, FILE if from_files else request.client_column)
-    units, _ = _numbered(request, table, request.group_column)
+    notes = [f"column {name!r} has no name in the file and is left out" for name in nameless]
     return Found(
         inputs=inputs,
         targets=targets,
         clients=clients,
         client_names=client_names,
-        units=units,
+        units=_numbered(request, table, request.group_column)[0],
         tests=tests,
-        notes=(
-            *notes_of_others(request),
-            *(f"column {name!r} has no name in the file and is left out" for name in nameless),
-        ),
+        notes=(*notes_of_others(request), *notes),
     )
-
-
-def _columns_of_keys(request: OwnData, columns: Sequence[str]) -> dict[str, list[str]]:
-    """Return the columns that each key of the config names."""
-    return {
-        "label-column": listed(request.label_column),
-        "client-column": listed(request.client_column),
-        "group-column": listed(request.group_column),
-        "split-column": listed(request.split_column),
-        "feature-columns": [name for name, _ in stated_features(request.feature_columns, columns)],
-    }
 
 
 def _refuse_unusable(
     request: OwnData, columns: Sequence[str], used: Mapping[str, Sequence[str]], from_files: bool
 ) -> None:
     """Raise ConfigError unless the keys name columns of the table, and one is the target."""
-    problems = [
-        f"{key}={name!r} is not a column of dataset={request.name!r}. {_near(name, columns)}"
-        for key, names in used.items()
-        for name in names
-        if name not in columns
-    ]
+    problems = []
+    for key, names in used.items():
+        for name in (name for name in names if name not in columns):
+            near = difflib.get_close_matches(name, columns, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"It has {shown(columns, 20)}."
+            problems.append(f"{key}={name!r} is not a column of dataset={request.name!r}. {hint}")
     if not used["label-column"]:
         problems.append(f"label-column is not set: name the target among the columns {shown(columns, 20)}.")
     if from_files and request.client_column:
@@ -103,24 +102,8 @@ def _targets(request: OwnData, table: Any, labels: list[str]) -> Targets:
     """Return the targets from the column, or columns, of these names."""
     refuse_lists_and_dates(request, table, labels)
     values = _values(table[labels[0]] if len(labels) == 1 else table[labels])
-    read = read_targets(request, values, f"column {request.label_column!r}", functools.partial(row_of, table))
-    return replace(read, class_names=tuple(labels)) if len(labels) > 1 else read
-
-
-def _feature_columns(
-    request: OwnData, columns: Sequence[str], used: Mapping[str, Sequence[str]]
-) -> tuple[list[tuple[str, tuple[str, ...]]], list[str]]:
-    """Return the columns of the features and their categories; and columns left out because they have no name."""
-    taken = {name for key, names in used.items() if key != "feature-columns" for name in names} | {FILE}
-    stated = stated_features(request.feature_columns, columns)
-    if both := [name for name, _ in stated if name in taken]:
-        raise ConfigError(
-            f"feature-columns names {shown(both)}, which another key (label-, client-, group- or split-column) uses: "
-            "remove it there."
-        )
-    free = [name for name in columns if name not in taken]
-    nameless = [name for name in free if _NAMELESS.fullmatch(name) and not request.feature_columns]
-    return stated or [(name, ()) for name in free if name not in nameless], nameless
+    targets = read_targets(request, values, f"column {request.label_column!r}", functools.partial(row_of, table))
+    return replace(targets, class_names=tuple(labels)) if len(labels) > 1 else targets
 
 
 def _numbered(request: OwnData, table: Any, column: str) -> tuple[Indices | None, tuple[str, ...]]:
@@ -137,12 +120,9 @@ def _values(column: Any) -> Any:
     values = column.to_numpy()
     if values.dtype.kind in "biuf":
         return values
-    flat = [None if pd.isna(v) else v.strip() if isinstance(v, str) else v for v in values.flat]
-    found = np.empty(len(flat), dtype=object)
-    found[:] = flat
-    return found.reshape(values.shape)
-
-
-def _near(name: str, columns: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, columns, n=1)
-    return f"Did you mean {near[0]!r}?" if near else f"It has {shown(columns, 20)}."
+    cleaned = np.empty(values.shape, dtype=object)
+    for at, value in np.ndenumerate(values):
+        cleaned[at] = value.strip() if isinstance(value, str) else value
+        if pd.isna(value):
+            cleaned[at] = None
+    return cleaned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -38,44 +39,46 @@ def read_tables(request: OwnData) -> tuple[Any, bool]:
     files = _files_of(path)
     if not files:
         raise DataError(
-            f"dataset={request.name!r} has no tables ({', '.join(SUFFIXES)}); it has "
-            f"{shown(sorted(p.name for p in path.iterdir()))}."
+            f"dataset={request.name!r} has no tables ({', '.join(SUFFIXES)}); it has {shown(sorted(os.listdir(path)))}."
         )
-    if len({file.stem for file in files}) < len(files):
-        raise DataError(f"dataset={request.name!r}: two tables have the same name ({shown([f.name for f in files])}).")
+    names = [file.stem for file in files]
+    if len({*names}) < len(files):
+        raise request.problem(f"two tables have the same name ({shown([file.name for file in files])}).")
     tables = [_table(request, file) for file in files]
     for file, table in zip(files, tables, strict=True):
         if not len(table):
-            raise DataError(f"dataset={request.name!r}: {file.name} has no rows.")
-        if set(table.columns) != set(tables[0].columns):
-            different = sorted(map(str, set(table.columns) ^ set(tables[0].columns)))
-            raise DataError(
-                f"dataset={request.name!r}: {file.name} and {files[0].name} differ in the columns {shown(different)}."
-            )
-    return _joined(tables, [file.stem for file in files]), True
+            raise request.problem(f"{file.name} has no rows.")
+        if different := sorted({*table.columns} ^ {*tables[0].columns}):
+            raise request.problem(f"{file.name} and {files[0].name} differ in the columns {shown(different)}.")
+    return _joined(tables, names), True
 
 
 def notes_of_others(request: OwnData) -> tuple[str, ...]:
     """Return the note of files in a folder of tables that are no tables."""
     path = request.existing()
     inside = path.iterdir() if path.is_dir() else ()
-    others = [p.name for p in inside if p.is_file() and not p.name.startswith(".")]
-    return left_out(request, [name for name in others if Path(name).suffix.lower() not in SUFFIXES])
+    others = [p.name for p in inside if p.is_file() and not p.name.startswith(".") and not _is_table(p)]
+    return left_out(request, others)
 
 
 def _files_of(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    return sorted(p for p in folder.iterdir() if _is_table(p) and not p.name.startswith("."))
+
+
+def _is_table(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
 
 
 def _joined(tables: list[Any], names: list[str]) -> Any:
     """Return one table; a column that is text in one file and numbers in another becomes text in all."""
     import pandas as pd
 
-    for name in tables[0].columns:
-        if len({pd.api.types.is_numeric_dtype(t[name]) for t in tables if t[name].notna().any()}) > 1:
-            for table in tables:
-                table[name] = table[name].map(lambda v: None if pd.isna(v) else as_text(v))
     columns = list(tables[0].columns)
+    for name in columns:
+        kinds = {pd.api.types.is_numeric_dtype(table[name]) for table in tables if table[name].notna().any()}
+        if len(kinds) > 1:
+            for table in tables:
+                table[name] = table[name].map(lambda value: None if pd.isna(value) else as_text(value))
     named = [table[columns].assign(**{FILE: name}) for table, name in zip(tables, names, strict=True)]
     return pd.concat(named, ignore_index=True)
 
@@ -85,7 +88,7 @@ def _table(request: OwnData, path: Path, rows: int | None = None) -> Any:
 
     try:
         if not path.stat().st_size:
-            raise DataError(f"dataset={request.name!r}: {path} is empty.")
+            raise request.problem(f"{path} is empty.")
         if path.suffix.lower() == ".parquet":
             table = pd.read_parquet(path)
             header = list(table.columns)
@@ -93,21 +96,23 @@ def _table(request: OwnData, path: Path, rows: int | None = None) -> Any:
             header, table = _csv(path, rows)
     except DataError:
         raise
-    except pd.errors.ParserWarning as error:
-        raise DataError(
-            f"dataset={request.name!r}: rows of {path} have more values than the first has names. Name each column."
-        ) from error
-    except UnicodeError as error:
-        raise DataError(f"dataset={request.name!r}: {path} is not UTF-8 ({error}). Save it as UTF-8.") from error
-    except (OSError, ValueError, ImportError) as error:  # pandas' parser errors are ValueErrors
-        raise DataError(f"dataset={request.name!r}: {path} cannot be read: {error}") from error
     except Exception as error:  # csv.Error and Arrow's errors have no common base
-        raise DataError(f"dataset={request.name!r}: {path} cannot be read: {type(error).__name__}: {error}") from error
+        raise request.problem(_why_unreadable(path, error)) from error
     table.columns = [str(name).strip() for name in table.columns]
     given = [str(name).strip() for name in header]
     if twice := sorted({name for name in given if name and given.count(name) > 1}):
-        raise DataError(f"dataset={request.name!r}: {path} has two columns {shown(twice)}. Rename one of them.")
+        raise request.problem(f"{path} has two columns {shown(twice)}. Rename one of them.")
     return with_numbers(table)
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    import pandas as pd
+
+    if isinstance(error, pd.errors.ParserWarning):
+        return f"rows of {path} have more values than the first has names. Name each column."
+    if isinstance(error, UnicodeError):
+        return f"{path} is not UTF-8 ({error}). Save it as UTF-8."
+    return f"{path} cannot be read: {type(error).__name__}: {error}"
 
 
 def _csv(path: Path, rows: int | None) -> tuple[list[str], Any]:

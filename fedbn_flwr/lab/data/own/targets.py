@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.data.own.features import as_text
 from fedbn_flwr.lab.data.own.found import Targets
 from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, listed, numbered_classes, oddly_written, shown
 
@@ -43,22 +44,27 @@ def read_targets(
     if values.ndim == 2:
         return _several(request, values, what, row)
     if values.ndim != 1:
-        raise DataError(f"dataset={request.name!r}: {what} have shape {values.shape}; (N,) or (N, K) needed.")
-    text = values.dtype.kind not in "biuf"
-    if request.task == "regression" and not text:
-        return _numbers(request, values)
-    if text or values.dtype.kind in "biu" or _are_labels(request, values, what):
-        return _classes(request, values, what, text, names)
-    return _numbers(request, values)
+        raise request.problem(f"{what} have shape {values.shape}; (N,) or (N, K) needed.")
+    kind = values.dtype.kind
+    are_text, are_whole = kind not in "biuf", kind in "biu"
+    as_numbers = request.task == "regression" and not are_text
+    if not as_numbers and (are_text or are_whole or _are_labels(request, values, what)):
+        return _classes(request, values, what, are_text, names)
+    task = chosen_task(request, "regression", ("regression",))
+    return Targets(torch.from_numpy(values.astype(np.float32)), task, 1)
 
 
 def _refuse_missing(request: OwnData, values: Any, what: str, row: Callable[[int], str]) -> None:
-    missing = _missing(values)
+    missing = np.zeros(values.shape, bool)
+    if values.dtype.kind == "f":
+        missing = ~np.isfinite(values)
+    elif values.dtype.kind == "O":
+        missing = np.vectorize(lambda value: value is None or value != value, otypes=[bool])(values)
     if missing.any():
-        first = int(np.flatnonzero(missing.reshape(len(values), -1).any(1))[0])
-        raise DataError(
-            f"dataset={request.name!r}: {int(missing.sum())} of the {len(values)} values of {what} are missing or "
-            f"infinite (the first in {row(first)}, counted from 0). Leave these examples out, or fill them in."
+        first = int(np.argwhere(missing)[0][0])
+        raise request.problem(
+            f"{int(missing.sum())} of the {len(values)} values of {what} are missing or infinite (the first in "
+            f"{row(first)}, counted from 0). Leave these examples out, or fill them in."
         )
 
 
@@ -70,77 +76,75 @@ def _are_labels(request: OwnData, values: Any, what: str) -> bool:
     Raises:
         ConfigError: the config must say it, or its task does not fit.
     """
-    whole = bool(np.all(np.mod(values, 1) == 0))
-    asked = bool(request.task) or request.num_classes > 0
-    if whole and (asked or bool(np.isin(values, (0, 1)).all())):
+    whole, different = bool(np.all(np.mod(values, 1) == 0)), np.unique(values)
+    if whole and (request.task or request.num_classes or np.isin(different, (0, 1)).all()):
         return True
     if request.task:
         raise ConfigError(
             f"task={request.task} does not fit {what} of dataset={request.name!r}: numbers with fractions "
-            f"({shown([str(v) for v in values[:3]])}) are for task=regression."
+            f"({_shown(values[:3])}) are for task=regression."
         )
-    if whole and len(np.unique(values)) <= _FEW:
+    if whole and len(different) <= _FEW:
         raise ConfigError(
-            f"dataset={request.name!r}: {what} are whole numbers with a decimal point "
-            f"({shown([str(v) for v in np.unique(values)])}): set task=classification if they are classes, "
-            "task=regression if not."
+            f"dataset={request.name!r}: {what} are whole numbers with a decimal point ({_shown(different)}): set "
+            "task=classification if they are classes, task=regression if not."
         )
     return False
 
 
-def _classes(request: OwnData, values: Any, what: str, text: bool, known: Sequence[str]) -> Targets:
-    counts = len(np.unique(values))
-    if text and (odd := oddly_written(values.tolist())) and not (request.classes or known):
-        raise DataError(f"dataset={request.name!r}: {what} are {odd}, or state them as class-names.")
-    if counts > _MOST_CLASSES and counts > len(values) // 2:
-        raise DataError(
-            f"dataset={request.name!r}: {what} have {counts} different values in {len(values)} examples, which are no "
-            "classes. Use another label-column, or task=regression for numbers."
+def _classes(request: OwnData, values: Any, what: str, are_text: bool, known: Sequence[str]) -> Targets:
+    """Return classes; numbers from 0 are those of the classes, others, 1 and 2 say, are numbered in their order."""
+    different = len(np.unique(values))
+    if are_text and not (request.classes or known) and (odd := oddly_written(values.tolist())):
+        raise request.problem(f"{what} are {odd}, or state them as class-names.")
+    if different > _MOST_CLASSES and different > len(values) // 2:
+        raise request.problem(
+            f"{what} have {different} different values in {len(values)} examples, which are no classes. Use another "
+            "label-column, or task=regression for numbers."
         )
-    names: tuple[str, ...] = ()
     most = request.num_classes or (2 if request.task == "binary" else _MOST_CLASSES)
-    # Numbers from 0 are the classes; others, 1 and 2 say, are numbered in their order.
-    if not request.classes and not text and values.min() == 0 and values.max() < most:
-        labels = values.astype(np.int64)  # the numbers of the classes
-        found = int(labels.max()) + 1
+    if not request.classes and not are_text and values.min() == 0 and values.max() < most:
+        labels, names = values.astype(np.int64), tuple[str, ...]()
+        count = int(labels.max()) + 1
     else:
-        labels, names = numbered_classes(request, [v if text else int(v) for v in values.tolist()], what, known)
-        found = len(names)
-    task = chosen_task(request, "classification", ("classification", *(("binary",) if found <= 2 else ())))
-    if request.num_classes and request.num_classes < found:
+        entries = values.tolist() if are_text else [int(value) for value in values]
+        labels, names = numbered_classes(request, entries, what, known)
+        count = len(names)
+    task = chosen_task(request, "classification", ("classification", "binary") if count <= 2 else ("classification",))
+    if request.num_classes and request.num_classes < count:
         raise ConfigError(
-            f"num-classes={request.num_classes} is fewer than the {found} classes in {what} of dataset="
-            f"{request.name!r}."
+            f"num-classes={request.num_classes} is fewer than the {count} classes in {what} of "
+            f"dataset={request.name!r}."
         )
-    if task.name != "binary" and max(found, request.num_classes) < 2:
-        raise DataError(
-            f"dataset={request.name!r}: {what} have one class only ({shown([str(v) for v in values[:1]])})."
-        )
-    outputs = 1 if task.name == "binary" else max(found, request.num_classes)
+    outputs = max(count, request.num_classes)
+    if task.name == "binary":
+        outputs = 1
+    elif outputs < 2:
+        raise request.problem(f"{what} have one class only ({_shown(values[:1])}).")
     return Targets(torch.from_numpy(labels), task, outputs, names)
 
 
 def _several(request: OwnData, values: Any, what: str, row: Callable[[int], str]) -> Targets:
+    """Return labels or numbers, several for each example, or the classes of one-hot rows."""
     if values.dtype.kind not in "biuf":
-        raise DataError(f"dataset={request.name!r}: {what} hold text; several targets must be numbers.")
-    labels = bool(np.isin(values, (0, 1)).all())
-    one_hot = labels and bool((values.sum(1) == 1).all())
+        raise request.problem(f"{what} hold text; several targets must be numbers.")
+    are_labels = bool(np.isin(values, (0, 1)).all())
+    others = np.flatnonzero(values.sum(1) != 1)
+    one_hot = are_labels and not len(others)
     if one_hot and not request.task:
         raise ConfigError(
             f"dataset={request.name!r}: {what} have a single 1 in each row: set task=classification if each example "
             "is of one class, task=multi-label if several labels could be true."
         )
-    if request.task == "classification" and labels and not one_hot:
-        first = int(np.flatnonzero(values.sum(1) != 1)[0])
-        raise ConfigError(
-            f"task=classification does not fit {what} of dataset={request.name!r}: {row(first)} has "
-            f"{int(values[first].sum())} labels. Several labels are for task=multi-label."
-        )
     if one_hot and request.task == "classification":
         return _of_columns(request, values, what)
-    task = chosen_task(
-        request, "multi-label" if labels else "regression", (*(("multi-label",) if labels else ()), "regression")
-    )
+    if are_labels and request.task == "classification":
+        raise ConfigError(
+            f"task=classification does not fit {what} of dataset={request.name!r}: {row(int(others[0]))} has "
+            f"{int(values[others[0]].sum())} labels. Several labels are for task=multi-label."
+        )
+    allowed = ("multi-label", "regression") if are_labels else ("regression",)
+    task = chosen_task(request, allowed[0], allowed)
     return Targets(torch.from_numpy(values.astype(np.float32)), task, values.shape[1])
 
 
@@ -155,55 +159,38 @@ def _of_columns(request: OwnData, values: Any, what: str) -> Targets:
     return Targets(torch.from_numpy(values.argmax(1)), task, max(columns, request.num_classes), request.classes)
 
 
-def _numbers(request: OwnData, values: Any) -> Targets:
-    task = chosen_task(request, "regression", ("regression",))
-    return Targets(torch.from_numpy(values.astype(np.float32)), task, 1)
-
-
 def _binary(request: OwnData, values: Any, what: str) -> Targets:
-    """Return the classes 0 and 1 by ``positive-values``."""
-    positive, notes = _positive(request, values, what)
-    task = chosen_task(request, "binary", ("binary", "classification"))
-    outputs = 1 if task.name == "binary" else 2
-    return Targets(torch.from_numpy(positive.astype(np.int64)), task, outputs, ("negative", "positive"), notes)
-
-
-def _positive(request: OwnData, values: Any, what: str) -> tuple[Any, tuple[str, ...]]:
-    """Return which targets count as positive, and a note of positive values that are not there."""
-    absent: list[str] = []
-    text = request.positive_values.strip()
+    """Return the classes 0 and 1 by ``positive-values``, and a note of those of them that are not there."""
+    text, different = request.positive_values.strip(), np.unique(values)
     if values.ndim != 1:
         raise ConfigError(f"positive-values={text!r} is for one target; {what} have {values.shape[1]}.")
-    found = [str(v) for v in np.unique(values).tolist()]
+    absent, has_others = list[str](), len(different) > 1  # a hospital may have one value only
     if text.startswith(">"):
         try:
-            bound = float(text[1:])
-            positive = values.astype(float) > bound
+            positive = values.astype(float) > float(text[1:])
         except ValueError as error:
             raise ConfigError(
-                f"positive-values={text!r}: > needs a number, and numbers in {what} (found: {shown(found)})."
+                f"positive-values={text!r}: > needs a number, and numbers in {what} (found: {_shown(different)})."
             ) from error
     else:
-        wanted = listed(text)
-        as_text = np.array([_plain(v) for v in values.tolist()])
-        absent = [entry for entry in wanted if entry not in as_text]
-        if len(absent) == len(wanted) and len(found) > 1:  # a hospital may have one value only
-            raise ConfigError(f"positive-values={text!r}: {shown(wanted)} not found in {what} (found: {shown(found)}).")
-        positive = np.isin(as_text, wanted)
-    if not positive.any() and len(found) > 1:
-        raise ConfigError(f"positive-values={text!r}: none of the values of {what} is positive ({shown(found)}).")
-    notes = (f"positive-values: {shown(absent)} not found in {what} (found: {shown(found)})",) if absent else ()
-    return positive, notes
+        wanted, written = listed(text), np.array([as_text(value) for value in values.tolist()])
+        positive, absent = np.isin(written, wanted), [entry for entry in wanted if entry not in written]
+        if len(absent) == len(wanted) and has_others:
+            raise ConfigError(
+                f"positive-values={text!r}: {shown(wanted)} not found in {what} (found: {_shown(different)})."
+            )
+    if not positive.any() and has_others:
+        raise ConfigError(f"positive-values={text!r}: none of the values of {what} is positive ({_shown(different)}).")
+    task = chosen_task(request, "binary", ("binary", "classification"))
+    note = f"positive-values: {shown(absent)} not found in {what} (found: {_shown(different)})"
+    return Targets(
+        torch.from_numpy(positive.astype(np.int64)),
+        task,
+        num_classes=1 if task.name == "binary" else 2,
+        class_names=("negative", "positive"),
+        notes=(note,) if absent else (),
+    )
 
 
-def _plain(value: Any) -> str:
-    """Return a value as a user writes it: 1.0 as 1."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-
-def _missing(values: Any) -> Any:
-    if values.dtype.kind == "f":
-        return ~np.isfinite(values)
-    if values.dtype.kind == "O":
-        return np.vectorize(lambda v: v is None or v != v, otypes=[bool])(values)
-    return np.zeros(values.shape, bool)
+def _shown(values: Any) -> str:
+    return shown([str(value) for value in values])
