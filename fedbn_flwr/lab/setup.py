@@ -31,6 +31,7 @@ __all__ = [
     "on_device",
     "partly_without_effect",
     "pick_device",
+    "ready_to_train",
     "refuse_named_gpu",
     "training_model",
 ]
@@ -82,7 +83,12 @@ def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
 
 def training_model(config: Config) -> nn.Module:
     """Return the model of a config, ready to train."""
-    model = on_device(make_model(config), config)
+    return ready_to_train(make_model(config), config)
+
+
+def ready_to_train(model: nn.Module, config: Config) -> nn.Module:
+    """Return the model on the device of a config, compiled if it says so."""
+    model = on_device(model, config)
     return cast(nn.Module, torch.compile(model)) if config.compile else model
 
 
