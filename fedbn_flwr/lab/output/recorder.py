@@ -1,4 +1,4 @@
-"""Recording a run: test the global model and write a line each round; write model, curves and summary at the end."""
+"""Recording a run: test the global model, write a line at the end of each round; write model, curves and summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
@@ -29,7 +29,6 @@ from fedbn_flwr.lab.output.versions import versions
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS, VALIDATION
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
-from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training.wrappers import load_state
@@ -81,34 +80,41 @@ class Recorder:
         self.stopping = EarlyStopping(config, lines) if config.early_stopping else None
         self._stop()
         self._trained = {str(client) for line in lines for client in line["participants"]}
+        self._tested: dict[str, Any] = {}  # of this round, until its line is written
+        self._by_domain: dict[str, dict[str, float]] = {}
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Count the seconds of a round from now."""
         self._clock = time.monotonic()
 
-    def after_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Write the line of a round; Flower's ``evaluate_fn``, called with round 0 before the first round."""
-        if server_round == 0 or self._strategy is None:
-            self._clock = time.monotonic()
-            return None
-        state = from_record(arrays) if self._due(server_round) else None
-        line = self.write(self._strategy.run.report, state)
-        found = {name: line[f"test-{name}"] for name in self._task.metrics if f"test-{name}" in line}
-        return MetricRecord(found) if found else None
+    def test(self, server_round: int, arrays: ArrayRecord | None = None) -> dict[str, Any]:
+        """Test the global model if this round has a test; return the metrics of ``eval-on``.
 
-    def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
-        """Test in a round with a test, write and return the line of the round, and call ``on_round`` with it."""
+        Args:
+            server_round: the round.
+            arrays: the global model; None = the recorder's model is up to date.
+        """
+        self._tested, self._by_domain = {}, {}
+        if not self._due(server_round):
+            return {}
+        state = from_record(arrays) if arrays else None
+        metrics, self._by_domain = self._tests.run(state)
+        self._tested |= metrics
+        if self._held_out:
+            self._tested |= self._test_held_out(self._held_out, state)
+        return metrics
+
+    def write(self, report: RoundReport) -> dict[str, Any]:
+        """Write and return the line of a round that has been tested, and call ``on_round`` with it."""
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
         reported = self._strategy.names_in_bases("reported_metrics") if self._strategy else []
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
         line |= {key: report.metrics[key] for key in measured if key in report.metrics}
-        due = self._due(report.server_round)
-        tests, domains = self._tests.run(state) if due else ({}, {})
-        line |= tests
-        if due or self._strategy is None:  # a strategy notes the losses of training itself
-            self._note_divergence(report, tests)
-        if due and self._held_out:
-            line |= self._test_held_out(self._held_out, state)
+        line |= self._tested
         self._trained |= {str(client) for client in report.participants}
         line |= client_means(report, self._trained, self._task)
-        domains |= client_means_by_domain(report, self._domain_of, self._task)
+        domains = self._by_domain | client_means_by_domain(report, self._domain_of, self._task)
         line |= self._counted(report)
         if report.evaluations:
             line["clients"] = report.evaluations
@@ -122,7 +128,7 @@ class Recorder:
             line["kept-previous"] = True
         if report.diverged:
             line |= {DIVERGED_AT: report.diverged_at, "diverged": report.diverged}
-        self._clock = time.monotonic()
+        self.start_clock()
         self._add(line)
         return line
 
@@ -164,13 +170,6 @@ class Recorder:
         if self._strategy and self.stopping and self.stopping.stops:
             self._strategy.stopped = True
             logger.info("early stopping: %s was best in round %s", self.stopping.metric, self.stopping.best())
-
-    def _note_divergence(self, report: RoundReport, tested: Mapping[str, Any]) -> None:
-        if self._strategy:
-            self._strategy.note_divergence(losses_not_finite({"": tested}))
-        elif losses := losses_not_finite({"": {**report.metrics, **tested}}):
-            report.diverged, report.diverged_at = losses, report.server_round
-            logger.error("round %d diverged: %s", report.server_round, "; ".join(losses))
 
     def finish(self, state: State, strategy: FedAvg[Any] | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
         """Write model, curves and summary; return the summary.

@@ -29,7 +29,7 @@ from fedbn_flwr.lab.setup import initialise, local_training, ready_to_train
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence
+from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, losses_not_finite
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.training import make_optimizer, train
 from fedbn_flwr.training.batches import Batches
@@ -134,7 +134,8 @@ class _Reference:
                 optimizer=self._optimizer,
                 task=config.learning_task(),
             )
-            line = self._recorder.write(_report(server_round, result))
+            report = _report(server_round, result, self._recorder.test(server_round))
+            line = self._recorder.write(report)
             if self._stopping and self._stopping.best() == server_round:
                 self._best = self._state()
             self._save(server_round, server_round == config.num_server_rounds or _ends(config, line, self._stopping))
@@ -155,7 +156,8 @@ class _Reference:
         return {name: array.copy() for name, array in state.items()}
 
 
-def _report(server_round: int, result: TrainResult) -> RoundReport:
+def _report(server_round: int, result: TrainResult, tested: Mapping[str, Any]) -> RoundReport:
+    """Return the report of a round, and log losses that are not finite."""
     report = RoundReport(server_round, "centralized")
     report.metrics = {
         TRAIN_LOSS: result.loss,
@@ -164,6 +166,9 @@ def _report(server_round: int, result: TrainResult) -> RoundReport:
     }
     if result.accuracy is not None:
         report.metrics[TRAIN_ACCURACY] = result.accuracy
+    if losses := losses_not_finite({"": {**report.metrics, **tested}}):
+        report.diverged, report.diverged_at = losses, server_round
+        logger.error("round %d diverged: %s", server_round, "; ".join(losses))
     return report
 
 

@@ -103,14 +103,24 @@ def _serve(
     if config.data_on_nodes() and config.standardise_as() == "federated":
         strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config, timeout))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
-    if config.watch_statistics:
-        strategy.on_replies = StatisticsLog(folder, config, model, strategy)
+    statistics = StatisticsLog(folder, config, model, strategy) if config.watch_statistics else None
+    strategy.on_replies = statistics
 
-    def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        metrics = recorder.after_round(server_round, arrays)
+    def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round == 0:  # which has no end: the run begins, and can be continued from here
+            manager.after_round(0)
+            recorder.start_clock()
+            return None
+        metrics = recorder.test(server_round, arrays)
+        return MetricRecord(metrics) if metrics else None
+
+    def end_round(server_round: int, *_: object) -> None:
+        if statistics:
+            statistics.write()
+        recorder.write(strategy.run.report)
         manager.after_round(server_round, recorder.stopping)
-        return metrics
 
+    strategy.on_round_end = end_round
     diverged: DivergedError | None = None
     try:
         result = strategy.start(
@@ -119,7 +129,7 @@ def _serve(
             num_rounds=config.num_server_rounds,
             timeout=timeout,
             evaluate_config=ConfigRecord({TEST_SETS: ",".join(_tests_of_clients(config))}),
-            evaluate_fn=after_round,
+            evaluate_fn=test,
         )
     except DivergedError as error:
         result, diverged = error.result, error

@@ -59,7 +59,9 @@ def test_the_command_checks_and_builds_once(counts: Counts, tmp_path: Path) -> N
     assert counts == {"problems_of": 1, "check": 1, "build_model": 1}
 
 
-@pytest.mark.parametrize("more", [{"strategy": "centralized"}, {"strategy": "fixbn", "model": "lenet", "workers": None}])
+@pytest.mark.parametrize(
+    "more", [{"strategy": "centralized"}, {"strategy": "fixbn", "model": "lenet", "workers": None}]
+)
 def test_so_does_a_run_from_python(counts: Counts, more: dict[str, Any], tmp_path: Path) -> None:
     workers = more.pop("workers", 0)
     run_module.run(Config.make({**SMALL, **more}), tmp_path / "out", workers=workers)
