@@ -24,7 +24,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError, StateError
-from fedbn_flwr.lab.config import Config, from_older
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.models import code_changed, code_sha256
@@ -36,7 +36,8 @@ __all__ = ["Checkpoint", "Checkpoints", "StartingPoint", "after_interrupt", "sta
 
 logger = logging.getLogger("flwr")
 
-_VERSION, _KEPT = 1, 2
+_FORMAT = 2  # of a checkpoint
+_KEPT = 2
 _LONG = 120.0  # seconds of work that a kill may cost, and one round
 _FILE = re.compile(r"round-(\d+)\.safetensors")
 _FREE = PLACES | {"num-server-rounds", "on-divergence"}  # a resume may change these; others would make another run
@@ -78,7 +79,7 @@ class Checkpoints:
     def __init__(self, out: Path, config: Config, fingerprint: str) -> None:
         self.folder = out / "checkpoint"
         self._config = config
-        self._owner = {"kind": "server", "version": _VERSION, "fingerprint": fingerprint}
+        self._owner = {"kind": "server", "version": _FORMAT, "fingerprint": fingerprint}
         self._saved_at = time.monotonic()
 
     @property
@@ -158,8 +159,7 @@ class Checkpoints:
         saved = self.latest()
         if saved is None and read_metrics(out / "metrics.jsonl"):
             raise NotResumableError(
-                f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0, or a centralized "
-                "run of an older version?)."
+                f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?)."
             )
         return saved
 
@@ -190,8 +190,11 @@ class Checkpoints:
         path = self._path(server_round)
         content = read_checked(path)
         if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
-            raise StateError(f"{path} is no checkpoint of version {_VERSION}")
-        saved = Config.make(from_older(content["config"])).to_mapping()
+            raise StateError(
+                f"{path} is a checkpoint of another version of fedbn-flwr. Continue the run with that version, or start "
+                "a new one."
+            )
+        saved = Config.make(content["config"]).to_mapping()
         now = self._config.to_mapping()
         if changed := changed_settings(saved, now, _FREE):
             raise ConfigError(
