@@ -94,7 +94,7 @@ def ready_to_train(model: nn.Module, config: Config) -> nn.Module:
 
 def build_options(config: Config) -> dict[str, Any]:
     """Return the arguments of ``build_model`` of a config, as JSON can hold them."""
-    return {
+    options: dict[str, Any] = {
         "name": config.model,
         "num_classes": config.num_outputs(),
         "input_shape": list(config.example_shape()),
@@ -107,9 +107,11 @@ def build_options(config: Config) -> dict[str, Any]:
             "activation": config.activation,
             "gain": config.wsconv_gain,
         },
-        **({"feature_norm": config.feature_norm_scale} if config.feature_norm else {}),
         "seed": config.seed,
     }
+    if config.feature_norm:
+        options["feature_norm"] = config.feature_norm_scale
+    return options
 
 
 def make_model(config: Config) -> nn.Module:
@@ -120,22 +122,22 @@ def make_model(config: Config) -> nn.Module:
 def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     """Return the model as ``make_model``, and what a user may not expect of its BatchNorm, one line each."""
     model = build_model(**build_options(config))
-    warnings = [] if config.strategy == CENTRALIZED else partly_without_effect(split_state(model), config.method())
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    replaced = {
-        path: layer.momentum for path, layer in layers.items() if layer.momentum not in (0.1, config.bn_momentum)
-    }
-    tracks = config.strategy == CENTRALIZED or "bn_momentum" not in config.method().unused(
-        config.params(), config.run_settings()
-    )
-    if replaced and tracks:
-        path, momentum = next(iter(replaced.items()))
+    warnings: list[str] = []
+    uses_momentum = True
+    if config.strategy != CENTRALIZED:
+        warnings += partly_without_effect(split_state(model), config.method())
+        uses_momentum = "bn_momentum" not in config.method().unused(config.params(), config.run_settings())
+    replaced = []
+    for path, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            if layer.momentum not in (0.1, config.bn_momentum):
+                replaced.append(f"'{path}': {layer.momentum}")
+            layer.momentum = config.bn_momentum
+    if replaced and uses_momentum:
         warnings.append(
             f"bn-momentum={config.bn_momentum:g} replaces the momentum of {len(replaced)} BatchNorm layers of model "
-            f"{config.model!r} (of '{path}': {momentum}). Set bn-momentum to the value that the model should have."
+            f"{config.model!r} (of {replaced[0]}). Set bn-momentum to the value that the model should have."
         )
-    for layer in layers.values():
-        layer.momentum = config.bn_momentum
     train_only(model, split(config.train_only), config.frozen_bn)
     return model, warnings
 
@@ -186,6 +188,9 @@ def local_training(config: Config) -> LocalTraining:
 
 def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[Any]:
     """Return the strategy of a config for ``num_nodes`` nodes; the state is split by the model's layer types."""
+    settings = config.params().model_dump() | _tests(config)
+    if config.validation_share and config.strategy == FedBS.name:
+        settings["loss_key"] = VALIDATION_LOSS
     return config.method()(
         fraction_train=config.fraction_train,
         fraction_evaluate=config.fraction_evaluate,
@@ -194,8 +199,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> FedAvg[An
         # All nodes were there at the start (``serve`` counts them); a round does not wait for nodes lost since.
         min_available_nodes=min(num_nodes, config.min_replies),
         parts=split_state(model),
-        **({"loss_key": VALIDATION_LOSS} if config.validation_share and config.strategy == FedBS.name else {}),
-        **{**config.params().model_dump(), **_tests(config)},
+        **settings,
     )
 
 

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,8 +43,6 @@ OnRound = Callable[[Mapping[str, Any]], None]
 
 REFUSED = "a reply was refused; the server's log has the reason"
 _COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
-
-_WHAT_MEAN = " (mean over clients)"
 
 
 class Recorder:
@@ -134,24 +133,23 @@ class Recorder:
 
     def _test_held_out(self, held_out: HeldOut, state: State | None) -> dict[str, Any]:
         """Return the tests of the held-out clients; the model has the global state again afterwards."""
-        whole = state
-        if whole is None:
-            whole = {name: array.copy() for name, array in to_state(self._model.state_dict()).items()}
-        found = held_out.test(self._model, whole, self._strategy)
-        load_state(self._model, tensors(whole))
-        return found
+        if state is None:
+            state = {name: array.copy() for name, array in to_state(self._model.state_dict()).items()}
+        tested = held_out.test(self._model, state, self._strategy)
+        load_state(self._model, tensors(state))
+        return tested
 
     def _counted(self, report: RoundReport) -> dict[str, Any]:
         """Return the examples that were processed, the clients, the traffic, and what privacy was spent."""
-        found: dict[str, Any] = {}
+        counted: dict[str, Any] = {}
         clients = report.clients.values() or [report.metrics]
         if not self._withheld:
-            found["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
-            found[DROPPED_BATCHES] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
-        found |= {"participants": report.participants, **_moved(report.train), **report.privacy}
+            counted["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
+            counted[DROPPED_BATCHES] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
+        counted |= {"participants": report.participants, **_moved(report.train), **report.privacy}
         if report.evaluate.exchanges:
-            found |= _moved(report.evaluate, "evaluation-")
-        return found
+            counted |= _moved(report.evaluate, "evaluation-")
+        return counted
 
     def _add(self, line: dict[str, Any]) -> None:
         """Write the line of a round, stop the run if it is time, and tell the log and ``on_round``."""
@@ -159,9 +157,12 @@ class Recorder:
         if self.stopping:
             self.stopping.add(line)
             self._stop()
-        names = (*headlines(self._config), TRAIN_LOSS)
-        shown = " ".join(f"{k} {line[k]:.4f}{_WHAT_MEAN * k.startswith('personal')}" for k in names if k in line)
-        logger.info("round %d/%d: %s", line["round"], self._config.num_server_rounds, shown)
+        shown = []
+        for name in (*headlines(self._config), TRAIN_LOSS):
+            if name in line:
+                what = " (mean over clients)" if name.startswith("personal") else ""
+                shown.append(f"{name} {line[name]:.4f}{what}")
+        logger.info("round %d/%d: %s", line["round"], self._config.num_server_rounds, " ".join(shown))
         if self._on_round:
             self._on_round(line)
 
@@ -211,16 +212,19 @@ class Recorder:
         measured = [line for line in lines if line.get(headline) is not None]
         choose = max if self._task.higher_is_better else min
         best = choose(measured, key=lambda line: line[headline], default={})
-        kept_round = self.stopping.best() if self.stopping else None
-        tested = [line for line in lines if self._due(line["round"]) or line.get(headline) is not None]
-        last = lines[kept_round - 1] if kept_round else tested[-1] if measured else {}
-        kept = ("train-", "test-", "personal-", f"{VALIDATION}-", HELD_OUT, "domains")
-        final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
+        best_validated = self.stopping.best() if self.stopping else None
+        last: Mapping[str, Any] = {}
+        if best_validated:
+            last = lines[best_validated - 1]
+        elif measured:
+            last = [line for line in lines if self._due(line["round"]) or line.get(headline) is not None][-1]
+        results = ("train-", "test-", "personal-", f"{VALIDATION}-", HELD_OUT, "domains")
+        final = {key: value for key, value in last.items() if key == "round" or key.startswith(results)}
         if measured:
             final.setdefault(headline, None)
-            self._warn_of_result(final, headline, kept_round or len(lines))
+            self._warn_of_result(final, headline, best_validated or len(lines))
         by, positive = self._config.test_bn_settings(), self._model_description.positive
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "headline": headline,
             "final": final,
             "definitions": definitions(final, last, self._tests.num_examples, federated, by, positive),
@@ -230,12 +234,15 @@ class Recorder:
             "seconds": round(sum(line["seconds"] for line in lines), 3),
             "rejected": sum(len(line["rejected"]) for line in lines),
         }
-        if since := next((line[DIVERGED_AT] for line in lines if DIVERGED_AT in line), None):
-            found[DIVERGED_AT] = since
+        if since := [line[DIVERGED_AT] for line in lines if DIVERGED_AT in line]:
+            figures[DIVERGED_AT] = since[0]
         if self.stopping:
-            found["stopped-early"] = self.stopping.stops and len(lines) < self._config.num_server_rounds
-            found["best-validation"] = {"round": kept_round, self.stopping.metric: last.get(self.stopping.metric)}
-        return found
+            figures["stopped-early"] = self.stopping.stops and len(lines) < self._config.num_server_rounds
+            figures["best-validation"] = {
+                "round": best_validated,
+                self.stopping.metric: last.get(self.stopping.metric),
+            }
+        return figures
 
     def _warn_of_result(self, final: Mapping[str, Any], headline: str, of_model: int) -> None:
         """Warn where the result has no value, or is not that of the saved model."""
@@ -260,8 +267,7 @@ def _moved(traffic: Traffic, prefix: str = "") -> dict[str, int]:
 
 
 def _totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    counted = [(k, v) for line in lines for k, v in line.items() if k.removeprefix("evaluation-") in _COUNTED]
-    totals: dict[str, int] = {}
-    for key, value in counted:
-        totals[key] = totals.get(key, 0) + value
-    return totals
+    totals: Counter[str] = Counter()
+    for line in lines:
+        totals.update({key: value for key, value in line.items() if key.removeprefix("evaluation-") in _COUNTED})
+    return dict(totals)
