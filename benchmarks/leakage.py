@@ -74,7 +74,7 @@ def _rows(name: str, data_dir: str, num_shadows: int) -> list[list[str]]:
     config = Config.make(settings | ({"data-dir": data_dir} if name != "digits" else {}))
     with tempfile.TemporaryDirectory() as folder:
         run(config, Path(folder) / "out", workers=0)
-        config, _ = preflight(config, Path(folder) / "next")
+        config = preflight(config, Path(folder) / "next").config
         data = partitioned_data(config, CLIENTS)
         before = {key: value.numpy() for key, value in global_state(Path(folder) / "out").items()}
     size = int(np.median([len(own) for own in data.train]))

@@ -115,7 +115,7 @@ def _run(name: str, data_dir: str, method: str, noise: float, norm: float, seed:
 def _stock(settings: Mapping[str, Any], noise: float, norm: float) -> float:
     """Return the accuracy of FedAvg with BatchNorm in Flower's own wrapper."""
     with tempfile.TemporaryDirectory() as folder:
-        config, _ = preflight(Config.make(settings), Path(folder) / "out")
+        config = preflight(Config.make(settings), Path(folder) / "out").config
         model = make_model(config)
         initialise(model, config)
         strategy = make_strategy(config, model, CLIENTS)

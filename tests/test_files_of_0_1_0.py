@@ -1,8 +1,8 @@
 """Files that version 0.1.0 wrote before its modules moved can be read, and give the same bits.
 
-``tests/fixtures/files_of_0_1_0`` was written by the commit ce002ea: a run of FedBN with momentum, cut after round 2 (a
-checkpoint, and what clients keep), the state folder of two nodes with the mod after two rounds, and the replay log of
-a synchronised step after its first exchange. ``expected.json`` holds what that commit makes of them.
+``tests/fixtures/files_of_0_1_0`` was written by the commit ce002ea: the state folder of two nodes with the mod after
+two rounds, and the replay log of a synchronised step after its first exchange. ``expected.json`` holds what that commit
+makes of them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -22,9 +20,6 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, state_sha256, to_record
 from fedbn_flwr.mods import bn_rules, local_bn
@@ -38,32 +33,6 @@ EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(FIXTURES / "run", tmp_path / "run"))
-
-
-def test_a_checkpoint_and_what_clients_keep_go_on(out: Path, tmp_path: Path) -> None:
-    """As in a whole run of today; where torch has the kernels that wrote the files, in the bits of that commit."""
-    settings = ["resume=true", f"out={out}", "num-server-rounds=4"]
-    summary = run(Config.load(out / "config.yaml", settings), out)
-    assert summary["resumed-after"] == [2]
-    whole = tmp_path / "whole"
-    run(Config.load(out / "config.yaml", ["resume=false", f"out={whole}", "num-server-rounds=4"]), whole)
-    models = [load_file(folder / "model.safetensors") for folder in (out, whole)]
-    for name, entry in models[1].items():
-        np.testing.assert_allclose(models[0][name], entry, rtol=0, atol=1e-5, err_msg=name)
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        assert summary["sha256"] == EXPECTED["run"]
-
-
-def test_a_checkpoint_of_other_settings_is_refused_by_name(out: Path) -> None:
-    """The key that was renamed since is no difference; another value of another key is."""
-    settings = ["resume=true", f"out={out}", "num-server-rounds=4", "batch-size=9"]
-    with pytest.raises(ConfigError, match="with other settings: batch-size=8, now 9"):
-        run(Config.load(out / "config.yaml", settings), out)
 
 
 def test_the_mods_state_folder_goes_on(tmp_path: Path) -> None:

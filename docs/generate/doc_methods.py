@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 from doc_config import field_cells
-
 from doc_travels import travels_section
 
 from fedbn_flwr.batchnorm import adaptation

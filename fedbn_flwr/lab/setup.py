@@ -32,6 +32,7 @@ __all__ = [
     "on_device",
     "partly_without_effect",
     "pick_device",
+    "ready_to_train",
     "refuse_named_gpu",
     "training_model",
 ]
@@ -83,13 +84,18 @@ def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
 
 def training_model(config: Config) -> nn.Module:
     """Return the model of a config, ready to train."""
-    model = on_device(make_model(config), config)
+    return ready_to_train(make_model(config), config)
+
+
+def ready_to_train(model: nn.Module, config: Config) -> nn.Module:
+    """Return the model on the device of a config, compiled if it says so."""
+    model = on_device(model, config)
     return cast(nn.Module, torch.compile(model)) if config.compile else model
 
 
 def build_options(config: Config) -> dict[str, Any]:
     """Return the arguments of ``build_model`` of a config, as JSON can hold them."""
-    return {
+    options: dict[str, Any] = {
         "name": config.model,
         "num_classes": config.num_outputs(),
         "input_shape": list(config.example_shape()),
@@ -102,9 +108,11 @@ def build_options(config: Config) -> dict[str, Any]:
             "activation": config.activation,
             "gain": config.wsconv_gain,
         },
-        **({"feature_norm": config.feature_norm_scale} if config.feature_norm else {}),
         "seed": config.seed,
     }
+    if config.feature_norm:
+        options["feature_norm"] = config.feature_norm_scale
+    return options
 
 
 def make_model(config: Config) -> nn.Module:
@@ -115,22 +123,22 @@ def make_model(config: Config) -> nn.Module:
 def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     """Return the model as ``make_model``, and what a user may not expect of its BatchNorm, one line each."""
     model = build_model(**build_options(config))
-    warnings = [] if config.strategy == CENTRALIZED else partly_without_effect(split_state(model), config.methods())
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    replaced = {
-        path: layer.momentum for path, layer in layers.items() if layer.momentum not in (0.1, config.bn_momentum)
-    }
-    tracks = config.strategy == CENTRALIZED or all(
-        problem.key != "bn_momentum" for problem in config.problems("unused")
-    )
-    if replaced and tracks:
-        path, momentum = next(iter(replaced.items()))
+    warnings: list[str] = []
+    uses_momentum = True
+    if config.strategy != CENTRALIZED:
+        warnings += partly_without_effect(split_state(model), config.methods())
+        uses_momentum = all(problem.key != "bn_momentum" for problem in config.problems("unused"))
+    replaced = []
+    for path, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            if layer.momentum not in (0.1, config.bn_momentum):
+                replaced.append(f"'{path}': {layer.momentum}")
+            layer.momentum = config.bn_momentum
+    if replaced and uses_momentum:
         warnings.append(
             f"bn-momentum={config.bn_momentum:g} replaces the momentum of {len(replaced)} BatchNorm layers of model "
-            f"{config.model!r} (of '{path}': {momentum}). Set bn-momentum to the value that the model should have."
+            f"{config.model!r} (of {replaced[0]}). Set bn-momentum to the value that the model should have."
         )
-    for layer in layers.values():
-        layer.momentum = config.bn_momentum
     train_only(model, split(config.train_only), config.frozen_bn)
     return model, warnings
 
@@ -181,6 +189,9 @@ def local_training(config: Config) -> LocalTraining:
 
 def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
     """Return the strategy of a config for ``num_nodes`` nodes; the state is split by the model's layer types."""
+    settings = config.params().model_dump() | _tests(config)
+    if config.validation_share and config.strategy == FedBS.name:
+        settings["loss_key"] = VALIDATION_LOSS
     return config.method()(
         fraction_train=config.fraction_train,
         fraction_evaluate=config.fraction_evaluate,
@@ -189,8 +200,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
         # All nodes were there at the start (``serve`` counts them); a round does not wait for nodes lost since.
         min_available_nodes=min(num_nodes, config.min_replies),
         parts=split_state(model),
-        **({"loss_key": VALIDATION_LOSS} if config.validation_share and config.strategy == FedBS.name else {}),
-        **{**config.params().model_dump(), **_tests(config)},
+        **settings,
     )
 
 

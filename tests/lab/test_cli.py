@@ -283,7 +283,7 @@ def test_a_failed_run_ends_with_1(tmp_path: Path, monkeypatch) -> None:
     def fails(*_):
         raise EngineError("the federation fell over")
 
-    monkeypatch.setattr(run_module, "run", fails)
+    monkeypatch.setattr(run_module, "start", fails)
     result = call("run", *SMALL, "--out", str(tmp_path / "out"))
     assert (result.exit_code, result.stderr.strip().splitlines()[-1]) == (1, "the federation fell over")
 

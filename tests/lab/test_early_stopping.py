@@ -23,6 +23,7 @@ from fedbn_flwr.lab.finished_runs.saved_model import Choice
 from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.start_checks import check
 
 BASE: Mapping[str, Any] = {
     **{"num-clients": 3, "num-server-rounds": 30, "local-steps": 2, "batch-size": 8, "learning-rate": 0.5},
@@ -180,7 +181,7 @@ def test_parts_of_the_best_round_that_were_in_memory_only_are_missed_by_name(tmp
     """Under ``flwr run`` without a state-dir."""
     config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path)})
     with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level(logging.WARNING, "flwr"):
-        serve(grid, config, tmp_path)
+        serve(grid, check(config), tmp_path)
     assert "client(s) 0, 1, 2 kept their part in memory only: they go on with that of the last round" in caplog.text
 
 

@@ -165,7 +165,7 @@ def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) 
         InProcessGrid(client_app(client_fn), 3, run_config=config.to_mapping(), node_configs=own) as grid,
         pytest.raises(ConfigError, match=r"state-dir='parts' is relative.*\n\(All 3 clients"),
     ):
-        serve(grid, config, tmp_path / "out")
+        serve(grid, check(config), tmp_path / "out")
 
 
 CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -227,7 +227,7 @@ def test_bfloat16_that_this_machine_emulates_is_told(amp: bool, quick_config, mo
     config = quick_config(amp=amp, device="cpu")
     for supported in (True, False):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported)
-        lines = check(config)
+        lines = check(config).warnings
         assert len(lines) == (amp and not supported)
         assert all("no instructions for bfloat16" in line and "Leave amp out" in line for line in lines)
 

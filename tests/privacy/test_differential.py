@@ -565,7 +565,7 @@ def test_a_budget_ends_the_run_before_the_round_that_would_exceed_it(tmp_path: P
 def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedbn_flwr.lab.output.recorder import Recorder
 
-    original = Recorder.after_round
+    original = Recorder.test
 
     def killed(self: Any, server_round: int, arrays: ArrayRecord) -> Any:
         if server_round == 3:
@@ -574,10 +574,10 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
 
     adaptive = {"dp_clipping": "adaptive", "dp_clipping_quantile": 0.3}
     keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 1.0, **adaptive}
-    monkeypatch.setattr(Recorder, "after_round", killed)
+    monkeypatch.setattr(Recorder, "test", killed)
     with pytest.raises(KeyboardInterrupt):
         quick(tmp_path, "run", **keys)
-    monkeypatch.setattr(Recorder, "after_round", original)
+    monkeypatch.setattr(Recorder, "test", original)
     summary = quick(tmp_path, "run", **keys, resume=True)
     assert "after 5 releases" in summary["privacy"]["guarantee"]
     whole = quick(tmp_path, "whole", **keys)

@@ -948,7 +948,7 @@ BOTH = {"strategy": "fixbn", "freeze-at": 1, "dp": "server", "dp-noise-multiplie
 
 
 def test_a_resumed_run_counts_both_kinds_of_rounds_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Recorder.after_round
+    original = Recorder.test
 
     def killed(self: Any, server_round: int, arrays: Any) -> Any:
         if server_round == 2:
@@ -956,10 +956,10 @@ def test_a_resumed_run_counts_both_kinds_of_rounds_again(tmp_path: Path, monkeyp
         return original(self, server_round, arrays)
 
     config = {**RECORDS, **BOTH, "num-server-rounds": 2, "checkpoint-every": 5}  # the checkpoint is that of round 0
-    monkeypatch.setattr(Recorder, "after_round", killed)
+    monkeypatch.setattr(Recorder, "test", killed)
     with pytest.raises(KeyboardInterrupt):
         run(Config.make(config), tmp_path / "run", workers=0)
-    monkeypatch.setattr(Recorder, "after_round", original)
+    monkeypatch.setattr(Recorder, "test", original)
     summary = run(Config.make({**config, "resume": True}), tmp_path / "run", workers=0)
     smallest = min(len(part) for part in partitioned_data(Config.make(config), 4).train)
     steps = Steps(1.0, DPSGD(RecordLevel(1.0), smallest, 32).rate, 4)

@@ -44,8 +44,7 @@ def run(
     """Do a run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
     from fedbn_flwr.lab.config import Config
     from fedbn_flwr.lab.output.checkpoint import after_interrupt
-    from fedbn_flwr.lab.runs.run import preflight
-    from fedbn_flwr.lab.runs.run import run as launch
+    from fedbn_flwr.lab.runs.run import preflight, start
 
     with exit_codes():
         quiet_flower()
@@ -57,7 +56,8 @@ def run(
             raise ConfigError(f"--workers={workers} is for --engine in-process; Ray has workers of its own.")
         if ray_address is not None and engine is not EngineChoice.simulation:
             raise ConfigError(f"--ray-address={ray_address} needs --engine simulation, whose clients Ray runs.")
-        report_own_data(preflight(settings, folder)[0])
+        checked = preflight(settings, folder)
+        report_own_data(checked.config)
         options = "" if engine is EngineChoice.in_process else f" --engine {engine.value}"
         options += "" if workers is None else f" --workers {workers}"
         options += "" if ray_address is None else f" --ray-address {ray_address}"
@@ -66,7 +66,7 @@ def run(
                 interrupt(lambda: after_interrupt(folder, options)),
                 progress(settings.num_server_rounds, settings.title, settings.learning_task().score) as advance,
             ):
-                summary = launch(settings, folder, engine.value, advance, workers, ray_address)
+                summary = start(checked, engine.value, advance, workers, ray_address)
         except DivergedError:
             _print_results(settings.title, json.loads((folder / "summary.json").read_text()), folder)
             raise

@@ -9,7 +9,7 @@ refused, ``unused.py`` which key has no effect, and ``config.py`` reads and writ
 
 from __future__ import annotations
 
-from fedbn_flwr.lab.config.config import RENAMED, Config, Scalar, from_older, state_in_out
+from fedbn_flwr.lab.config.config import RENAMED, Config, Scalar, state_in_out
 from fedbn_flwr.lab.config.fields import CENTRALIZED, GROUPS, STATE_IN_OUT
 from fedbn_flwr.lab.config.texts import number, read_overrides, split
 from fedbn_flwr.lab.config.unused import without_effect
@@ -21,7 +21,6 @@ __all__ = [
     "STATE_IN_OUT",
     "Config",
     "Scalar",
-    "from_older",
     "number",
     "read_overrides",
     "split",

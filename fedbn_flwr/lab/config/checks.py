@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.errors import ConfigError, FedBNError
@@ -27,53 +26,79 @@ __all__ = ["problems_of"]
 def problems_of(config: Values) -> list[str]:
     """Return what is wrong with the keys together, one line each."""
     problems = [*_of_names(config), *_of_data(config)]
-    if not problems and config.strategy != CENTRALIZED:
-        _try(problems, lambda: problems.extend(problem.text for problem in config.problems("refuse")))
-    if not problems and (config.dp != "off" or config.record_dp):
-        _try(problems, lambda: problems.extend(dp_problems(config)))
-    if not problems and config.masked_sums:
-        _try(problems, lambda: problems.extend(mask_problems(config)))
+    if not problems:  # else the methods cannot be asked
+        with _noting(problems):
+            problems += _of_methods(config)
     return problems + _of_training(config)
+
+
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Add the error that the block raises, and go on after it."""
+    try:
+        yield
+    except FedBNError as error:
+        problems.append(str(error))
 
 
 def _of_names(config: Values) -> list[str]:
     """Return what is wrong with names of methods and norms."""
     problems: list[str] = []
-    _try(problems, lambda: check_known("strategy", config.strategy, [*STRATEGIES, CENTRALIZED]))
+    with _noting(problems):
+        check_known("strategy", config.strategy, [*STRATEGIES, CENTRALIZED])
     for role in ROLES:
         allowed = [name for name, method in METHODS.items() if method.role == role]
         for name in config.added(role):
-            _try(problems, functools.partial(check_known, role, name, allowed))
+            with _noting(problems):
+                check_known(role, name, allowed)
     names = config.method_names()
     if twice := sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and server-step")
-    _try(problems, lambda: check_known("norm", config.norm, NORMS))
+    with _noting(problems):
+        check_known("norm", config.norm, NORMS)
+    return problems
+
+
+def _of_methods(config: Values) -> list[str]:
+    """Return what is wrong with the settings of the methods, or does not fit privacy."""
+    problems: list[str] = []
+    if config.strategy != CENTRALIZED:
+        problems += (problem.text for problem in config.problems("refuse"))
+    if not problems and (config.dp != "off" or config.record_dp):
+        problems += dp_problems(config)
+    if not problems and config.masked_sums:
+        problems += mask_problems(config)
     return problems
 
 
 def _of_data(config: Values) -> list[str]:
     """Return what is wrong with the data, the task and the tests, and what cannot be read."""
     problems: list[str] = []
-    found: list[DatasetInfo] = []
-    _try(problems, lambda: found.append(config.data_info()))
-    if found:
-        _try(problems, lambda: check_known("partition", config.split_name(), PARTITIONS))
-    _try(problems, lambda: _one_task(config, found))
-    _try(problems, lambda: Augment.parse(config.augment))
-    _try(problems, config.decays)
-    _try(problems, config.hidden)
+    info: DatasetInfo | None = None
+    with _noting(problems):
+        info = config.data_info()
+    if info:
+        with _noting(problems):
+            check_known("partition", config.split_name(), PARTITIONS)
+    with _noting(problems):
+        _check_task(config, info)
+    with _noting(problems):
+        Augment.parse(config.augment)
+    for check in (config.decays, config.hidden, config.test_bn_settings):
+        with _noting(problems):
+            check()
     for name in split(config.eval_on):
-        _try(problems, functools.partial(check_known, "eval-on", name, EVALUATIONS))
-    _try(problems, config.test_bn_settings)
+        with _noting(problems):
+            check_known("eval-on", name, EVALUATIONS)
     if not config.test_bn and (asked := [name for name in split(config.eval_on) if name.endswith(TEST_BN)]):
         problems.append(f"eval-on={','.join(asked)} needs test-bn: {', '.join(TEST_BN_MODES)}")
-    classes = found[0].num_classes if found and not is_own(config.dataset) else 0
+    classes = info.num_classes if info and not is_own(config.dataset) else 0
     if config.partition in ("", "classes") and classes and config.classes_per_client > classes:
         problems.append(
             f"classes-per-client={config.classes_per_client} is more than the {classes} classes of "
             f"dataset={config.dataset}; use 1 to {classes}"
         )
-    if found and found[0].task.by_pixel:
+    if info and info.task.by_pixel:
         moved = [name for name in config.augment_names() if name.endswith("-augment")]
         problems += [f"augment: {name} would move the image and not the classes of its pixels" for name in moved]
     if config.standardise == "none" and config.missing == "mean":
@@ -110,16 +135,15 @@ def _of_training(config: Values) -> list[str]:
     return problems
 
 
-def _one_task(config: Values, data: Sequence[DatasetInfo]) -> None:
+def _check_task(config: Values, info: DatasetInfo | None) -> None:
     """Check that the labels can be for the task, that it has the metrics, and that the model is for it."""
     per_pixel = model_info(config.model).per_pixel
     if config.task:
         check_known("task", config.task, TASKS)
-    if not data:
+    if info is None:
         return
-    own = config.data_info()
     config.example_shape()
-    possible = (own.task.name, *own.tasks)
+    possible = (info.task.name, *info.tasks)
     if config.task and config.task not in possible:
         raise ConfigError(
             f"task={config.task}: the labels of dataset={config.dataset} are for {', '.join(possible)}. Leave task "
@@ -127,7 +151,7 @@ def _one_task(config: Values, data: Sequence[DatasetInfo]) -> None:
         )
     task = config.learning_task()
     if per_pixel is not None and per_pixel != task.by_pixel:
-        allowed = ", ".join(name for name, info in MODELS.items() if info.per_pixel in (task.by_pixel, None))
+        allowed = ", ".join(name for name, other in MODELS.items() if other.per_pixel in (task.by_pixel, None))
         gives = "outputs for each pixel" if per_pixel else "one vector of outputs for each example"
         raise ConfigError(
             f"dataset={config.dataset} is for {task.name}, model={config.model} gives {gives}. Use another data set, "
@@ -138,10 +162,3 @@ def _one_task(config: Values, data: Sequence[DatasetInfo]) -> None:
             f"feature-norm=true is for a vector of features before a linear classifier, and the task {task.name} "
             "has a prediction for each pixel. Leave it out."
         )
-
-
-def _try(problems: list[str], check: Any) -> None:
-    try:
-        check()
-    except FedBNError as error:
-        problems.append(str(error))

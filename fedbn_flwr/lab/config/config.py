@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +17,11 @@ from fedbn_flwr.lab.config.unused import without_effect
 from fedbn_flwr.lab.config.values import Values
 from fedbn_flwr.lab.config.yaml_file import read_yaml
 
-__all__ = ["RENAMED", "Config", "Scalar", "from_older", "state_in_out"]
+__all__ = ["RENAMED", "Config", "Scalar", "state_in_out"]
 
 Scalar = str | int | float | bool
-RENAMED = {"fedtan-exchange": "fedtan-transport", "masked": "masked-sums", "statistics-trim": "trim"}
-"""Old name to new name of keys; YAML, ``--set`` and checkpoints may still have the old name."""
+RENAMED = {"fedtan-exchange": "fedtan-transport"}
+"""Old name to new name of keys; YAML and ``--set`` may still have the old name."""
 
 _OF_RECORDS = ("dp-noise-multiplier", "dp-target-epsilon", "dp-clipping-norm")
 # The service `cli` of docker-compose.yml sets these in every run config; a run that cannot use them goes without.
@@ -56,39 +56,55 @@ class Config(Values):
             ConfigError: all problems, one per line: unknown keys with the nearest known key, wrong types, values out of
                 range, settings that contradict each other.
         """
-        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
-        _warn_of_old_names(values)
-        lines = _named_twice(values)
-        values, twice = _of_records(_renamed(values))
-        lines += twice
-        steps, epochs = (values.get(key) for key in ("local-steps", "local-epochs"))
-        if steps and epochs and not (complete and epochs == fields["local-epochs"].default):
-            lines.append(f"local-steps={steps} and local-epochs={epochs} are both set; set one of them")
-        remaining = dict(values)
+        defaults = _defaults()
+        settings, problems = _new_names(values)
+        settings, twice = _of_records(settings)
+        problems += twice
+        steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
+        if steps and epochs and not (complete and epochs == defaults["local-epochs"]):
+            problems.append(f"local-steps={steps} and local-epochs={epochs} are both set; set one of them")
+        config, invalid = cls._validated(settings)
+        problems += invalid
+        if config is None or problems:
+            raise ConfigError("\n".join(problems))
+        config = _with_nobody_held_out(config)
+        unused = without_effect(config)
+        preset = {key for key in _OF_THE_COMPOSE_FILE if complete and key in unused}
+        for key, (value, use) in unused.items():
+            if key not in preset:
+                problems.append(f"{key}={value!r} has no effect: {use}")
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return config._resolved({key.replace("-", "_"): defaults[key] for key in preset})
+
+    @classmethod
+    def _validated(cls, settings: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
+        """Return the config, None if there is none, and all problems.
+
+        pydantic checks the keys together only if each one is valid, so it tries again without the invalid ones.
+        """
+        problems: list[str] = []
+        valid = dict(settings)
         while True:
             try:
-                config = cls.model_validate(remaining)
-                break
+                return cls.model_validate(valid), problems
             except ValidationError as error:
-                # Keys are checked together only if each one is valid: repeat without the bad ones.
-                lines += [line for problem in error.errors() for line in explain(problem, list(fields))]
-                bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
-                if not bad & remaining.keys():
-                    break
-                remaining = {key: value for key, value in remaining.items() if str(key) not in bad}
-        if not lines:
-            config = _with_nobody_held_out(config)
-            unused = without_effect(config)
-            preset = [key for key in _OF_THE_COMPOSE_FILE if complete and key in unused]
-            names = {field.alias or name: name for name, field in cls.model_fields.items()}
-            config = config.model_copy(update={names[key]: fields[key].default for key in preset})
-            lines = [f"{k}={value!r} has no effect: {use}" for k, (value, use) in unused.items() if k not in preset]
-        if lines:
-            raise ConfigError("\n".join(lines))
-        if config.strategy != CENTRALIZED:  # in place of "the method's own default"
-            config = config.model_copy(update=config.params().model_dump())
-        config = config.model_copy(update={"partition": config.split_name()})
-        return config.model_copy(update={"local_epochs": 0}) if config.local_steps else config
+                for problem in error.errors():
+                    problems += explain(problem, list(_defaults()))
+                invalid = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
+            if invalid.isdisjoint(valid):
+                return None, problems
+            valid = {key: value for key, value in valid.items() if str(key) not in invalid}
+
+    def _resolved(self, changes: Mapping[str, Any]) -> Config:
+        """Return the config with these changes, and what "not set" stands for."""
+        config = self.model_copy(update=changes)
+        update: dict[str, Any] = {"partition": config.split_name()}
+        if config.strategy != CENTRALIZED:
+            update |= config.params().model_dump()
+        if config.local_steps:
+            update["local_epochs"] = 0
+        return config.model_copy(update=update)
 
     @classmethod
     def make_of_shared(cls, shared: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Config, dict[str, str]]:
@@ -100,21 +116,21 @@ class Config(Values):
         Raises:
             ConfigError: as ``make``; also if a key of the run's own has no effect.
         """
-        values, twice = _of_records(_renamed(shared) | _renamed(own))
-        if twice := [*_named_twice(shared), *_named_twice(own), *twice]:
+        settings, twice = _of_records(_merged([shared, own]))
+        if twice:
             raise ConfigError("\n".join(twice))
-        mine = {RENAMED.get(key, key) for key in own} | {f"record-{key}" for key in own if key in _OF_RECORDS}
+        stay = {RENAMED.get(key, key) for key in own} | {f"record-{key}" for key in own if key in _OF_RECORDS}
         dropped: dict[str, str] = {}
         while True:  # without one key another may have no effect
             try:
-                found = without_effect(_with_nobody_held_out(cls.model_validate(values)))
+                unused = without_effect(_with_nobody_held_out(cls.model_validate(settings)))
             except ValidationError:
-                found = {}  # ``make`` reports all problems
-            more = {key: use for key, (_, use) in found.items() if key not in mine}
-            if not more:
-                return cls.make(values), dropped
-            dropped |= more
-            values = {key: value for key, value in values.items() if key not in more}
+                unused = {}  # ``make`` reports all problems
+            drop = {key: use for key, (_, use) in unused.items() if key not in stay}
+            if not drop:
+                return cls.make(settings), dropped
+            dropped |= drop
+            settings = {key: value for key, value in settings.items() if key not in drop}
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -123,18 +139,10 @@ class Config(Values):
         Raises:
             ConfigError: the file is missing, unreadable or no mapping, an override has no "=", or as ``make``.
         """
-        values: dict[str, Any] = {}
-        if path is not None:
-            read = read_yaml(path, "config")
-            if not isinstance(read, dict):
-                raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(read).__name__}")
-            values.update(read)
-        changed = read_overrides(overrides)
-        for source in (values, changed):
-            _warn_of_old_names(source)
-            if twice := _named_twice(source):
-                raise ConfigError("\n".join(twice))
-        return cls.make(from_older(values) | _renamed(changed))
+        in_file = read_yaml(path, "config") if path else {}
+        if not isinstance(in_file, dict):
+            raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(in_file).__name__}")
+        return cls.make(_merged([in_file, read_overrides(overrides)]))
 
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
@@ -166,14 +174,38 @@ class Config(Values):
         return lines
 
 
-def _warn_of_old_names(values: Mapping[str, Any]) -> None:
+def _defaults() -> dict[str, Any]:
+    """Return the default of each key."""
+    return {field.alias or name: field.default for name, field in Config.model_fields.items()}
+
+
+def _merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of several sources under their new names; the last one takes precedence.
+
+    Raises:
+        ConfigError: a source has a setting under both of its names.
+    """
+    settings: dict[str, Any] = {}
+    problems: list[str] = []
+    for source in sources:
+        renamed, twice = _new_names(source)
+        settings |= renamed
+        problems += twice
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return settings
+
+
+def _new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings under their new names, and a line for each that has both; warn of old names."""
+    twice = []
     for old, new in RENAMED.items():
         if old in values:
             logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
-
-
-def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {RENAMED.get(key, key): value for key, value in values.items()}
+        if old in values and new in values:
+            both = f"{old}={values[old]} and {new}={values[new]} are both set"
+            twice.append(f"{both}; {old} is the old name: remove it")
+    return {RENAMED.get(key, key): value for key, value in values.items()}, twice
 
 
 def _with_nobody_held_out(config: Config) -> Config:
@@ -184,15 +216,6 @@ def _with_nobody_held_out(config: Config) -> Config:
     return config if named else config.model_copy(update={"held_out_clients": ""})
 
 
-def _named_twice(values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each setting that stands under its old and its new name."""
-    both = [(old, new) for old, new in RENAMED.items() if old in values and new in values]
-    return [
-        f"{old}={values[old]} and {new}={values[new]} are both set; {old} is the old name: remove it"
-        for old, new in both
-    ]
-
-
 def _of_records(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Read ``dp=record`` as ``record-dp=true``, and the noise and the norm beside it as those of records.
 
@@ -201,35 +224,18 @@ def _of_records(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     if values.get("dp") != "record":
         return dict(values), []
-    defaults = {field.alias: field.default for field in Config.model_fields.values()}
-    found: dict[str, Any] = {**values, "dp": "off", "record-dp": True}
+    defaults = _defaults()
+    settings: dict[str, Any] = {**values, "dp": "off", "record-dp": True}
     twice = []
     for key in _OF_RECORDS:
-        new, given = f"record-{key}", found.pop(key, defaults[key])
+        of_records, given = f"record-{key}", settings.pop(key, defaults[key])
         if given == defaults[key]:
             continue
-        if found.get(new, defaults[new]) not in (given, defaults[new]):
-            twice.append(f"{key}={given} with dp=record and {new}={found[new]} are both set; set one of them")
-        found[new] = given
-    return found, twice
-
-
-def from_older(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of an older version as those of this one: keys renamed, keys that had no effect left out.
-
-    Older versions ignored such keys and wrote them to the resolved config. There ``agc`` acted under fedwon only.
-    """
-    found = _renamed(values)
-    if found.keys() >= {"dp-clipping-quantile", "dp-clipping-rate", "resume"} and "dp-clipping" not in found:
-        adapts = bool(found["dp-clipping-quantile"])  # 0 was the word for a fixed norm
-        found |= {"dp-clipping": "adaptive" if adapts else "fixed"}
-        found |= {} if adapts else {"dp-clipping-quantile": Config.model_fields["dp_clipping_quantile"].default}
-    if "local-part" in found or not found.keys() >= {"strategy", "agc", "server-momentum", "resume"}:
-        return found
-    if found["strategy"] != "fedwon":
-        del found["agc"]
-    _, dropped = Config.make_of_shared(found, {})
-    return {key: value for key, value in found.items() if key not in dropped}
+        if settings.get(of_records, defaults[of_records]) not in (given, defaults[of_records]):
+            both = f"{key}={given} with dp=record and {of_records}={settings[of_records]} are both set"
+            twice.append(f"{both}; set one of them")
+        settings[of_records] = given
+    return settings, twice
 
 
 def state_in_out(config: Config) -> Path:

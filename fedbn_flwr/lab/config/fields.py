@@ -344,8 +344,8 @@ class Fields(MethodSettings):
     @field_validator("dp", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:
-        """Read YAML's ``off``, which is false, and the name of an older version."""
-        return "off" if value is False or value == "none" else value
+        """Read YAML's ``off``, which is false."""
+        return "off" if value is False else value
 
     @field_validator("*", mode="before")
     @classmethod

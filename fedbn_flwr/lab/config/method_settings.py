@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.params import Params, Settings, limits
+from fedbn_flwr.server.params import Params, Settings
 from fedbn_flwr.strategies import StrategyClass
 
 __all__ = ["config_fields", "fields_of", "method_fields", "methods_with", "own_default"]
@@ -39,19 +39,17 @@ def method_fields(methods: Methods) -> dict[str, Any]:
         ConfigError: two methods declare a setting with different types or limits.
     """
     methods = list(methods)
-    own = own_default(methods)
-    names = dict.fromkeys(name for method in methods for name in config_fields(method.Params))
+    differing = own_default(methods)
     fields: dict[str, Any] = {}
-    for name in names:
-        first, *others = _declared(methods, name)
-        for other in others:
-            if (other.annotation, other.metadata) != (first.annotation, first.metadata):
-                raise ConfigError(f"methods declare the setting {name!r} with different types or limits")
+    for name, declared in _by_name(methods).items():
+        first = declared[0]
+        if any((other.annotation, other.metadata) != (first.annotation, first.metadata) for other in declared):
+            raise ConfigError(f"methods declare the setting {name!r} with different types or limits")
         field = copy.copy(first)
-        field.description = "; ".join(dict.fromkeys(str(f.description) for f in (first, *others)))
-        if name in own:
-            field.default, field.metadata = own[name], []
-            field.description += f"; {own[name]:g} = the method's own default"
+        field.description = "; ".join(dict.fromkeys(str(other.description) for other in declared))
+        if name in differing:
+            field.default, field.metadata = differing[name], []
+            field.description += f"; {differing[name]:g} = the method's own default"
         fields[name] = (field.annotation, field)
     return fields
 
@@ -63,15 +61,18 @@ def fields_of(settings: type[Settings]) -> dict[str, Any]:
 
 def own_default(methods: Methods) -> dict[str, Any]:
     """Return the config's default, 0 or -1, of each setting whose default differs between methods."""
-    methods = list(methods)
-    names = {name for method in methods for name in config_fields(method.Params)}
-    defaults = {name: [field.default for field in _declared(methods, name)] for name in names}
-    return {
-        name: type(found[0])(-1 if limits(_declared(methods, name)[0]).endswith("at least 0") else 0)
-        for name, found in defaults.items()
-        if len(set(found)) > 1
-    }
+    defaults: dict[str, Any] = {}
+    for name, declared in _by_name(methods).items():
+        if len({field.default for field in declared}) > 1:
+            may_be_0 = any(getattr(limit, "ge", None) == 0 for limit in declared[0].metadata)
+            defaults[name] = type(declared[0].default)(-1 if may_be_0 else 0)
+    return defaults
 
 
-def _declared(methods: Methods, name: str) -> list[FieldInfo]:
-    return [method.Params.model_fields[name] for method in methods if name in method.Params.model_fields]
+def _by_name(methods: Methods) -> dict[str, list[FieldInfo]]:
+    """Return the fields that the methods declare for each setting."""
+    declared: dict[str, list[FieldInfo]] = {}
+    for method in methods:
+        for name in config_fields(method.Params):
+            declared.setdefault(name, []).append(method.Params.model_fields[name])
+    return declared

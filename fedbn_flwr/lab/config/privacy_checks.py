@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.lab.config.fields import CENTRALIZED
 from fedbn_flwr.lab.config.values import Values
@@ -22,85 +20,92 @@ def dp_problems(config: Values) -> list[str]:
     asked = f"dp={config.dp}" if config.dp != "off" else "record-dp=true"
     if config.strategy == CENTRALIZED:
         return [f"{asked}: strategy=centralized has no clients"]
-    found = differential_settings.conflicts(config.dp_settings())
+    problems = differential_settings.conflicts(config.dp_settings())
     beside = beside_models(config.methods())
-    found += [f"strategy {config.title!r} with {asked}: {what}" for what in beside]
+    problems += [f"strategy {config.title!r} with {asked}: {what}" for what in beside]
     if config.dp != "off" and config.min_replies > 1:
-        found.append(f"min-replies={config.min_replies}: a round with noise has a result whoever answers; leave it out")
+        problems.append(
+            f"min-replies={config.min_replies}: a round with noise has a result whoever answers; leave it out"
+        )
     if config.early_stopping:
-        found.append(f"early-stopping={config.early_stopping} chooses a round by the clients' validation examples")
-    found += _uncovered(config, "dp-metrics", "epsilon does")
+        problems.append(f"early-stopping={config.early_stopping} chooses a round by the clients' validation examples")
+    problems += _uncovered(config, "dp-metrics", "epsilon does")
     decided = decided_by_records(config.own_data(), config.data_info()) if is_own(config.dataset) else {}
-    found += [
-        f"{asked}: the records decide {what}, which epsilon does not cover: {way}" for what, way in decided.items()
-    ]
-    return found + (_record_problems(config) if config.record_dp else [])
+    for what, way in decided.items():
+        problems.append(f"{asked}: the records decide {what}, which epsilon does not cover: {way}")
+    if config.record_dp:
+        problems += _record_problems(config)
+    return problems
 
 
 def mask_problems(config: Values) -> list[str]:
     """Return what of this run is no sum over the clients."""
     if config.strategy == CENTRALIZED:
         return ["masked-sums=true: strategy=centralized has no clients"]
-    found = refusals(config.methods()) + masked_settings.conflicts(config.dp_settings())
+    problems = refusals(config.methods()) + masked_settings.conflicts(config.dp_settings())
     if config.num_clients == 1:
-        found.append(
+        problems.append(
             "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over one client is its update"
         )
-    return found + _uncovered(config, "masked-metrics", "masks do")
+    return problems + _uncovered(config, "masked-metrics", "masks do")
 
 
 def _uncovered(config: Values, metrics: str, protects: str) -> list[str]:
     """Return what tells of the clients' data beside their updates; the setting ``metrics`` may publish some."""
-    found = []
+    problems = []
     if config.norm == "batch-renorm" and (config.dp != "off" or config.masked_sums):
-        found.append("norm=batch-renorm warms up by counting batches, and with privacy a counter counts rounds")
+        problems.append("norm=batch-renorm warms up by counting batches, and with privacy a counter counts rounds")
     if config.standardise_as() == "federated" and not config.record_dp:
-        found.append(
+        problems.append(
             f"standardise=federated collects sums of the clients' inputs, which {protects} not cover: use "
             "standardise=local or none"
         )
-    if getattr(config, metrics.replace("-", "_")) == "withheld":
-        tests = [name for name in config.evaluations() if name.startswith("personal")]
-        of_clients: dict[str, Any] = {f"eval-on={','.join(tests)}": tests}
-        of_clients |= {"validation-share": config.validation_share, "held-out-clients": config.held_out_clients}
-        found += [
-            f"{key} reports results on the clients' data, which {protects} not cover: leave it out, or set "
-            f"{metrics}=published"
-            for key, asked in of_clients.items()
-            if asked
-        ]
-    return found
+    if getattr(config, metrics.replace("-", "_")) != "withheld":
+        return problems
+    personal = [name for name in config.evaluations() if name.startswith("personal")]
+    of_clients = [
+        (f"eval-on={','.join(personal)}", personal),
+        ("validation-share", config.validation_share),
+        ("held-out-clients", config.held_out_clients),
+    ]
+    for key, asked in of_clients:
+        if asked:
+            problems.append(
+                f"{key} reports results on the clients' data, which {protects} not cover: leave it out, or set "
+                f"{metrics}=published"
+            )
+    return problems
 
 
 def _record_problems(config: Values) -> list[str]:
     """Return what does not fit DP-SGD in the clients."""
-    found = []
+    problems = []
     if config.masked_sums:
-        found.append("record-dp=true with masked-sums=true: the two are not counted together; choose one of them")
+        problems.append("record-dp=true with masked-sums=true: the two are not counted together; choose one of them")
     if not config.local_steps:
-        found.append("record-dp=true counts steps: set local-steps, not local-epochs")
+        problems.append("record-dp=true counts steps: set local-steps, not local-epochs")
     target, limit, noise = config.record_dp_target_epsilon, config.dp_max_epsilon, config.record_dp_noise_multiplier
     if target and noise:
-        found.append(
+        problems.append(
             f"record-dp-target-epsilon={target} chooses the noise; leave record-dp-noise-multiplier={noise} out"
         )
     if limit and not (target or noise):
-        found.append(f"dp-max-epsilon={limit} needs record-dp-noise-multiplier or record-dp-target-epsilon")
+        problems.append(f"dp-max-epsilon={limit} needs record-dp-noise-multiplier or record-dp-target-epsilon")
     if limit and limit < target:
-        found.append(f"dp-max-epsilon={limit} is below record-dp-target-epsilon={target}")
+        problems.append(f"dp-max-epsilon={limit} is below record-dp-target-epsilon={target}")
     if config.compile:
-        found.append("record-dp=true computes the gradient of each example, and compile=true has no effect there")
+        problems.append("record-dp=true computes the gradient of each example, and compile=true has no effect there")
     if config.standardise_as() != "none":
-        found.append(
+        problems.append(
             f"record-dp=true: standardise={config.standardise_as()} brings the mean and std of the training examples "
             "into the model, without noise. Use standardise=none with features of a known range"
         )
     if config.series and kept_between_rounds(config.methods()):
-        found.append(
+        problems.append(
             f"record-dp=true with series={config.series}: what clients kept in earlier runs may have had no noise. "
             "Leave series out"
         )
-    return found + (_freezing_problems(config) if config.dp == "off" else _both_problems(config))
+    return problems + (_freezing_problems(config) if config.dp == "off" else _both_problems(config))
 
 
 def _freeze_round(config: Values) -> tuple[str, int | None]:
@@ -133,20 +138,20 @@ def _both_problems(config: Values) -> list[str]:
         return [
             f"{both}: choose one of them. Both are for FixBN with T* above 0, where dp protects the rounds up to T*"
         ]
-    found = []
+    problems = []
     if after >= config.num_server_rounds:
-        found.append(f"{both}: with {setting} BN is never frozen, so there is no DP-SGD")
-    found += [f"{both}: {what}" for what in kept_between_rounds(config.methods())]
+        problems.append(f"{both}: with {setting} BN is never frozen, so there is no DP-SGD")
+    problems += [f"{both}: {what}" for what in kept_between_rounds(config.methods())]
     if config.dp_target_epsilon:
-        found.append(
+        problems.append(
             f"{both}: dp-target-epsilon={config.dp_target_epsilon} is for clients, and epsilon is that of an example "
             "here"
         )
     if config.record_dp_target_epsilon:
-        found.append(f"{both}: record-dp-target-epsilon={config.record_dp_target_epsilon} {TWO_NOISES}")
+        problems.append(f"{both}: record-dp-target-epsilon={config.record_dp_target_epsilon} {TWO_NOISES}")
     if config.dp_neighbours != "zero-out" or config.dp_sampling != "known":
-        found.append(
+        problems.append(
             f"{both}: dp-neighbours={config.dp_neighbours} and dp-sampling={config.dp_sampling} have no meaning for an "
             "example; leave them out"
         )
-    return found
+    return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from fedbn_flwr.errors import ConfigError
@@ -19,13 +20,10 @@ def split(text: str) -> list[str]:
 
 def number(text: str) -> int | float | None:
     """Return the whole or decimal number that a text is; None for another text."""
-    try:
-        return int(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            return None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return None
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -21,10 +21,22 @@ Conditions = dict[str, tuple[bool, str]]
 """By key whether it has an effect, and what it needs for one."""
 
 _OF_A_FEDERATION = (
-    *("fraction_train", "fraction_evaluate", "min_replies", "round_timeout", "variance", "momentum_scope", "agc"),
-    *("recalibrate", "local_part", "client_hooks", "server_step", "state_dir", "series"),
+    "fraction_train",
+    "fraction_evaluate",
+    "min_replies",
+    "round_timeout",
+    "variance",
+    "momentum_scope",
+    "agc",
+    "recalibrate",
+    "local_part",
+    "client_hooks",
+    "server_step",
+    "state_dir",
+    "series",
     "watch_statistics",
 )
+_FOR_BATCHNORM = "it is for norm=batch and batch-renorm"
 
 
 def without_effect(config: Values) -> dict[str, tuple[Any, str]]:
@@ -41,20 +53,25 @@ def without_effect(config: Values) -> dict[str, tuple[Any, str]]:
     for name in MethodSettings.model_fields:
         if name not in used and (users := [m.name for m in methods_with(STRATEGIES.values(), name)]):
             unused[name] = f"it is for {', '.join(users)}"
-    fields = type(config).model_fields
-    found = {name: (getattr(config, name), use) for name, use in unused.items()}
-    return {fields[n].alias or n: (v, use) for n, (v, use) in found.items() if v != fields[n].default}
+    without: dict[str, tuple[Any, str]] = {}
+    for name, use in unused.items():
+        field, value = type(config).model_fields[name], getattr(config, name)
+        if value != field.default:
+            without[field.alias or name] = value, use
+    return without
 
 
 def _unused(config: Values) -> dict[str, str]:
     """Return the keys outside the method's settings that have no effect under the other keys."""
     conditions = _of_model(config) | _of_data(config) | _of_training(config)
-    found = {name: use for name, (used, use) in conditions.items() if not used}
-    for_dp, shared = differential_settings.unused(config.dp_settings()), {"dp_delta", "dp_metrics", "dp_max_epsilon"}
-    for_dp = {name: use for name, use in for_dp.items() if not (config.record_dp and name in shared)}
-    of_records = set(RecordDPSettings.model_fields) - {"record_dp"} if not config.record_dp else ()
-    found |= for_dp | dict.fromkeys(of_records, "it is for record-dp=true")
-    return found | masked_settings.unused(config.mask_settings())
+    unused = {name: use for name, (used, use) in conditions.items() if not used}
+    unused |= differential_settings.unused(config.dp_settings())
+    if config.record_dp:
+        for shared in ("dp_delta", "dp_metrics", "dp_max_epsilon"):
+            unused.pop(shared, None)
+    else:
+        unused |= dict.fromkeys(set(RecordDPSettings.model_fields) - {"record_dp"}, "it is for record-dp=true")
+    return unused | masked_settings.unused(config.mask_settings())
 
 
 def _of_model(config: Values) -> Conditions:
@@ -63,20 +80,19 @@ def _of_model(config: Values) -> Conditions:
     size = config.example_shape()[1] if not info.input_shape else 0
     mixes, adapts = config.test_bn == "mix", any(name.endswith(TEST_BN) for name in config.evaluations())
     tracks = _tracks(config)
+    for_adapted = "it is for tests of eval-on that end in -test-bn, and for held-out-clients"
     return {
-        "variance": (tracks, "it is for norm=batch and batch-renorm"),
+        "variance": (tracks, _FOR_BATCHNORM),
         "norm_groups": ("groups" in NORMS[config.norm].options, "it is for norm=group and group+ws"),
         "wsconv_gain": (config.norm == "wsconv", "it is for norm=wsconv"),
         "activation": (config.norm == "wsconv", "it is for norm=wsconv"),
         "renorm_rmax": (config.norm == "batch-renorm", "it is for norm=batch-renorm"),
         "renorm_dmax": (config.norm == "batch-renorm", "it is for norm=batch-renorm"),
         "feature_norm_scale": (config.feature_norm, "it is for feature-norm=true"),
-        "bn_momentum": (tracks, "it is for norm=batch and batch-renorm"),
+        "bn_momentum": (tracks, _FOR_BATCHNORM),
         "test_bn": (
             tracks and (adapts or bool(config.held_out_clients)),
-            "it is for tests of eval-on that end in -test-bn, and for held-out-clients"
-            if tracks
-            else "it is for norm=batch and batch-renorm",
+            for_adapted if tracks else _FOR_BATCHNORM,
         ),
         "test_bn_prior": (
             mixes and config.test_bn_alpha == -1,
@@ -131,7 +147,8 @@ def _of_data(config: Values) -> Conditions:
 def _of_training(config: Values) -> Conditions:
     """Return whether the keys of rounds, local training and its protection have an effect, and what they need."""
     tracks, steps = _tracks(config), config.learning_rate_schedule in ("", "step")
-    hides = f"dp={config.dp}" if config.dp != "off" else "masked-sums=true" if config.masked_sums else ""
+    never_frozen = f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
+    watched = _needs_of_watching(config)
     return {
         "fraction_evaluate": (
             any(name.startswith("personal") for name in config.evaluations()),
@@ -139,29 +156,33 @@ def _of_training(config: Values) -> Conditions:
         ),
         "lr_decay_at": (
             steps and ("freeze" not in split(config.lr_decay_at) or config.freezes_bn()),
-            f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
-            if steps
-            else "it is for learning-rate-schedule=step",
+            never_frozen if steps else "it is for learning-rate-schedule=step",
         ),
         "sampling": (
             bool(config.local_steps) and not config.record_dp,
             "record-dp draws each example with a fixed probability" if config.record_dp else "it is for local-steps",
         ),
-        "watch_statistics": (
-            tracks and not config.keeps_statistics() and not hides,
-            f"{hides} leaves only an average of the clients' statistics"
-            if hides
-            else f"{config.title} keeps the statistics with its clients, and the server sees none"
-            if tracks
-            else "it is for norm=batch and batch-renorm",
-        ),
+        "watch_statistics": (not watched, watched),
         "dp_statistics_scale": (
             tracks and not config.keeps_statistics(),
-            f"{config.title} shares no statistics" if tracks else "it is for norm=batch and batch-renorm",
+            f"{config.title} shares no statistics" if tracks else _FOR_BATCHNORM,
         ),
         "sgd_momentum": (config.optimizer == "sgd", "it is for optimizer=sgd"),
         "lr_decay_factor": (bool(config.lr_decay_at), "lr-decay-at is empty"),
     }
+
+
+def _needs_of_watching(config: Values) -> str:
+    """Return why the server sees no statistics of single clients; "" if it does."""
+    if config.dp != "off":
+        return f"dp={config.dp} leaves only an average of the clients' statistics"
+    if config.masked_sums:
+        return "masked-sums=true leaves only an average of the clients' statistics"
+    if not _tracks(config):
+        return _FOR_BATCHNORM
+    if config.keeps_statistics():
+        return f"{config.title} keeps the statistics with its clients, and the server sees none"
+    return ""
 
 
 def _tracks(config: Values) -> bool:

@@ -48,8 +48,8 @@ class Values(Fields):
         """
         if not is_own(self.dataset):
             check_known("dataset", self.dataset, DATASETS)
-        if found := adopted(self.data_key()):
-            return found
+        if from_elsewhere := adopted(self.data_key()):
+            return from_elsewhere
         return own_info(self.own_data()) if is_own(self.dataset) else DATASETS[self.dataset]
 
     def data_key(self) -> DataKey:
@@ -71,8 +71,8 @@ class Values(Fields):
 
     def num_outputs(self) -> int:
         """Return the number of the model's outputs."""
-        found = self.data_info().num_classes
-        return found if is_own(self.dataset) else self.learning_task().outputs(self.num_classes or found)
+        in_data = self.data_info().num_classes
+        return in_data if is_own(self.dataset) else self.learning_task().outputs(self.num_classes or in_data)
 
     def own_data(self) -> OwnData:
         """Return what the config says of own data."""
@@ -109,8 +109,8 @@ class Values(Fields):
 
     def plain_task(self) -> Task:
         """Return the learning task with its own metrics."""
-        own = self.data_info().task
-        return own if self.task in ("", own.name) else TASKS[self.task]
+        of_data = self.data_info().task
+        return of_data if self.task in ("", of_data.name) else TASKS[self.task]
 
     def hidden(self) -> tuple[int, ...]:
         """Return the widths of the hidden layers of ``mlp``; empty = its own."""
@@ -132,14 +132,13 @@ class Values(Fields):
                 after.append(share_of(text, self.num_server_rounds))
             else:
                 raise ConfigError(f"lr-decay-at: {text!r} is not a round (int), a fraction in [0, 1] or 'freeze'")
-        factors = [number(text) for text in split(self.lr_decay_factor)]
-        good = [float(f) for f in factors if f is not None and f > 0]
-        if len(good) != len(factors) or len(good) not in (1, len(after)):
+        factors = [float(number(text) or 0) for text in split(self.lr_decay_factor)]
+        if not all(factor > 0 for factor in factors) or len(factors) not in (1, len(after)):
             raise ConfigError(
                 f"lr-decay-factor={self.lr_decay_factor!r} must be one number above 0, or one for each of the "
                 f"{len(after)} entries of lr-decay-at"
             )
-        return tuple(after), tuple(good * len(after) if len(good) == 1 else good)
+        return tuple(after), tuple(factors * len(after) if len(factors) == 1 else factors)
 
     def learning_rate_over_rounds(self) -> LearningRate:
         """Return the learning rate with its schedule, the same in every engine."""
@@ -151,12 +150,13 @@ class Values(Fields):
         """Return a warning for each setting of the learning rate that counts in R, if the run began with another R."""
         if begun_with in (0, self.num_server_rounds):
             return []
-        shares = [text for text in split(self.lr_decay_at) if isinstance(number(text), float)]
-        found = ["learning-rate-schedule=cosine"] * (self.learning_rate_schedule == "cosine")
+        settings = [f"lr-decay-at={text}" for text in split(self.lr_decay_at) if isinstance(number(text), float)]
+        if self.learning_rate_schedule == "cosine":
+            settings.insert(0, "learning-rate-schedule=cosine")
         return [
-            f"the run began with {begun_with} rounds and now has {self.num_server_rounds}: {what} is of the new "
+            f"the run began with {begun_with} rounds and now has {self.num_server_rounds}: {setting} is of the new "
             "number, also where earlier rounds followed the old one"
-            for what in found + [f"lr-decay-at={text}" for text in shares]
+            for setting in settings
         ]
 
     def added(self, role: str) -> list[str]:
@@ -197,10 +197,10 @@ class Values(Fields):
     def params(self) -> Params:
         """Return the settings of the run's method; "the method's own default" is replaced by that default."""
         kind: type[Params] = self.method().Params
-        own = own_default(STRATEGIES.values())
+        stands_for_own = own_default(STRATEGIES.values()).items()
         given = {name: getattr(self, name) for name in config_fields(kind)}
         given["eval_on"] = ",".join(tests_in(self.eval_on))
-        return kind(**{name: value for name, value in given.items() if name not in own or value != own[name]})
+        return kind(**dict(given.items() - stands_for_own))
 
     def reestimates(self) -> bool:
         """Return whether BN statistics are re-estimated before tests."""

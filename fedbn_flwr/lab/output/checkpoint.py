@@ -10,7 +10,6 @@ generator is saved. History and traffic are in ``metrics.jsonl``; a resume remov
 from __future__ import annotations
 
 import logging
-import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError, StateError
-from fedbn_flwr.lab.config import Config, from_older
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.models import code_changed, code_sha256
@@ -36,9 +35,9 @@ __all__ = ["Checkpoint", "Checkpoints", "StartingPoint", "after_interrupt", "sta
 
 logger = logging.getLogger("flwr")
 
-_VERSION, _KEPT = 1, 2
+_FORMAT = 2  # of a checkpoint
+_KEPT = 2
 _LONG = 120.0  # seconds of work that a kill may cost, and one round
-_FILE = re.compile(r"round-(\d+)\.safetensors")
 _FREE = PLACES | {"num-server-rounds", "on-divergence"}  # a resume may change these; others would make another run
 
 
@@ -78,7 +77,7 @@ class Checkpoints:
     def __init__(self, out: Path, config: Config, fingerprint: str) -> None:
         self.folder = out / "checkpoint"
         self._config = config
-        self._owner = {"kind": "server", "version": _VERSION, "fingerprint": fingerprint}
+        self._owner = {"kind": "server", "version": _FORMAT, "fingerprint": fingerprint}
         self._saved_at = time.monotonic()
 
     @property
@@ -113,8 +112,10 @@ class Checkpoints:
             remove_leftovers(self.folder)
             write_checked(self._path(checkpoint.server_round), {**about, **vars(checkpoint)})
             last = self.rounds[-_KEPT:]
-            for old in {*self.rounds}.difference(last, map(stopping.best, last) if stopping else ()):
-                self._path(old).unlink()
+            best = [stopping.best(at) for at in last] if stopping else []
+            for at in self.rounds:
+                if at not in (*last, *best):
+                    self._path(at).unlink()
             self._saved_at = time.monotonic()
         except OSError as error:
             existing = ", ".join(map(str, self.rounds)) or "none"
@@ -134,12 +135,10 @@ class Checkpoints:
         reasons: list[str] = []
         for server_round in reversed(self.rounds):
             try:
-                found = self.read(server_round)
+                return self.read(server_round)
             except (StateError, ConfigError) as error:
                 logger.warning("checkpoint of round %d refused: %s", server_round, error)
                 reasons.append(str(error))
-                continue
-            return found
         if reasons:
             raise NotResumableError("no checkpoint can be used:\n" + "\n".join(dict.fromkeys(reasons)))
         return None
@@ -158,8 +157,7 @@ class Checkpoints:
         saved = self.latest()
         if saved is None and read_metrics(out / "metrics.jsonl"):
             raise NotResumableError(
-                f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0, or a centralized "
-                "run of an older version?)."
+                f"out={str(out)!r} holds a run and no checkpoint to resume from (checkpoint-every=0?)."
             )
         return saved
 
@@ -190,10 +188,12 @@ class Checkpoints:
         path = self._path(server_round)
         content = read_checked(path)
         if any(content.get(key) != self._owner[key] for key in ("kind", "version")):
-            raise StateError(f"{path} is no checkpoint of version {_VERSION}")
-        saved = Config.make(from_older(content["config"])).to_mapping()
-        now = self._config.to_mapping()
-        if changed := changed_settings(saved, now, _FREE):
+            raise StateError(
+                f"{path} is a checkpoint of another version of fedbn-flwr. Continue the run with that version, or "
+                "start a new one."
+            )
+        saved = Config.make(content["config"])
+        if changed := changed_settings(saved.to_mapping(), self._config.to_mapping(), _FREE):
             raise ConfigError(
                 f"{path} belongs to a run with other settings: {changed}. A resume may only change "
                 f"{', '.join(sorted(_FREE - {'out', 'resume'}))}; for other settings choose another folder."
@@ -206,23 +206,26 @@ class Checkpoints:
             raise StateError(f"{path} holds round {content['server_round']}")
         if server_round > self._config.num_server_rounds:
             raise ConfigError(f"{path} is past num-server-rounds={self._config.num_server_rounds}")
-        here = versions()
-        if other := [f"{k} {v}, now {here.get(k)}" for k, v in content["versions"].items() if here.get(k) != v]:
+        here, other = versions(), []
+        for package, version in content["versions"].items():
+            if here.get(package) != version:
+                other.append(f"{package} {version}, now {here.get(package)}")
+        if other:
             logger.warning("the checkpoint was written with %s: the last bits may differ", "; ".join(other))
         return Checkpoint(**{key: content[key] for key in Checkpoint.__dataclass_fields__})
 
     def set_aside_after(self, server_round: int) -> None:
         """Rename checkpoints after the round of a resume: they were refused, and must not count among the last two."""
-        for later in (r for r in self.rounds if r > server_round):
-            self._path(later).rename(self._path(later).with_suffix(".refused"))
+        for later in self.rounds:
+            if later > server_round:
+                self._path(later).rename(self._path(later).with_suffix(".refused"))
 
     def _path(self, server_round: int) -> Path:
         return self.folder / f"round-{server_round:06d}.safetensors"
 
 
 def _rounds(folder: Path) -> list[int]:
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+    return sorted(int(path.stem.removeprefix("round-")) for path in folder.glob("round-*.safetensors"))
 
 
 def after_interrupt(out: Path, options: str = "") -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedbn_flwr.lab.output.definitions import CLIENTS
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
@@ -21,32 +22,43 @@ def client_means(report: RoundReport, trained: Collection[str], task: Task) -> d
     plain mean over the clients that have trained in this run, ``NAME-unseen`` over the others. A client whose test set
     does not define the metric is left out; if there is one, ``NAME-clients`` is the number of the others.
     """
-    values: dict[str, list[tuple[float, float, bool]]] = {}  # value, test examples, has trained
+    results: dict[str, list[_Result]] = {}
     undefined: set[str] = set()
+    metrics_of_task = dict.fromkeys(("accuracy", "loss", *task.metrics))
     for client, metrics in report.evaluations.items():
-        for name in ("own", "global", VALIDATION):
-            for what in dict.fromkeys(("accuracy", "loss", *task.metrics)):
-                count = metrics.get(f"{name}-{NUM_EXAMPLES}", 0)
-                if f"{name}-{what}" in metrics and count > 0:
-                    key, value = f"personal-{name}-{what}", metrics[f"{name}-{what}"]
-                    found = values.setdefault(key, [])
-                    if math.isnan(value) and math.isfinite(metrics.get(f"{name}-loss", 0.0)):
-                        undefined.add(key)
-                    else:  # NaN with such a loss: the model diverged
-                        found.append((value, count, client in trained))
+        for name, what in itertools.product(("own", "global", VALIDATION), metrics_of_task):
+            key, count = f"personal-{name}-{what}", metrics.get(f"{name}-{NUM_EXAMPLES}", 0)
+            value = metrics.get(f"{name}-{what}")
+            if value is None or count <= 0:
+                continue
+            of_key = results.setdefault(key, [])
+            # With a loss that is not finite, NaN says that the model diverged.
+            if math.isnan(value) and math.isfinite(metrics.get(f"{name}-loss", 0.0)):
+                undefined.add(key)
+            else:
+                of_key.append(_Result(value, count, client in trained))
     line: dict[str, float] = {}
-    for key, found in values.items():
+    for key, of_key in results.items():
         if key in undefined:
-            line[key + CLIENTS] = len(found)
-        if not found:
+            line[key + CLIENTS] = len(of_key)
+        if not of_key:
             line[key] = math.nan
             continue
-        line[key] = _mean([value for value, _, _ in found])
-        line[f"{key}-weighted"] = sum(value * count for value, count, _ in found) / sum(n for _, n, _ in found)
+        line[key] = _mean([result.value for result in of_key])
+        examples = sum(result.examples for result in of_key)
+        line[f"{key}-weighted"] = sum(result.value * result.examples for result in of_key) / examples
         for suffix, wanted in (("seen", True), ("unseen", False)):
-            if group := [value for value, _, seen in found if seen == wanted]:
+            if group := [result.value for result in of_key if result.trained == wanted]:
                 line[f"{key}-{suffix}"] = _mean(group)
     return line
+
+
+class _Result(NamedTuple):
+    """A client's test: the metric, the number of test examples, and whether the client has trained."""
+
+    value: float
+    examples: float
+    trained: bool
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -61,9 +73,10 @@ def client_means_by_domain(
     for client, metrics in report.evaluations.items():
         if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (domain := domain_of(int(client))):
             tests.setdefault(domain, []).append(metrics)
-    found: dict[str, dict[str, float]] = {}
+    means: dict[str, dict[str, float]] = {}
     for name in task.metrics if tests else ():
-        values = {domain: [m[f"own-{name}"] for m in own] for domain, own in tests.items()}
-        defined = {domain: [n for n in numbers if not math.isnan(n)] for domain, numbers in values.items()}
-        found[f"personal-own-{name}"] = {d: _mean(defined[d] or numbers) for d, numbers in values.items()}
-    return found
+        by_domain = means[f"personal-own-{name}"] = {}
+        for domain, of_clients in tests.items():
+            values = [metrics[f"own-{name}"] for metrics in of_clients]
+            by_domain[domain] = _mean([value for value in values if not math.isnan(value)] or values)
+    return means

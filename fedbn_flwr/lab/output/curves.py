@@ -15,8 +15,14 @@ __all__ = ["draw_curves"]
 
 EPSILON = "epsilon"  # in metrics.jsonl, see privacy.differential
 _TESTS = (
-    *("test", "test-batch", "personal-own", "personal-global", "test-averaged-bn", "test-recalibrated"),
-    *("test-global-test-bn", "test-averaged-bn-test-bn"),
+    "test",
+    "test-batch",
+    "personal-own",
+    "personal-global",
+    "test-averaged-bn",
+    "test-recalibrated",
+    "test-global-test-bn",
+    "test-averaged-bn-test-bn",
 )
 
 

@@ -42,12 +42,16 @@ def definitions(
         by: the BatchNorm statistics of tests that end in -test-bn.
         positive: the class that F1 and average precision are of, where there are two; "" if it has no name.
     """
-    found = {key: _definition(key, line, num_tested, federated) for key in final if key != "round"}
-    if positive:
-        of = f"; the positive class is {positive}"
-        found = {key: text + of if "-f1" in key or "-auprc" in key else text for key, text in found.items()}
-    how = f"; BatchNorm has statistics of the test inputs ({by})"
-    return {key: text + how if f"{TEST_BN}-" in key else text for key, text in found.items()}
+    texts = {}
+    for key in final:
+        if key == "round":
+            continue
+        texts[key] = _definition(key, line, num_tested, federated)
+        if positive and ("-f1" in key or "-auprc" in key):
+            texts[key] += f"; the positive class is {positive}"
+        if f"{TEST_BN}-" in key:
+            texts[key] += f"; BatchNorm has statistics of the test inputs ({by})"
+    return texts
 
 
 def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: bool) -> str:
@@ -65,8 +69,9 @@ def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: b
     if key.startswith(f"{VALIDATION}-"):
         return "pooled over the validation examples of all clients"
     name = key.split("-")[1]
-    if found := next((text for ending, text in _OF_SOME.items() if key.endswith(ending)), None):
-        return found.format(VALIDATION if name == VALIDATION else "test")
+    for ending, text in _OF_SOME.items():
+        if key.endswith(ending):
+            return text.format(VALIDATION if name == VALIDATION else "test")
     total = sum(client.get(f"{name}-{NUM_EXAMPLES}", 0) > 0 for client in line.get("clients", {}).values())
     defined = line.get(key + CLIENTS, total)
     who = f"{total} clients" if defined == total else f"{defined} of {total} clients (the others do not define it)"

@@ -9,7 +9,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -48,12 +48,24 @@ FLOWER_LOG = "flower.log"  # in the folder of a run in Flower's simulation: the 
 DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
 
 PLACES = frozenset(
-    (
-        *("out", "checkpoint-every", "state-dir", "resume", "data-dir", "round-timeout"),
-        *("tensorboard", "wandb", "mlflow"),
-        *("cache-gib", "data-workers", "watch-statistics"),
-        *("fedtan-timeout", "fedtan-bind", "fedtan-address", "fedtan-tls-dir"),
-    )
+    {
+        "out",
+        "checkpoint-every",
+        "state-dir",
+        "resume",
+        "data-dir",
+        "round-timeout",
+        "tensorboard",
+        "wandb",
+        "mlflow",
+        "cache-gib",
+        "data-workers",
+        "watch-statistics",
+        "fedtan-timeout",
+        "fedtan-bind",
+        "fedtan-address",
+        "fedtan-tls-dir",
+    }
 )
 """Keys that do not change a run's results: places of files, timeouts, and how often to save."""
 
@@ -73,16 +85,15 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDONLY)
+        handle, locked = os.open(path, os.O_RDONLY), False
     except OSError as error:
         raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
     try:
-        try:
+        with suppress(BlockingIOError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"out={str(path)!r}: another process is still writing this {what}. End it first."
-            ) from None
+            locked = True
+        if not locked:
+            raise ConfigError(f"out={str(path)!r}: another process is still writing this {what}. End it first.")
         yield
     finally:
         os.close(handle)
@@ -198,17 +209,16 @@ class RunFolder:
 
     def _cut_back(self, after: int) -> None:
         """Remove the rounds after ``after`` from ``metrics.jsonl`` and ``statistics.jsonl``: they are repeated."""
-        lines = read_metrics(self.path / "metrics.jsonl")
-        if [line["round"] for line in lines[:after]] != list(range(1, after + 1)):
-            raise NotResumableError(
-                f"{self.path / 'metrics.jsonl'} lacks some of the rounds 1 to {after}. Restore it, or start a new run."
-            )
-        if (self.path / "metrics.jsonl").exists():  # also if its only line is incomplete
-            write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines[:after]))
-            write_atomically(self.path / "metrics.csv", _table(lines[:after]))
-        if (watched := self.path / STATISTICS_FILE).exists():
-            kept = [line for line in read_metrics(watched) if line["round"] <= after]
-            write_atomically(watched, "".join(json.dumps(line) + "\n" for line in kept))
+        metrics = self.path / "metrics.jsonl"
+        lines = read_metrics(metrics)[:after]
+        if [line["round"] for line in lines] != list(range(1, after + 1)):
+            raise NotResumableError(f"{metrics} lacks some of the rounds 1 to {after}. Restore it, or start a new run.")
+        for path in (metrics, self.path / STATISTICS_FILE):
+            if path.exists():  # also if its only line is incomplete
+                kept = [line for line in read_metrics(path) if line["round"] <= after]
+                write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        if metrics.exists():
+            write_atomically(self.path / "metrics.csv", _table(lines))
 
     def add_round(self, line: Mapping[str, Any]) -> None:
         """Append one round to ``metrics.jsonl``, in one write with fsync, and give it to the trackers.
@@ -249,24 +259,24 @@ class RunFolder:
 
     def save_data(self, figures: Mapping[str, Any], notes: Sequence[str], warnings: Sequence[str]) -> None:
         """Write what was read of own data: ``data.json``."""
-        content = {**_clean(figures), "notes": list(notes), "warnings": list(warnings)}
-        with self._writing():
-            write_atomically(self.path / "data.json", json.dumps(content, indent=2) + "\n")
+        self._save("data.json", {**figures, "notes": list(notes), "warnings": list(warnings)})
 
     def save_split(self, content: Mapping[str, Any]) -> None:
         """Write the numbers of examples by client and class: ``split.json``."""
-        with self._writing():
-            write_atomically(self.path / "split.json", json.dumps(content) + "\n")
+        self._save("split.json", content, indent=None)
 
     def agreed(self, ask: Callable[[], Scale]) -> Scale:
         """Return the mean and std of inputs in ``scale.json``; without the file those that ``ask`` returns, written."""
         path = self.path / "scale.json"
         if path.is_file():
             return Scale(**{name: tuple(values) for name, values in read_json(path).items()})
-        found = ask()
+        scale = ask()
+        self._save("scale.json", asdict(scale))
+        return scale
+
+    def _save(self, name: str, content: Mapping[str, Any], indent: int | None = 2) -> None:
         with self._writing():
-            write_atomically(path, json.dumps(asdict(found), indent=2) + "\n")
-        return found
+            write_atomically(self.path / name, json.dumps(_clean(content), indent=indent) + "\n")
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
         """Write the model (with ``about`` as metadata), the table, the curves and, last, the summary."""
@@ -277,7 +287,7 @@ class RunFolder:
             lines = read_metrics(self.path / "metrics.jsonl")
             write_atomically(self.path / "metrics.csv", _table(lines))
             write_atomically(self.path / "curves.png", draw_curves({"": lines}, scores=[self._score]))
-            write_atomically(self.path / "summary.json", json.dumps(_clean(summary), indent=2) + "\n")
+        self._save("summary.json", summary)
         self._end_trackers(summary)
 
     def _writing(self) -> AbstractContextManager[None]:

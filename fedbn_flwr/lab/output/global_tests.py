@@ -88,9 +88,11 @@ class GlobalTests:
             NormLayerError: a layer gets one value per channel.
         """
         for name in self._names:
-            for view in (self._test, self._validation if name == self._first else None, *self._domains.values()):
-                if view is not None:
-                    try_batches(self._model, view, self._statistics(name), self._task)
+            views = [self._test, *self._domains.values()]
+            if name == self._first:
+                views.append(self._validation)
+            for view in filter(None, views):
+                try_batches(self._model, view, self._statistics(name), self._task)
 
     def run(self, state: State | None) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
         """Return the metrics of all tests, and each metric by domain.
@@ -98,10 +100,10 @@ class GlobalTests:
         Args:
             state: the global state, which is loaded into the model; None = the model is up to date.
         """
-        found: dict[str, Any] = {}
+        tested: dict[str, Any] = {}
         domains: dict[str, dict[str, float]] = {}
         if self._test is None:
-            return found, domains
+            return tested, domains
         for name in self._names:
             completed = name.removesuffix(TEST_BN)
             entries = completing_entries(self._strategy.run, completed) if self._strategy else {}
@@ -111,14 +113,14 @@ class GlobalTests:
                 load_state(self._model, tensors({**state, **entries}))
             prefix = GLOBAL_TESTS[name] + "-"
             test = functools.partial(evaluate_adapted, self._model, by=self._statistics(name), task=self._task)
-            found |= test(self._test).named(prefix)
+            tested |= test(self._test).named(prefix)
             if self._validation and name == self._first:
-                found |= test(self._validation).named(f"{VALIDATION}-")
-            if self._domains:
-                by_domain = {domain: test(view).named(prefix) for domain, view in self._domains.items()}
-                for metric in (prefix + name for name in self._task.metrics):
-                    domains[metric] = {domain: metrics[metric] for domain, metrics in by_domain.items()}
-        return found, domains
+                tested |= test(self._validation).named(f"{VALIDATION}-")
+            for domain, view in self._domains.items():
+                metrics = test(view).metrics
+                for metric in self._task.metrics:
+                    domains.setdefault(prefix + metric, {})[domain] = metrics[metric]
+        return tested, domains
 
     def _statistics(self, test: str) -> TestBN | None:
         """Return the BatchNorm statistics of a test; None = the running ones."""

@@ -8,6 +8,7 @@ the config has ``test-bn``, with statistics of its own test inputs (``test-bn``,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,7 @@ class HeldOut:
         entries = completing_entries(strategy.run, SHARED_BN) if strategy else {}
         which = "averaged" if entries else "global"
         shared = _shared_parts(strategy)
-        found: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {}
         for name, (inputs, tests) in self._clients.items():
             load_state(model, tensors({**state, **entries}))
             metrics: dict[str, Any] = {NUM_EXAMPLES: len(tests), **self._tested(model, tests, which)}
@@ -83,30 +84,30 @@ class HeldOut:
                 nearest = min(apart, key=lambda client: apart[client])
                 load_state(model, tensors({**state, **entries, **shared[nearest]}))
                 metrics |= {"nearest-client": nearest, **self._tested(model, tests, "nearest")}
-            found[name] = metrics
-        return {HELD_OUT: found, **_means(found)}
+            results[name] = metrics
+        return {HELD_OUT: results, **_means(results)}
 
     def _tested(self, model: nn.Module, tests: Any, which: str) -> dict[str, float]:
         return evaluate(model, tests, task=self._task).named(f"{which}-")
 
 
-def distance(own: State, moments: Mapping[str, Moments]) -> float:
+def distance(state: State, moments: Mapping[str, Moments]) -> float:
     """Return how far running statistics are from re-estimated ones: the mean over all channels of a squared distance.
 
     That of a channel is ((difference of means)^2 + (difference of standard deviations)^2) / re-estimated variance, the
     squared 2-Wasserstein distance of normal distributions in units of the second one's variance (ours).
 
     Args:
-        own: a state, or a part of it, with ``PATH.running_mean`` and ``PATH.running_var``; layers without are left out.
+        state: a state, or a part of it, with ``PATH.running_mean`` and ``PATH.running_var``; others are left out.
         moments: as ``reestimate_statistics`` returns them.
     """
     apart = []
-    for path, found in moments.items():
-        if f"{path}.running_mean" not in own:
+    for path, of_layer in moments.items():
+        if f"{path}.running_mean" not in state:
             continue
-        mean, var = (np.asarray(own[f"{path}.{name}"], np.float64) for name in ("running_mean", "running_var"))
-        variance = np.maximum((found.m2 / found.count).cpu().numpy(), _SMALLEST)
-        gaps = (mean - found.mean.cpu().numpy()) ** 2 + (np.sqrt(var) - np.sqrt(variance)) ** 2
+        mean, var = (np.asarray(state[f"{path}.{name}"], np.float64) for name in ("running_mean", "running_var"))
+        variance = np.maximum((of_layer.m2 / of_layer.count).cpu().numpy(), _SMALLEST)
+        gaps = (mean - of_layer.mean.cpu().numpy()) ** 2 + (np.sqrt(var) - np.sqrt(variance)) ** 2
         apart.append(gaps / variance)
     return float(np.concatenate(apart).mean()) if apart else float("inf")
 
@@ -118,16 +119,19 @@ def _shared_parts(strategy: Strategy | None) -> dict[int, State]:
     return {number: state for silent, number, state, _ in strategy.run.kept.shared.tree if not silent}
 
 
-def _means(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def _means(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the plain mean over the clients of each metric that is defined, and the number of clients if not all."""
-    names = dict.fromkeys(name for metrics in found.values() for name in metrics)
+    values: dict[str, list[float]] = {}
+    for metrics in results.values():
+        for name, value in metrics.items():
+            if name not in (NUM_EXAMPLES, "nearest-client"):
+                defined = values.setdefault(name, [])
+                if not math.isnan(value):
+                    defined.append(value)
     means: dict[str, float] = {}
-    for name in names:
-        if name in (NUM_EXAMPLES, "nearest-client"):
-            continue
-        values = [metrics[name] for metrics in found.values() if metrics.get(name) == metrics.get(name, float("nan"))]
-        if values:
-            means[f"{HELD_OUT}-{name}"] = sum(values) / len(values)
-        if len(values) < len(found):
-            means[f"{HELD_OUT}-{name}{CLIENTS}"] = len(values)
+    for name, defined in values.items():
+        if defined:
+            means[f"{HELD_OUT}-{name}"] = sum(defined) / len(defined)
+        if len(defined) < len(results):
+            means[f"{HELD_OUT}-{name}{CLIENTS}"] = len(defined)
     return means

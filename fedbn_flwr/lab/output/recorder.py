@@ -1,4 +1,4 @@
-"""Recording a run: test the global model and write a line each round; write model, curves and summary at the end."""
+"""Recording a run: test the global model, write a line at the end of each round; write model, curves and summary."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import functools
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
@@ -29,7 +30,6 @@ from fedbn_flwr.lab.output.versions import versions
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS, VALIDATION
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
-from fedbn_flwr.server.failures import losses_not_finite
 from fedbn_flwr.server.report import RoundReport, Traffic
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.wrappers import load_state
@@ -43,8 +43,6 @@ OnRound = Callable[[Mapping[str, Any]], None]
 
 REFUSED = "a reply was refused; the server's log has the reason"
 _COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
-
-_WHAT_MEAN = " (mean over clients)"
 
 
 class Recorder:
@@ -81,34 +79,41 @@ class Recorder:
         self.stopping = EarlyStopping(config, lines) if config.early_stopping else None
         self._stop()
         self._trained = {str(client) for line in lines for client in line["participants"]}
+        self._tested: dict[str, Any] = {}  # of this round, until its line is written
+        self._by_domain: dict[str, dict[str, float]] = {}
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Count the seconds of a round from now."""
         self._clock = time.monotonic()
 
-    def after_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """Write the line of a round; Flower's ``evaluate_fn``, called with round 0 before the first round."""
-        if server_round == 0 or self._strategy is None:
-            self._clock = time.monotonic()
-            return None
-        state = from_record(arrays) if self._due(server_round) else None
-        line = self.write(self._strategy.run.report, state)
-        found = {name: line[f"test-{name}"] for name in self._task.metrics if f"test-{name}" in line}
-        return MetricRecord(found) if found else None
+    def test(self, server_round: int, arrays: ArrayRecord | None = None) -> dict[str, Any]:
+        """Test the global model if this round has a test; return the metrics of ``eval-on``.
 
-    def write(self, report: RoundReport, state: State | None = None) -> dict[str, Any]:
-        """Test in a round with a test, write and return the line of the round, and call ``on_round`` with it."""
+        Args:
+            server_round: the round.
+            arrays: the global model; None = the recorder's model is up to date.
+        """
+        self._tested, self._by_domain = {}, {}
+        if not self._due(server_round):
+            return {}
+        state = from_record(arrays) if arrays else None
+        metrics, self._by_domain = self._tests.run(state)
+        self._tested |= metrics
+        if self._held_out:
+            self._tested |= self._test_held_out(self._held_out, state)
+        return metrics
+
+    def write(self, report: RoundReport) -> dict[str, Any]:
+        """Write and return the line of a round that has been tested, and call ``on_round`` with it."""
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
         reported = self._strategy.methods.reported_metrics if self._strategy else []
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
         line |= {key: report.metrics[key] for key in measured if key in report.metrics}
-        due = self._due(report.server_round)
-        tests, domains = self._tests.run(state) if due else ({}, {})
-        line |= tests
-        if due or self._strategy is None:  # a strategy notes the losses of training itself
-            self._note_divergence(report, tests)
-        if due and self._held_out:
-            line |= self._test_held_out(self._held_out, state)
+        line |= self._tested
         self._trained |= {str(client) for client in report.participants}
         line |= client_means(report, self._trained, self._task)
-        domains |= client_means_by_domain(report, self._domain_of, self._task)
+        domains = self._by_domain | client_means_by_domain(report, self._domain_of, self._task)
         line |= self._counted(report)
         if report.evaluations:
             line["clients"] = report.evaluations
@@ -122,30 +127,29 @@ class Recorder:
             line["kept-previous"] = True
         if report.diverged:
             line |= {DIVERGED_AT: report.diverged_at, "diverged": report.diverged}
-        self._clock = time.monotonic()
+        self.start_clock()
         self._add(line)
         return line
 
     def _test_held_out(self, held_out: HeldOut, state: State | None) -> dict[str, Any]:
         """Return the tests of the held-out clients; the model has the global state again afterwards."""
-        whole = state
-        if whole is None:
-            whole = {name: array.copy() for name, array in to_state(self._model.state_dict()).items()}
-        found = held_out.test(self._model, whole, self._strategy)
-        load_state(self._model, tensors(whole))
-        return found
+        if state is None:
+            state = {name: array.copy() for name, array in to_state(self._model.state_dict()).items()}
+        tested = held_out.test(self._model, state, self._strategy)
+        load_state(self._model, tensors(state))
+        return tested
 
     def _counted(self, report: RoundReport) -> dict[str, Any]:
         """Return the examples that were processed, the clients, the traffic, and what privacy was spent."""
-        found: dict[str, Any] = {}
+        counted: dict[str, Any] = {}
         clients = report.clients.values() or [report.metrics]
         if not self._withheld:
-            found["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
-            found[DROPPED_BATCHES] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
-        found |= {"participants": report.participants, **_moved(report.train), **report.privacy}
+            counted["examples"] = int(sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients))
+            counted[DROPPED_BATCHES] = int(sum(client.get(DROPPED_BATCHES, 0) for client in clients))
+        counted |= {"participants": report.participants, **_moved(report.train), **report.privacy}
         if report.evaluate.exchanges:
-            found |= _moved(report.evaluate, "evaluation-")
-        return found
+            counted |= _moved(report.evaluate, "evaluation-")
+        return counted
 
     def _add(self, line: dict[str, Any]) -> None:
         """Write the line of a round, stop the run if it is time, and tell the log and ``on_round``."""
@@ -153,9 +157,12 @@ class Recorder:
         if self.stopping:
             self.stopping.add(line)
             self._stop()
-        names = (*headlines(self._config), TRAIN_LOSS)
-        shown = " ".join(f"{k} {line[k]:.4f}{_WHAT_MEAN * k.startswith('personal')}" for k in names if k in line)
-        logger.info("round %d/%d: %s", line["round"], self._config.num_server_rounds, shown)
+        shown = []
+        for name in (*headlines(self._config), TRAIN_LOSS):
+            if name in line:
+                what = " (mean over clients)" if name.startswith("personal") else ""
+                shown.append(f"{name} {line[name]:.4f}{what}")
+        logger.info("round %d/%d: %s", line["round"], self._config.num_server_rounds, " ".join(shown))
         if self._on_round:
             self._on_round(line)
 
@@ -164,13 +171,6 @@ class Recorder:
         if self._strategy and self.stopping and self.stopping.stops:
             self._strategy.stopped = True
             logger.info("early stopping: %s was best in round %s", self.stopping.metric, self.stopping.best())
-
-    def _note_divergence(self, report: RoundReport, tested: Mapping[str, Any]) -> None:
-        if self._strategy:
-            self._strategy.note_divergence(losses_not_finite({"": tested}))
-        elif losses := losses_not_finite({"": {**report.metrics, **tested}}):
-            report.diverged, report.diverged_at = losses, report.server_round
-            logger.error("round %d diverged: %s", report.server_round, "; ".join(losses))
 
     def finish(self, state: State, strategy: Strategy | None, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
         """Write model, curves and summary; return the summary.
@@ -212,16 +212,19 @@ class Recorder:
         measured = [line for line in lines if line.get(headline) is not None]
         choose = max if self._task.higher_is_better else min
         best = choose(measured, key=lambda line: line[headline], default={})
-        kept_round = self.stopping.best() if self.stopping else None
-        tested = [line for line in lines if self._due(line["round"]) or line.get(headline) is not None]
-        last = lines[kept_round - 1] if kept_round else tested[-1] if measured else {}
-        kept = ("train-", "test-", "personal-", f"{VALIDATION}-", HELD_OUT, "domains")
-        final = {k: v for k, v in last.items() if k == "round" or k.startswith(kept)}
+        best_validated = self.stopping.best() if self.stopping else None
+        last: Mapping[str, Any] = {}
+        if best_validated:
+            last = lines[best_validated - 1]
+        elif measured:
+            last = [line for line in lines if self._due(line["round"]) or line.get(headline) is not None][-1]
+        results = ("train-", "test-", "personal-", f"{VALIDATION}-", HELD_OUT, "domains")
+        final = {key: value for key, value in last.items() if key == "round" or key.startswith(results)}
         if measured:
             final.setdefault(headline, None)
-            self._warn_of_result(final, headline, kept_round or len(lines))
+            self._warn_of_result(final, headline, best_validated or len(lines))
         by, positive = self._config.test_bn_settings(), self._model_description.positive
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "headline": headline,
             "final": final,
             "definitions": definitions(final, last, self._tests.num_examples, federated, by, positive),
@@ -231,12 +234,15 @@ class Recorder:
             "seconds": round(sum(line["seconds"] for line in lines), 3),
             "rejected": sum(len(line["rejected"]) for line in lines),
         }
-        if since := next((line[DIVERGED_AT] for line in lines if DIVERGED_AT in line), None):
-            found[DIVERGED_AT] = since
+        if since := [line[DIVERGED_AT] for line in lines if DIVERGED_AT in line]:
+            figures[DIVERGED_AT] = since[0]
         if self.stopping:
-            found["stopped-early"] = self.stopping.stops and len(lines) < self._config.num_server_rounds
-            found["best-validation"] = {"round": kept_round, self.stopping.metric: last.get(self.stopping.metric)}
-        return found
+            figures["stopped-early"] = self.stopping.stops and len(lines) < self._config.num_server_rounds
+            figures["best-validation"] = {
+                "round": best_validated,
+                self.stopping.metric: last.get(self.stopping.metric),
+            }
+        return figures
 
     def _warn_of_result(self, final: Mapping[str, Any], headline: str, of_model: int) -> None:
         """Warn where the result has no value, or is not that of the saved model."""
@@ -261,8 +267,7 @@ def _moved(traffic: Traffic, prefix: str = "") -> dict[str, int]:
 
 
 def _totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    counted = [(k, v) for line in lines for k, v in line.items() if k.removeprefix("evaluation-") in _COUNTED]
-    totals: dict[str, int] = {}
-    for key, value in counted:
-        totals[key] = totals.get(key, 0) + value
-    return totals
+    totals: Counter[str] = Counter()
+    for line in lines:
+        totals.update({key: value for key, value in line.items() if key.removeprefix("evaluation-") in _COUNTED})
+    return dict(totals)

@@ -22,15 +22,17 @@ __all__ = ["StatisticsLog"]
 class StatisticsLog:
     """Writes a line in every ``watch-statistics``-th round and in the last; it is a strategy's ``on_replies``.
 
-    Nothing of the run depends on it. A round below ``min-replies`` has no line.
+    The line is made when the replies are there, and written at the end of the round. Nothing of the run depends on it.
+    A round below ``min-replies`` has no line.
     """
 
     def __init__(self, folder: RunFolder, config: Config, model: nn.Module, strategy: Strategy) -> None:
         self._folder, self._config, self._strategy = folder, config, strategy
         self._layers = tracked_layers(model)
+        self._line: dict[str, Any] | None = None
 
     def __call__(self, server_round: int, replies: Sequence[Reply], before: State, after: State) -> None:
-        """Write the line of a round, given its replies and the global state before and after it."""
+        """Make the line of a round, given its replies and the global state before and after it."""
         config, run = self._config, self._strategy.run
         if server_round % config.watch_statistics and server_round != config.num_server_rounds:
             return
@@ -45,4 +47,10 @@ class StatisticsLog:
             chosen(after),
             [(reply.node.label, chosen(reply.state)) for reply in replies],
         )
-        self._folder.add_statistics({"round": server_round, "phase": run.report.phase, **found})
+        self._line = {"round": server_round, "phase": run.report.phase, **found}
+
+    def write(self) -> None:
+        """Write the line of this round, if there is one."""
+        if self._line:
+            self._folder.add_statistics(self._line)
+        self._line = None

@@ -17,13 +17,14 @@ def versions(*more: str) -> dict[str, str]:
     That of fedbn-flwr names the commit where it runs from a checkout, as 0.1.0+g1a2b3c4 or 0.1.0+g1a2b3c4.changed.
     """
     names = ("fedbn-flwr", "flwr", "torch", "torchvision", "numpy", "ray", "flwr-datasets", *more)
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return {**found, "fedbn-flwr": found["fedbn-flwr"] + commit_of(Path(__file__).parents[2])}
+            installed[name] = "not installed"
+    installed["fedbn-flwr"] += commit_of(Path(__file__).parents[2])
+    return installed
 
 
 @functools.cache

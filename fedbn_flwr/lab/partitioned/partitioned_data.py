@@ -34,8 +34,17 @@ __all__ = ["PartitionedData", "count_clients", "load_data", "partitioned_data", 
 
 DEFAULT_CLIENTS = 5  # of num-clients=0 in process, which has no federation to count
 _SPLIT_KEYS = (
-    *("augment", "seed", "validation_share", "partition", "partition_alpha"),
-    *("classes_per_client", "num_shards", "shards_per_client", "domain_share", "standardise", "held_out_clients"),
+    "augment",
+    "seed",
+    "validation_share",
+    "partition",
+    "partition_alpha",
+    "classes_per_client",
+    "num_shards",
+    "shards_per_client",
+    "domain_share",
+    "standardise",
+    "held_out_clients",
 )
 
 
@@ -55,19 +64,20 @@ class PartitionedData:
 
     def held_out_views(self, at: int) -> tuple[Subset, Subset]:
         """Return the inputs, of which no target is used, and the test data of a held-out client."""
-        data, (train, test) = self.dataset, self.held_out[at]
-        inputs = Subset(data.train, train, mean=data.mean, std=data.std)
-        return inputs, Subset(data.test, test, mean=data.mean, std=data.std)
+        train, test = self.held_out[at]
+        return self._view(self.dataset.train, train), self._view(self.dataset.test, test)
 
     def train_view(self, partition_id: int | None = None) -> Subset:
         """Return a client's training data; without a partition id that of all clients together."""
-        own = np.concatenate(self.train) if partition_id is None else self.train[partition_id]
-        return Subset(self.dataset.train, own, mean=self.dataset.mean, std=self.dataset.std, augment=self.augment)
+        indices = np.concatenate(self.train) if partition_id is None else self.train[partition_id]
+        return self._view(self.dataset.train, indices, self.augment)
 
     def test_view(self, partition_id: int | None = None) -> Subset:
         """Return a client's own test data; without a partition id all test data but those of held-out clients."""
-        own = self._tests() if partition_id is None else self.test[partition_id]
-        return Subset(self.dataset.test, own, mean=self.dataset.mean, std=self.dataset.std)
+        return self._view(self.dataset.test, self._tests() if partition_id is None else self.test[partition_id])
+
+    def _view(self, examples: Examples, indices: Any, augment: Augment | None = None) -> Subset:
+        return Subset(examples, indices, mean=self.dataset.mean, std=self.dataset.std, augment=augment)
 
     def _tests(self) -> Indices | None:
         """Return the test examples of no held-out client; None = all."""
@@ -82,20 +92,23 @@ class PartitionedData:
         They are a part of the training examples, and not augmented. Empty if ``validation-share`` is 0.
         """
         parts = self.validation if partition_id is None else self.validation[partition_id : partition_id + 1]
-        own = np.concatenate([np.empty(0, np.int64), *parts])
-        return Subset(self.dataset.train, own, mean=self.dataset.mean, std=self.dataset.std)
+        return self._view(self.dataset.train, np.concatenate([np.empty(0, np.int64), *parts]))
 
     def domain_views(self) -> dict[str, Subset]:
         """Return the test set of each domain (group) by name; empty if the data have no groups."""
-        data, groups = self.dataset, self.dataset.test.groups
+        groups = self.dataset.test.groups
         if groups is None:
             return {}
         tests = self._tests()
         known = torch.ones_like(groups, dtype=torch.bool)
         if tests is not None:
             known = torch.zeros_like(known).index_fill_(0, torch.as_tensor(tests).to(groups.device), True)
-        found = {n: torch.nonzero((groups == index) & known).flatten() for index, n in enumerate(data.group_names)}
-        return {name: Subset(data.test, own, mean=data.mean, std=data.std) for name, own in found.items() if len(own)}
+        views = {}
+        for number, name in enumerate(self.dataset.group_names):
+            indices = torch.nonzero((groups == number) & known).flatten()
+            if len(indices):
+                views[name] = self._view(self.dataset.test, indices)
+        return views
 
     def domain_of(self, partition_id: int) -> str | None:
         """Return the domain of a client's test data; None if they come from several domains or none.
@@ -105,8 +118,8 @@ class PartitionedData:
         if partition_id >= len(self.test):
             return None
         groups = self.test_view(partition_id).groups
-        own = [] if groups is None else torch.unique(groups).tolist()
-        return self.dataset.group_names[own[0]] if len(own) == 1 else None
+        numbers = [] if groups is None else torch.unique(groups).tolist()
+        return self.dataset.group_names[numbers[0]] if len(numbers) == 1 else None
 
 
 def count_clients(config: Config) -> int:
@@ -131,7 +144,8 @@ def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = 
         DataError: the data is missing, or it cannot be split in this way.
     """
     # Runs with the same values of these keys share the data and its split.
-    return _partitioned(num_clients, load_data(config, shape), *(getattr(config, key) for key in _SPLIT_KEYS))
+    values = [getattr(config, key) for key in _SPLIT_KEYS]
+    return _partitioned(num_clients, load_data(config, shape), *values)
 
 
 def whole_data(config: Config, data: Dataset, client: int, *, own_scale: bool) -> PartitionedData:
@@ -144,8 +158,8 @@ def whole_data(config: Config, data: Dataset, client: int, *, own_scale: bool) -
         own_scale: whether inputs have the client's own mean and std, as under standardise=local; else images have the
             constants of the data set, and other inputs are taken as they are.
     """
-    keys = (config.augment, config.seed, config.validation_share)
-    return _whole(data, client, "local" if own_scale else "none", *keys)
+    standardise: Standardise = "local" if own_scale else "none"
+    return _whole(data, client, standardise, config.augment, config.seed, config.validation_share)
 
 
 @functools.lru_cache(maxsize=4)
@@ -209,22 +223,30 @@ def _prepared(
     held_out: tuple[tuple[Indices, Indices], ...] = (),
 ) -> PartitionedData:
     """Return the data of these clients: validation examples put aside, inputs standardised."""
-    validation: tuple[Indices, ...] = ()
+    owned = train
+    validation: list[Indices] = []
     if share:
-        seeds = [derive_seed(seed, "validation", client) for client in clients]
-        pairs = [put_aside(data.train, part, share, seed) for part, seed in zip(train, seeds, strict=True)]
-        if not any(len(part) for _, part in pairs):
+        pairs = []
+        for client, part in zip(clients, train, strict=True):
+            pairs.append(put_aside(data.train, part, share, derive_seed(seed, "validation", client)))
+        train, validation = [rest for rest, _ in pairs], [aside for _, aside in pairs]
+        if not any(map(len, validation)):
             raise DataError(
                 f"validation-share={share} gives no client a validation example: the largest of {len(clients)} has "
                 f"{max(map(len, train))} training examples. Use a larger share or fewer clients."
             )
-        train, validation = [rest for rest, _ in pairs], tuple(part for _, part in pairs)
-    owned = [np.concatenate(both) for both in zip(train, validation, strict=True)] if share else train
-    raw = data.train
-    data, scales = standardised(data, train, test, standardise, owned, held_out)
-    own = Augment.parse(augment)
+        owned = [np.concatenate(pair) for pair in pairs]
+    scaled, scales = standardised(data, train, test, standardise, owned, held_out)
     return PartitionedData(
-        data, tuple(train), tuple(test), own, validation, scales, raw if scales else None, names, held_out
+        scaled,
+        tuple(train),
+        tuple(test),
+        Augment.parse(augment),
+        tuple(validation),
+        scales,
+        data.train if scales else None,
+        names,
+        held_out,
     )
 
 
@@ -236,14 +258,16 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
     """
     if not text.strip():
         return {}
-    groups = (
-        [] if data.train.groups is None else [data.group_names[g] for g in torch.unique(data.train.groups).tolist()]
-    )
+    groups: list[str] = []
+    if data.train.groups is not None:
+        groups = [data.group_names[number] for number in torch.unique(data.train.groups).tolist()]
     if text.strip().isdecimal() and (partition != "natural" or text.strip() not in groups):
         count = int(text)
-        if partition == "natural" and count >= len(groups):
-            raise ConfigError(f"held-out-clients={count} leaves none of the {len(groups)} clients to train.")
-        last = groups[len(groups) - count :] if partition == "natural" else [f"held-out-{at}" for at in range(count)]
+        last = [f"held-out-{at}" for at in range(count)]
+        if partition == "natural":
+            if count >= len(groups):
+                raise ConfigError(f"held-out-clients={count} leaves none of the {len(groups)} clients to train.")
+            last = groups[len(groups) - count :]
         return {name: at - count for at, name in enumerate(last)}
     if partition != "natural":
         raise ConfigError(
@@ -261,5 +285,5 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
 
 def put_aside(samples: Examples, indices: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
     """Return a client's training and validation examples, given all of its examples."""
-    own = None if samples.units is None else samples.units.cpu().numpy()
-    return split_off(indices, samples.labels.cpu().numpy(), share, seed, own)
+    units = None if samples.units is None else samples.units.cpu().numpy()
+    return split_off(indices, samples.labels.cpu().numpy(), share, seed, units)

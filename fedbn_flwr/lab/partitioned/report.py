@@ -52,21 +52,23 @@ class DataReport:
 
     def text(self) -> str:
         """Return the report, several lines; the warnings are not in it."""
-        found = self.figures
-        parts = ", ".join(f"{number:,} {part}" for part, number in found["examples"].items() if number)
-        task = found["task"] + (f" with {found['outputs']} classes" if found["task"] == "segmentation" else "")
-        lines = [f"{found['dataset']}: {task}, {parts} examples of shape {tuple(found['shape'])}"]
-        low, high = found["values"]["lowest"], found["values"]["highest"]
-        lines[0] += f", values {low:g} to {high:g}" + (" (of a sample)" if found["values"]["sampled"] else "")
-        if counts := found.get("training examples by class"):
+        figures, values = self.figures, self.figures["values"]
+        parts = ", ".join(f"{number:,} {part}" for part, number in figures["examples"].items() if number)
+        task = figures["task"]
+        if task == "segmentation":
+            task += f" with {figures['outputs']} classes"
+        first = f"{figures['dataset']}: {task}, {parts} examples of shape {tuple(figures['shape'])}"
+        first += f", values {values['lowest']:g} to {values['highest']:g}"
+        lines = [first + (" (of a sample)" if values["sampled"] else "")]
+        if counts := figures.get("training examples by class"):
             table = np.array(list(counts.values()))
             if table.shape[1] <= _MOST and len(table) <= _MOST:
-                names = partition_table(table, tuple(found["classes"]))
-                of = [f"client {at} is {name}" for at, name in enumerate(counts) if name != str(at)]
-                lines += ["training examples by class", names, *([", ".join(of)] if of else [])]
-        for name, held in found.get("held-out clients", {}).items():
+                lines += ["training examples by class", partition_table(table, tuple(figures["classes"]))]
+                if named := [f"client {at} is {name}" for at, name in enumerate(counts) if name != str(at)]:
+                    lines.append(", ".join(named))
+        for name, held in figures.get("held-out clients", {}).items():
             lines.append(f"held out: {name}, {held['inputs']:,} inputs, {held['test']:,} test examples")
-        features = found.get("features", {})
+        features = figures.get("features", {})
         for name, values in list(features.items())[:_MOST]:
             missing = f", {values['missing']} missing" if values["missing"] else ""
             lines.append(f"  {name}: {values['lowest']:g} to {values['highest']:g}, mean {values['mean']:g}{missing}")
@@ -77,7 +79,7 @@ class DataReport:
 
 def data_report(split: PartitionedData, config: Config) -> DataReport:
     """Return the report of a run's data, or of those of one node (a split with one client)."""
-    data, info, own = split.dataset, config.data_info(), is_own(config.dataset)
+    data, info, of_user = split.dataset, config.data_info(), is_own(config.dataset)
     names, inputs = client_names(split), data.train if split.raw is None else split.raw
     values = _values(inputs, np.concatenate(split.train))
     figures: dict[str, Any] = {
@@ -95,27 +97,24 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         "test examples by client": {name: len(part) for name, part in zip(names, split.test, strict=True)},
         "values": values,
     }
-    if split.held_out:
-        figures["held-out clients"] = {
-            name: {"inputs": len(train), "test": len(test)}
-            for name, (train, test) in zip(split.held_out_names, split.held_out, strict=True)
-        }
+    for name, (train, test) in zip(split.held_out_names, split.held_out, strict=True):
+        figures.setdefault("held-out clients", {})[name] = {"inputs": len(train), "test": len(test)}
     warnings = [*info.warnings, *_of_clients(figures)]
     if absent := [name for name in info.group_names if name not in data.group_names]:
         there = ", ".join(data.group_names)
         warnings.append(f"{info.name} also has {', '.join(absent)}, not in data-dir: this run has only {there}")
     left = len(data.test) - sum(map(len, split.test)) - sum(len(test) for _, test in split.held_out)
-    if own and left:
+    if of_user and left:
         warnings.append(f"{left} test examples belong to no client: they count in tests of the global model only")
     if data.train.by_class:
         labels = data.train.labels.cpu().numpy()
         counts = partition_counts(split.train, labels, len(data.label_names))
         figures["training examples by class"] = {n: row.tolist() for n, row in zip(names, counts, strict=True)}
-        if own and config.split_name() == "natural":
+        if of_user and config.split_name() == "natural":
             warnings += _without_class(names, counts, data.label_names)
     columns = info.feature_names or tuple(f"column {at}" for at in range(data.train.shape[0]))
     few = bool(info.feature_names) or len(columns) <= _FEW_COLUMNS  # not the pixels of flattened images
-    if own and few and len(data.train.shape) == 1 and isinstance(inputs, Samples):
+    if of_user and few and len(data.train.shape) == 1 and isinstance(inputs, Samples):
         figures["features"] = _features(inputs, split, columns)
         warnings += _of_features(figures["features"], figures["examples"]["training"])
     if config.record_dp and data.train.units is not None:
@@ -135,15 +134,15 @@ def classes_without_client(split: PartitionedData, config: Config) -> list[str]:
     lacking = np.flatnonzero((total > 0) & (held == 0))
     if not len(lacking):
         return []
-    remedy = ""
+    shown = ", ".join(names[number] for number in lacking[:5]) + (", ..." if len(lacking) > 5 else "")
+    line = (
+        f"{len(lacking)} of {len(names)} classes have no client ({shown}): their {total[lacking].sum()} training "
+        "examples are not used, and no model learns them."
+    )
     if config.split_name() == "classes":
         needed = -(-len(names) // (len(split.train) + len(split.held_out)))
-        remedy = f" Set classes-per-client to {needed} or more, or use more clients."
-    return [
-        f"{len(lacking)} of {len(names)} classes have no client ({', '.join(names[i] for i in lacking[:5])}"
-        f"{', ...' if len(lacking) > 5 else ''}): their {total[lacking].sum()} training examples are not used, and no "
-        f"model learns them.{remedy}"
-    ]
+        line += f" Set classes-per-client to {needed} or more, or use more clients."
+    return [line]
 
 
 def sha256_of_data(config: Config) -> str | None:
@@ -159,10 +158,9 @@ def has_other_data(run: Path, config: Config) -> bool:
 
     False where the folder does not say what they were.
     """
-    path = run / "data.json"
-    if not is_own(config.dataset) or config.data_on_nodes() or not path.is_file():
+    if not is_own(config.dataset) or config.data_on_nodes():
         return False
-    before = read_json(path).get("sha256")
+    before = read_json(run / "data.json").get("sha256")
     now = sha256_of_data(config) if before else None
     return now is not None and now != before
 
@@ -189,11 +187,14 @@ def refuse_no_tests(split: PartitionedData, config: Config) -> None:
 def client_names(split: PartitionedData) -> list[str]:
     """Return the name of each client: its group, if it has one group of its own, else its number."""
     groups, known = split.dataset.train.groups, split.dataset.group_names
+    numbers = [str(at) for at in range(len(split.train))]
+    if groups is None:
+        return numbers
     names = []
-    for at, part in enumerate(split.train):
-        found = [] if groups is None else torch.unique(groups[torch.as_tensor(part).to(groups.device)]).tolist()
-        names.append(known[found[0]] if len(found) == 1 else str(at))
-    return names if len(set(names)) == len(names) else [str(at) for at in range(len(names))]
+    for number, part in zip(numbers, split.train, strict=True):
+        of_client = torch.unique(groups[torch.as_tensor(part).to(groups.device)]).tolist()
+        names.append(known[of_client[0]] if len(of_client) == 1 else number)
+    return names if len(set(names)) == len(names) else numbers
 
 
 def doubtful_values(samples: Examples, scaled: bool) -> list[str]:
@@ -204,24 +205,25 @@ def doubtful_values(samples: Examples, scaled: bool) -> list[str]:
 def _values(samples: Any, whole: Indices | None = None) -> dict[str, Any]:
     """Return the range of the values of some inputs, None = all; of images on the disk that of a sample."""
     sampled = not isinstance(samples, Samples)
+    indices = torch.as_tensor(np.arange(len(samples)) if whole is None else whole)
+    inputs: Tensor
     if sampled:
-        found: Tensor = samples.take(torch.as_tensor(np.arange(len(samples)) if whole is None else whole)[:_SAMPLED])[0]
+        inputs = samples.take(indices[:_SAMPLED])[0]
     else:
-        found = samples.inputs if whole is None else samples.inputs[torch.as_tensor(whole).to(samples.inputs.device)]
-    numbers = found[~found.isnan()] if found.is_floating_point() else found
+        inputs = samples.inputs if whole is None else samples.inputs[indices.to(samples.inputs.device)]
+    numbers = inputs[~inputs.isnan()] if inputs.is_floating_point() else inputs
     low, high = (float(bound) for bound in torch.aminmax(numbers)) if numbers.numel() else (0.0, 0.0)
-    missing = int(found.isnan().sum()) if found.is_floating_point() else 0
-    return {"lowest": low, "highest": high, "missing": missing, "sampled": sampled}
+    return {"lowest": low, "highest": high, "missing": inputs.numel() - numbers.numel(), "sampled": sampled}
 
 
 def _features(samples: Samples, split: PartitionedData, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
     rows = samples.inputs[torch.as_tensor(np.concatenate(split.train)).to(samples.device)].double().cpu().numpy()
-    found = {}
+    features = {}
     for name, column in zip(names, rows.T, strict=True):
         values = column[~np.isnan(column)]
         low, high, mean = (float(f(values)) if len(values) else float("nan") for f in (np.min, np.max, np.mean))
-        found[name] = {"lowest": low, "highest": high, "mean": mean, "missing": int(np.isnan(column).sum())}
-    return found
+        features[name] = {"lowest": low, "highest": high, "mean": mean, "missing": len(column) - len(values)}
+    return features
 
 
 def _of_clients(figures: dict[str, Any]) -> Iterator[str]:

@@ -51,18 +51,19 @@ def count_split(config: Config) -> tuple[Counts, ...]:
 
 def split_counts(split: PartitionedData) -> tuple[Counts, ...]:
     """Return the tables of a split, as ``count_split``."""
-    samples, groups = split.dataset.train, split.dataset.group_names
+    samples = split.dataset.train
     columns = []
     if samples.by_class:
         columns.append(("class", samples.labels, split.dataset.label_names))
     if samples.groups is not None:
-        columns.append(("group", samples.groups, groups))
-    return tuple(
-        Counts(what, partition_counts(part, labels.cpu().numpy(), len(names)), names, of)
-        for of, part in (("training", split.train), ("validation", split.validation))
-        if part
-        for what, labels, names in columns or [("example", samples.labels, ("examples",))]
-    )
+        columns.append(("group", samples.groups, split.dataset.group_names))
+    if not columns:
+        columns.append(("example", samples.labels, ("examples",)))
+    tables = []
+    for of, parts in (("training", split.train), ("validation", split.validation)):
+        for what, numbers, names in columns if parts else ():
+            tables.append(Counts(what, partition_counts(parts, numbers.cpu().numpy(), len(names)), names, of))
+    return tuple(tables)
 
 
 def split_to_json(split: PartitionedData) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.start_checks import check
 
 __all__ = ["client_app", "server_app"]
 
@@ -24,7 +25,8 @@ server_app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the server part of ``flwr run``; results go to ``out`` or ``$FLWR_HOME/fedbn-runs/RUN_ID``."""
     config = Config.make(context.run_config, complete=True)
-    serve(grid, config, _out(config, context.run_id))
+    out = _out(config, context.run_id)
+    serve(grid, check(config), out)
 
 
 def _out(config: Config, run_id: int) -> Path:

@@ -24,12 +24,12 @@ from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
 from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.start_checks import check
-from fedbn_flwr.lab.setup import initialise, local_training, training_model
+from fedbn_flwr.lab.runs.start_checks import Checked
+from fedbn_flwr.lab.setup import initialise, local_training, ready_to_train
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence
+from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, losses_not_finite
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.training import make_optimizer, train
 from fedbn_flwr.training.batches import Batches
@@ -43,17 +43,17 @@ logger = logging.getLogger("flwr")
 _OPTIMIZER = "optimizer"  # in a checkpoint, in place of a strategy's state
 
 
-def centralized(config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
+def centralized(checked: Checked, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
     """Run the reference over the union of the clients' data, E steps or epochs per "round", and write its folder.
 
     One optimizer is used for all rounds; everything else is as for a client. Arguments and errors are those of
     ``serve``.
     """
-    for line in (*check(config), *config.late_decays()):
+    for line in checked.warnings:
         logger.warning("%s", line)
-    config = reference_config(config)
+    config = reference_config(checked.config)
     with lock_folder(out), ExitStack() as closing:
-        return _centralized(config, out, on_round, closing)
+        return _centralized(config, checked.model, out, on_round, closing)
 
 
 def reference_config(config: Config) -> Config:
@@ -62,10 +62,11 @@ def reference_config(config: Config) -> Config:
     return config.model_copy(update={"eval_on": ",".join(tests)})
 
 
-def _centralized(config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
+def _centralized(
+    config: Config, plain: nn.Module, out: Path, on_round: OnRound | None, closing: ExitStack
+) -> dict[str, Any]:
     data = partitioned_data(config, count_clients(config))
-    model = training_model(config)
-    plain = unwrap(model)
+    model = ready_to_train(plain, config)
     log_feature_norm(plain)
     start = starting_point(out, config, plain)
     saved = start.saved
@@ -133,7 +134,8 @@ class _Reference:
                 optimizer=self._optimizer,
                 task=config.learning_task(),
             )
-            line = self._recorder.write(_report(server_round, result))
+            report = _report(server_round, result, self._recorder.test(server_round))
+            line = self._recorder.write(report)
             if self._stopping and self._stopping.best() == server_round:
                 self._best = self._state()
             self._save(server_round, server_round == config.num_server_rounds or _ends(config, line, self._stopping))
@@ -154,7 +156,8 @@ class _Reference:
         return {name: array.copy() for name, array in state.items()}
 
 
-def _report(server_round: int, result: TrainResult) -> RoundReport:
+def _report(server_round: int, result: TrainResult, tested: Mapping[str, Any]) -> RoundReport:
+    """Return the report of a round, and log losses that are not finite."""
     report = RoundReport(server_round, "centralized")
     report.metrics = {
         TRAIN_LOSS: result.loss,
@@ -163,6 +166,9 @@ def _report(server_round: int, result: TrainResult) -> RoundReport:
     }
     if result.accuracy is not None:
         report.metrics[TRAIN_ACCURACY] = result.accuracy
+    if losses := losses_not_finite({"": {**report.metrics, **tested}}):
+        report.diverged, report.diverged_at = losses, server_round
+        logger.error("round %d diverged: %s", server_round, "; ".join(losses))
     return report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import logging
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context
+from torch import nn
 
 from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import OpenFolder, state_dir
@@ -20,7 +22,8 @@ from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.lab.data import Subset, is_own, load_local_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, load_data, partitioned_data, whole_data
 from fedbn_flwr.lab.partitioned.report import data_report
-from fedbn_flwr.lab.setup import local_training, pick_device, training_model
+from fedbn_flwr.lab.runs.start_checks import Checked
+from fedbn_flwr.lab.setup import local_training, pick_device, ready_to_train, training_model
 from fedbn_flwr.messages.protocol import (
     DATA_CLASSES,
     DATA_PATH,
@@ -35,7 +38,7 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
 )
 
-__all__ = ["client_fn", "num_examples"]
+__all__ = ["RunClients", "client_fn"]
 
 logger = logging.getLogger("flwr")
 
@@ -55,35 +58,83 @@ def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchC
         # A node serves other apps, too: keys that are unlike ours are theirs.
         if key not in NODE_KEYS and difflib.get_close_matches(key.replace("_", "-"), NODE_KEYS, cutoff=0.9):
             raise unknown_name("key of the node's config", key, NODE_KEYS)
-    config, build = _config(tuple(context.run_config.items()))
-    torch.set_num_threads(config.torch_threads)
-    train, tests, validation = _node_data(config, context)
-    return TorchClient(
-        build,
-        train,
-        tests,
-        local_training(config),
-        context=context,
-        seed=config.seed,
-        task=config.learning_task(),
-        state_dir=open_folder or _state_dir(config, context),
-        validation_data=validation,
-        data_report=_report(config, context),
-        record_level=config.record_level(),
-    )
+    return _run_clients(tuple(context.run_config.items())).client(context, open_folder)
 
 
-def num_examples(context: Context) -> int:
-    """Return the number of a node's training examples; the node has a partition of the run's data."""
-    if DATA_PATH in context.node_config:
-        raise ConfigError("only the node itself can count its own data")
-    client, num_clients = _part(context)
-    return len(_split(tuple(context.run_config.items()), num_clients).train[client])
+@functools.lru_cache(maxsize=4)  # called for every message
+def _run_clients(items: tuple[tuple[str, Any], ...]) -> RunClients:
+    """Return what makes the clients of a run that this process knows by its run config only."""
+    config = Config.make(dict(items), complete=True)
+    return RunClients(config, functools.partial(training_model, config))
 
 
-@functools.lru_cache(maxsize=4)  # called for every node
-def _split(items: tuple[tuple[str, Any], ...], num_clients: int) -> PartitionedData:
-    return partitioned_data(_config(items)[0], num_clients)
+class RunClients:
+    """Makes the clients of one run: the nodes of a process share the config, the data and the models.
+
+    Args:
+        config: the settings.
+        build: builds the model, ready to train.
+    """
+
+    def __init__(self, config: Config, build: BuildModel) -> None:
+        self._config, self._build = config, build
+        self._split = functools.lru_cache(maxsize=4)(functools.partial(partitioned_data, config))
+
+    @classmethod
+    def of(cls, checked: Checked) -> RunClients:
+        """Return those of a run that this process has checked: they train copies of its model."""
+        model = copy.deepcopy(checked.model)  # the server takes over the other one
+        return cls(checked.config, functools.partial(_copy_to_train, model, checked.config))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send the config alone to a new process, which imports the user's modules before it builds the model."""
+        return _run_clients, (tuple(self._config.to_mapping().items()),)
+
+    def client(self, context: Context, open_folder: OpenFolder | None = None) -> TorchClient:
+        """Return a node's client; see ``client_fn``."""
+        config = self._config
+        torch.set_num_threads(config.torch_threads)
+        train, tests, validation = self._node_data(context)
+        return TorchClient(
+            self._build,
+            train,
+            tests,
+            local_training(config),
+            context=context,
+            seed=config.seed,
+            task=config.learning_task(),
+            state_dir=open_folder or _state_dir(config, context),
+            validation_data=validation,
+            data_report=_report(config, context),
+            record_level=config.record_level(),
+        )
+
+    def num_examples(self, context: Context) -> int:
+        """Return the number of a node's training examples; the node has a partition of the run's data."""
+        client, num_clients = _part(context)
+        return len(self._split(num_clients).train[client])
+
+    def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None]:
+        """Return a node's training data, its test sets, and its validation data if the run has some."""
+        config = self._config
+        if DATA_PATH in context.node_config:
+            if config.data_on_nodes() and "personal-global" in config.evaluations():
+                raise DataError(
+                    "eval-on=personal-global needs a test set that all nodes hold; a node with a data-path has the "
+                    "test set own alone. Use eval-on=personal-own."
+                )
+            split, client = _own_data(config, context)[0], 0
+            tests = {"own": split.test_view(0)}
+        else:
+            client, num_clients = _part(context)
+            split = self._split(num_clients)
+            tests = {"own": split.test_view(client), "global": split.test_view()}
+        validation = split.validation_view(client) if config.validation_share else None
+        return split.train_view(client), tests, validation
+
+
+def _copy_to_train(model: nn.Module, config: Config) -> nn.Module:
+    return ready_to_train(copy.deepcopy(model), config)
 
 
 def _state_dir(config: Config, context: Context) -> Path | None:
@@ -91,24 +142,6 @@ def _state_dir(config: Config, context: Context) -> Path | None:
     if (str(context.node_config.get(STATE_DIR, "")) or config.state_dir) == STATE_IN_OUT:
         return state_in_out(config)
     return state_dir(context, config.state_dir)
-
-
-def _node_data(config: Config, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None]:
-    """Return a node's training data, its test sets, and its validation data if the run has some."""
-    node = context.node_config
-    if DATA_PATH in node:
-        if config.data_on_nodes() and "personal-global" in config.evaluations():
-            raise DataError(
-                "eval-on=personal-global needs a test set that all nodes hold; a node with a data-path has the test "
-                "set own alone. Use eval-on=personal-own."
-            )
-        split, client = _own_data(config, context)[0], 0
-        tests = {"own": split.test_view(0)}
-    else:
-        client, num_clients = _part(context)
-        split = partitioned_data(config, num_clients)
-        tests = {"own": split.test_view(client), "global": split.test_view()}
-    return split.train_view(client), tests, split.validation_view(client) if config.validation_share else None
 
 
 def _part(context: Context) -> tuple[int, int]:
@@ -213,10 +246,3 @@ def _check_fit(config: Config, here: Config) -> None:
             f"its classes have names ({', '.join(found.class_names[:20])}), whose numbers must be those of all nodes. "
             "State them in the run's config: class-names."
         )
-
-
-@functools.lru_cache(maxsize=4)  # called for every message
-def _config(items: tuple[tuple[str, Any], ...]) -> tuple[Config, BuildModel]:
-    """Return the config, and the function that builds its model: a process builds one with the same function."""
-    config = Config.make(dict(items), complete=True)
-    return config, functools.partial(training_model, config)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+
+from torch import nn
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
@@ -14,25 +17,25 @@ from fedbn_flwr.lab.output.recorder import OnRound
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.partitioned.report import refuse_no_tests
 from fedbn_flwr.lab.runs.centralized import centralized
-from fedbn_flwr.lab.runs.node import client_fn, num_examples
+from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.simulation import simulate
-from fedbn_flwr.lab.runs.start_checks import check, refuse_too_few_clients
-from fedbn_flwr.lab.setup import make_model, pick_device
+from fedbn_flwr.lab.runs.start_checks import Checked, check, refuse_too_few_clients
+from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.machine import num_cores
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["Engine", "default_workers", "preflight", "run", "work_of"]
+__all__ = ["Engine", "default_workers", "preflight", "run", "start", "work_of"]
 
 Engine = Literal["in-process", "simulation"]
 
 _WORTH_PROCESSES = 1e8  # ``work_of`` from which processes pay: a tenth of a second with the smallest models
 
 
-def preflight(config: Config, out: Path) -> tuple[Config, Path]:
-    """Check a run before anything is written; return the resolved config and the absolute folder.
+def preflight(config: Config, out: Path) -> Checked:
+    """Check a run before anything is written; the resolved config names the absolute folder and the clients.
 
-    ``run`` calls it, too. After the first call in a process the data and their split are in memory.
+    The data and their split are in memory afterwards.
 
     Raises:
         FedBNError: settings are bad, data is missing, the split is impossible, or the folder is in use.
@@ -51,32 +54,33 @@ def preflight(config: Config, out: Path) -> tuple[Config, Path]:
             f"series={config.series} has no effect: what clients keep lies in the folder of this run. Set state-dir to "
             "an absolute folder, which all runs of the series share."
         )
-    check(config)
+    checked = check(config)
     config = config.model_copy(update={"num_clients": count_clients(config)})
     refuse_too_few_clients(config, config.num_clients)
     refuse_no_tests(partitioned_data(config, config.num_clients), config)
-    return config, out
+    return replace(checked, config=config)
 
 
-def default_workers(config: Config) -> int:
+def default_workers(checked: Checked) -> int:
     """Return how many worker processes make the run faster: as many as cores, at most one for a client of a round.
 
     0 for small runs, which are over before processes have started, and on CUDA: clients share a GPU in one process.
     """
+    config = checked.config
     cores = num_cores() // config.torch_threads
     clients = max(1, share_of(config.fraction_train, config.num_clients))
     if min(cores, clients) < 2 or pick_device(config.device).type == "cuda":
         return 0
-    return min(cores, clients) if work_of(config) > _WORTH_PROCESSES else 0
+    return min(cores, clients) if work_of(config, checked.model) > _WORTH_PROCESSES else 0
 
 
-def work_of(config: Config) -> float:
+def work_of(config: Config, model: nn.Module) -> float:
     """Return the work of a run: the examples of all local steps, times the model's parameters."""
     num_clients = count_clients(config)
     examples = sum(map(len, partitioned_data(config, num_clients).train)) / num_clients
     batch = min(config.batch_size or examples, examples)
     steps = config.local_steps or config.local_epochs * examples / batch
-    parameters = sum(p.numel() for p in make_model(config).parameters())
+    parameters = sum(p.numel() for p in model.parameters())
     return config.num_server_rounds * max(1, share_of(config.fraction_train, num_clients)) * steps * batch * parameters
 
 
@@ -106,17 +110,30 @@ def run(
     """
     if ray_address is not None and engine != "simulation":
         raise ConfigError(f"ray-address={ray_address} is for the engine simulation; {engine} runs on this machine.")
-    config, out = preflight(config, out)
+    return start(preflight(config, out), engine, on_round, workers, ray_address)
+
+
+def start(
+    checked: Checked,
+    engine: Engine = "in-process",
+    on_round: OnRound | None = None,
+    workers: int | None = None,
+    ray_address: str | None = None,
+) -> dict[str, Any]:
+    """Do a run that ``preflight`` has checked, as ``run`` does."""
+    config = checked.config
+    out = Path(config.out)
     if config.strategy == CENTRALIZED:
-        return centralized(config, out, on_round)
+        return centralized(checked, out, on_round)
     if engine == "simulation":
         return simulate(config, out, on_round, ray_address=ray_address)
+    clients = RunClients.of(checked)
     with InProcessGrid(
-        client_app(client_fn, num_examples=num_examples),
+        client_app(clients.client, num_examples=clients.num_examples),
         config.num_clients,
         run_config=config.to_mapping(),
-        workers=default_workers(config) if workers is None else workers,
+        workers=default_workers(checked) if workers is None else workers,
         torch_threads=config.torch_threads,
         seed=config.seed,
     ) as grid:
-        return serve(grid, config, out, on_round)
+        return serve(grid, checked, out, on_round)

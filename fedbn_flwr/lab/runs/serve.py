@@ -34,8 +34,8 @@ from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partiti
 from fedbn_flwr.lab.partitioned.report import refuse_no_tests
 from fedbn_flwr.lab.runs.agreed_scale import agreed_scale
 from fedbn_flwr.lab.runs.node_count import REPLY_WAIT, count_nodes
-from fedbn_flwr.lab.runs.start_checks import check, moved_buffers, refuse_too_few_clients
-from fedbn_flwr.lab.setup import initialise, make_strategy, model_and_warnings, on_device
+from fedbn_flwr.lab.runs.start_checks import Checked, moved_buffers, refuse_too_few_clients
+from fedbn_flwr.lab.setup import initialise, make_strategy, on_device
 from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.privacy.differential import ClientLevelDP
@@ -53,12 +53,12 @@ __all__ = ["serve"]
 logger = logging.getLogger("flwr")
 
 
-def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
+def serve(grid: Grid, checked: Checked, out: Path, on_round: OnRound | None = None) -> dict[str, Any]:
     """Run the server's side of a federated run and write its folder.
 
     Args:
         grid: the federation.
-        config: the settings; ``num_clients`` = 0 takes all nodes.
+        checked: the settings and the model; ``num_clients`` = 0 takes all nodes.
         out: the output folder.
         on_round: called with each line of ``metrics.jsonl``.
 
@@ -72,12 +72,13 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
         NothingTrainedError: no round had enough usable replies.
         DivergedError: a loss is not finite, and ``on_divergence`` is "stop"; the folder is complete, up to this round.
     """
+    config = checked.config
     if config.strategy == CENTRALIZED:
         raise ConfigError(
             "strategy='centralized' is a reference without clients: run it with `fedbn-flwr run --set "
             "strategy=centralized`, not with `flwr run`."
         )
-    for line in (*check(config), *config.late_decays()):  # those of the method are logged when it begins
+    for line in checked.warnings:  # those of the method are logged when it begins
         logger.warning("%s", line)
     grid = polling(grid)
     begun_with = int(RunFolder.settings(out).get("num-clients", 0)) if config.resume else 0
@@ -86,12 +87,14 @@ def serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None = None
         refuse_too_few_clients(config, max(num_nodes, begun_with))
     config = config.model_copy(update={"num_clients": num_nodes})
     with lock_folder(out), ExitStack() as closing:
-        return _serve(grid, config, out, on_round, closing)
+        return _serve(grid, config, checked.model, out, on_round, closing)
 
 
-def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, closing: ExitStack) -> dict[str, Any]:
+def _serve(
+    grid: Grid, config: Config, model: nn.Module, out: Path, on_round: OnRound | None, closing: ExitStack
+) -> dict[str, Any]:
     data = _server_data(config)
-    model, start, initial = _initial_model(config, out)
+    start, initial = _beginning(config, model, out)
     strategy = _strategy(config, out, model)
     manager = CheckpointManager(start.checkpoints, config, strategy, start.saved)
     timeout = _timeout(grid, config)
@@ -100,14 +103,24 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     if config.data_on_nodes() and config.standardise_as() == "federated":
         strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config, timeout))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
-    if config.watch_statistics:
-        strategy.on_replies = StatisticsLog(folder, config, model, strategy)
+    statistics = StatisticsLog(folder, config, model, strategy) if config.watch_statistics else None
+    strategy.on_replies = statistics
 
-    def after_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        metrics = recorder.after_round(server_round, arrays)
+    def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round == 0:  # which has no end: the run begins, and can be continued from here
+            manager.after_round(0)
+            recorder.start_clock()
+            return None
+        metrics = recorder.test(server_round, arrays)
+        return MetricRecord(metrics) if metrics else None
+
+    def end_round(server_round: int, *_: object) -> None:
+        if statistics:
+            statistics.write()
+        recorder.write(strategy.run.report)
         manager.after_round(server_round, recorder.stopping)
-        return metrics
 
+    strategy.on_round_end = end_round
     diverged: DivergedError | None = None
     try:
         result = strategy.start(
@@ -116,7 +129,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
             num_rounds=config.num_server_rounds,
             timeout=timeout,
             evaluate_config=ConfigRecord({TEST_SETS: ",".join(_tests_of_clients(config))}),
-            evaluate_fn=after_round,
+            evaluate_fn=test,
         )
     except DivergedError as error:
         result, diverged = error.result, error
@@ -133,18 +146,15 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
     return summary
 
 
-def _initial_model(config: Config, out: Path) -> tuple[nn.Module, StartingPoint, ArrayRecord]:
-    """Return the model on its device, where the run begins or continues, and the global model there."""
-    model, warnings = model_and_warnings(config)
-    for line in warnings:
-        logger.warning("%s", line)
+def _beginning(config: Config, model: nn.Module, out: Path) -> tuple[StartingPoint, ArrayRecord]:
+    """Return where the run begins or continues, and the global model there; bring the model to its device."""
     log_feature_norm(model)
     start = starting_point(out, config, model)
     if start.saved is None:
         log_initial(initialise(model, config))
     initial = to_record(start.saved.state if start.saved else model.state_dict())
     on_device(model, config)
-    return model, start, initial
+    return start, initial
 
 
 def _timeout(grid: Grid, config: Config) -> float:

@@ -1,11 +1,15 @@
-"""The checks before a run: whether it can start here, and whether the model fits the method and the task."""
+"""The checks before a run: whether it can start here, and whether the model fits the method and the task.
+
+``check`` returns the config as a ``Checked``, with the model that was built for the checks: what takes a ``Checked``
+neither checks the config nor builds the model again.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +23,7 @@ from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.lab.data import Augment
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
-from fedbn_flwr.lab.setup import build_options, initialise, make_model, pick_device
+from fedbn_flwr.lab.setup import build_options, initialise, make_model, model_and_warnings, pick_device
 from fedbn_flwr.lab.trackers import tracker_problems
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.mixed_examples import WAY_OUT, mixes_examples
@@ -30,17 +34,29 @@ from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION
 
-__all__ = ["check", "misfits", "moved_buffers", "refuse_too_few_clients"]
+__all__ = ["Checked", "check", "misfits", "moved_buffers", "refuse_too_few_clients"]
 
 
-def check(config: Config) -> list[str]:
+@dataclass(frozen=True)
+class Checked:
+    """A config that can run on this machine.
+
+    Attributes:
+        config: the settings.
+        model: the initial model, on the CPU; the run takes it over.
+        warnings: what a user may not expect, one line each; the run logs them when it begins.
+    """
+
+    config: Config
+    model: nn.Module
+    warnings: tuple[str, ...]
+
+
+def check(config: Config) -> Checked:
     """Check that a run can start here: the device, the folders, the layers that the method needs.
 
     Forward passes of the model on two examples, in eval mode and in train mode, find errors that would occur in every
     client.
-
-    Returns:
-        What looks wrong in the model's outputs, and what is slow on this machine, one line each.
 
     Raises:
         ConfigError: all problems, one per line; an augmentation that does not fit the images, or a memory format that
@@ -49,16 +65,18 @@ def check(config: Config) -> list[str]:
     """
     if problems := list(_problems_here(config)):
         raise ConfigError("\n".join(problems))
-    model = make_model(config)
+    model, of_model = model_and_warnings(config)
     _refuse_norms(config, model)
     if config.memory_format != "auto" and not any(p.dim() == 4 for p in model.parameters()):
         raise ConfigError(
             f"memory-format={config.memory_format} has no effect: model {config.model!r} has no 2-d convolutions. "
             "Leave it out."
         )
+    trial = copy.deepcopy(model)  # its statistics move
     if not config.resume:  # a resumed run needs no initial weights
-        initialise(model, config)
-    return [*_slow_here(config), *_try_model(config, model)]
+        initialise(trial, config)
+    warnings = (*_slow_here(config), *_try_model(config, trial), *config.late_decays(), *of_model)
+    return Checked(config, model, warnings)
 
 
 def _slow_here(config: Config) -> list[str]:
@@ -107,7 +125,7 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
         ways += [] if "norm='batch'" in ways else ["another model"]
         lines = [f"{need}; model {config.model!r} has {has or _norms(model)}." for need, has, _ in found]
         raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
-    if config.record_dp and (mixing := _mixing(config)):
+    if config.record_dp and (mixing := _mixing(config, model)):
         raise NormLayerError("\n".join(mixing) + f"\n{WAY_OUT}.")
     if config.test_bn and not any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
         raise NormLayerError(
@@ -137,12 +155,12 @@ def _replaces_nothing(config: Config) -> bool:
     return not split_state(build_model(**{**build_options(config), "norm": "batch"})).layers
 
 
-def _mixing(config: Config) -> list[str]:
+def _mixing(config: Config, model: nn.Module) -> list[str]:
     """Return the layers that mix the examples of a batch in the clients' training."""
-    model = make_model(config).train()
+    client = copy.deepcopy(model).train()
     if config.methods().freezes_bn:
-        FreezeBN(affine=False).begin(model)
-    return mixes_examples(model)
+        FreezeBN(affine=False).begin(client)
+    return mixes_examples(client)
 
 
 def misfits(config: Config, model: nn.Module) -> list[Problem]:
@@ -186,7 +204,7 @@ def _other_settings(config: Config) -> Iterator[str]:
 
 
 def _try_model(config: Config, model: nn.Module) -> list[str]:
-    """Try the model, which is no longer of use: its statistics move. Return what looks wrong in its outputs."""
+    """Return what looks wrong in the model's outputs; its statistics move."""
     examples = torch.zeros(2, *config.example_shape(), dtype=torch.uint8)
     if augment := Augment.parse(config.augment):
         examples = augment(examples, torch.Generator())

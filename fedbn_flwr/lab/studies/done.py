@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.lab.config import CENTRALIZED, Config, from_older
+from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.output.folder import PLACES, RunFolder, changed_settings
 from fedbn_flwr.lab.runs.centralized import reference_config
@@ -42,7 +42,7 @@ def changed(config: Config, folder: Path) -> str:
     now = reference_config(config) if config.strategy == CENTRALIZED else config
     free = PLACES if config.num_clients else PLACES | {"num-clients"}  # 0 follows from the other settings
     try:
-        settings = {**from_older(RunFolder.settings(folder)), "resume": False}
+        settings = {**RunFolder.settings(folder), "resume": False}
     except FedBNError as error:
         return str(error)
     try:

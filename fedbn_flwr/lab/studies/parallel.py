@@ -48,7 +48,7 @@ def default_parallel(cells: Sequence[Cell]) -> int:
 
     A small study is done one run after another.
     """
-    if not cells or sum(work_of(cell.config) for cell in cells) < _WORTH_RAY:
+    if not cells or sum(work_of(cell.config, make_model(cell.config)) for cell in cells) < _WORTH_RAY:
         return 1
     threads = max(cell.config.torch_threads for cell in cells)
     places = num_cores() // threads

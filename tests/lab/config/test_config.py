@@ -12,7 +12,7 @@ from flwr.common.config import parse_config_args
 
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import CENTRALIZED, Config, from_older
+from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.config.texts import read_overrides
 from fedbn_flwr.lab.config.yaml_file import read_yaml
 from fedbn_flwr.lab.setup import local_training
@@ -172,22 +172,6 @@ def test_methods_are_combined_by_their_keys() -> None:
     assert config.params().eta == 0.3
     assert config.evaluations() == ("personal-own",)
     assert Config.make(config.to_mapping()) == config
-
-
-@pytest.mark.parametrize(("quantile", "clipping"), [(0.0, {}), (0.3, {"dp-clipping": "adaptive"})])
-def test_a_resolved_config_with_the_older_names_of_privacy_is_read(
-    quantile: float, clipping: dict[str, Any], tmp_path: Path
-) -> None:
-    own = {"dp": "server", "eval-on": "global", **({"dp-clipping-quantile": quantile} if clipping else {})}
-    config = Config.make({**own, **clipping})
-    older: dict[str, Any] = {**config.to_mapping(), "dp-clipping-quantile": quantile}
-    del older["dp-clipping"]
-    older |= {"masked": older.pop("masked-sums"), "statistics-trim": older.pop("trim")}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
-    assert Config.load(tmp_path / "config.yaml") == config
-    off = {**Config.make({}).to_mapping(), "dp": "none", "masked": False, "dp-clipping-quantile": 0.0}
-    del off["dp-clipping"], off["masked-sums"]
-    assert Config.make(from_older(off)) == Config.make({})
 
 
 def test_set_overrides_the_file(tmp_path: Path) -> None:

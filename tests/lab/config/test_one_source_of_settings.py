@@ -31,6 +31,17 @@ def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
         Config.make({"strategy": "fedadam", "eta": -1.0})
 
 
+@pytest.mark.parametrize(("limits", "default"), [({"ge": 0, "lt": 1}, -1.0), ({"gt": 0}, 0.0), ({"ge": 0.5}, 0.0)])
+def test_no_one_can_set_the_value_for_the_methods_own_default(limits: dict[str, float], default: float) -> None:
+    def method(value: float) -> type[FedAvg]:
+        class OtherParams(Params):
+            cut: float = setting(value, "a share", **limits)
+
+        return type("Other", (FedAvg,), {"name": f"other-{value}", "Params": OtherParams})
+
+    assert own_default([method(0.6), method(0.7)]) == {"cut": default}
+
+
 def test_methods_must_agree_about_a_settings_limits() -> None:
     class OtherParams(Params):
         eta: float = setting(0.5, "another eta", ge=0)

@@ -86,7 +86,7 @@ def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
     else:
         content = read_checked(newest)
         if harm == "version":
-            content, reason = {**content, "version": 2}, "no checkpoint of version 1"
+            content, reason = {**content, "version": 1}, "a checkpoint of another version of fedbn-flwr"
         elif harm == "model":
             content, reason = {**content, "fingerprint": "f"}, "another model"
         else:

@@ -26,6 +26,7 @@ from fedbn_flwr.lab.runs.agreed_scale import agreed_scale
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.messages.protocol import MOMENTS, MOMENTS_QUERY
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.training.input_scale import Scale
@@ -85,7 +86,7 @@ def served(tmp_path: Path) -> Serve:
         config = Config.make(settings)
         app = client_app(client_fn)
         with InProcessGrid(app, len(nodes), run_config=config.to_mapping(), node_configs=nodes) as grid:
-            return serve(grid, config, tmp_path / name), read_metrics(tmp_path / name / "metrics.jsonl")
+            return serve(grid, check(config), tmp_path / name), read_metrics(tmp_path / name / "metrics.jsonl")
 
     return do
 
@@ -189,7 +190,7 @@ def test_a_node_says_once_what_it_has_read_and_the_server_hears_of_it_if_the_own
     with InProcessGrid(
         client_app(client_fn, mods=[spy]), 3, run_config=config.to_mapping(), node_configs=nodes
     ) as grid:
-        serve(grid, config, tmp_path / "out")
+        serve(grid, check(config), tmp_path / "out")
     texts = [record.message for record in caplog.records]
     for path in tables:
         (own,) = [text for text in texts if text.startswith(f"data-path={path}\n")]

@@ -20,6 +20,7 @@ from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.start_checks import check
 
 NODES = 3
 SETTINGS = {
@@ -45,7 +46,7 @@ def served(tmp_path: Path) -> Serve:
     def do(config: Config, nodes: Sequence[dict[str, Any]], name: str = "out") -> Any:
         app = client_app(client_fn)
         with InProcessGrid(app, len(nodes), run_config=config.to_mapping(), node_configs=nodes) as grid:
-            return serve(grid, config, tmp_path / name), read_metrics(tmp_path / name / "metrics.jsonl")
+            return serve(grid, check(config), tmp_path / name), read_metrics(tmp_path / name / "metrics.jsonl")
 
     return do
 

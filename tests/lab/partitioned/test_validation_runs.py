@@ -19,7 +19,8 @@ from fedbn_flwr.lab.data import Samples
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data, put_aside
-from fedbn_flwr.lab.runs.node import client_fn, num_examples
+from fedbn_flwr.lab.runs.node import RunClients, client_fn
+from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model, make_strategy
 from fedbn_flwr.training import REGRESSION
 from fedbn_flwr.training.evaluation import evaluate
@@ -30,7 +31,7 @@ SHARE = {"validation-share": 0.2}
 def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(quick_config) -> None:
     config, whole = quick_config(**SHARE), quick_config()
     split, before = (partitioned_data(one, 3) for one in (config, whole))
-    labels = split.dataset.train.labels.numpy()
+    labels, clients = split.dataset.train.labels.numpy(), RunClients.of(check(config))
     for client in range(3):
         train, aside = split.train[client], split.validation[client]
         assert np.array_equal(np.sort(np.concatenate([train, aside])), before.train[client])
@@ -38,7 +39,7 @@ def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(q
             held = (labels[before.train[client]] == label).sum()
             assert abs((labels[aside] == label).sum() - 0.2 * held) < 1
         context = Context(1, 1, {"partition-id": client, "num-partitions": 3}, RecordDict(), config.to_mapping())
-        assert num_examples(context) == len(client_fn(context).train_data) == len(train)
+        assert clients.num_examples(context) == len(client_fn(context).train_data) == len(train)
         assert len(split.validation_view(client)) == len(aside)
         assert np.array_equal(split.test[client], before.test[client]), "the test part does not change"
     assert len(split.validation_view()) == sum(map(len, split.validation))

@@ -16,6 +16,7 @@ from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs import node_count
 from fedbn_flwr.lab.runs.app import client_app, main
 from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.transport import polling_grid
 
 BAD = {
@@ -167,7 +168,7 @@ def test_a_federation_of_another_size_is_refused(
         InProcessGrid(client_app, found, run_config=config.to_mapping()) as grid,
         pytest.raises(ConfigError) as caught,
     ):
-        serve(grid, config, tmp_path / "out")
+        serve(grid, check(config), tmp_path / "out")
     way = "Start 3 SuperNodes"
     if not network:
         way = "In simulation add --federation-config 'num-supernodes=3' to `flwr run`"
@@ -182,14 +183,14 @@ def test_a_federation_without_nodes_is_refused(quick_config, tmp_path: Path, mon
     with InProcessGrid(client_app, 1) as grid:
         monkeypatch.setattr(grid, "get_node_ids", list)
         with pytest.raises(EngineError, match=r"no nodes connected within 0\.1 s; start the SuperNodes first"):
-            serve(grid, quick_config(), tmp_path / "out")
+            serve(grid, check(quick_config()), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_without_a_number_of_clients_takes_all_nodes(quick_config, tmp_path: Path) -> None:
     config = quick_config(**{"num-clients": 0})
     with InProcessGrid(client_app, 4, run_config=config.to_mapping()) as grid:
-        serve(grid, config, tmp_path / "out")
+        serve(grid, check(config), tmp_path / "out")
     assert Config.load(tmp_path / "out" / "config.yaml").num_clients == 4
 
 
@@ -212,14 +213,14 @@ def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
     config = quick_config(**{"num-clients": 0, "held-out-clients": held_out, "eval-every": 2})
     with Late(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
-        serve(grid, config, tmp_path / "out")
+        serve(grid, check(config), tmp_path / "out")
     assert Config.load(tmp_path / "out/config.yaml").num_clients == 3
     assert [line["participants"] for line in read_metrics(tmp_path / "out/metrics.jsonl")] == [[0, 1, 2]] * 2
     assert "others may join" not in caplog.text
     monkeypatch.setattr(node_count, "NODE_GRACE", 0.0)
     monkeypatch.setattr(Late, "connect_at", 99)
     with Late(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
-        serve(grid, config, tmp_path / "alone")
+        serve(grid, check(config), tmp_path / "alone")
     assert Config.load(tmp_path / "alone/config.yaml").num_clients == 3
     assert "num-partitions=3, and the run begins with 1 node(s): the others may join" in caplog.messages
 
@@ -232,7 +233,7 @@ def test_held_out_clients_need_nodes_that_split_as_the_server_does(quick_config,
         Late(client_app, 3, run_config=config.to_mapping()) as grid,
         pytest.raises(ConfigError, match=r"the split of the server has num-partitions=1 and node .* num-partitions=3:"),
     ):
-        serve(grid, config, tmp_path / "out")
+        serve(grid, check(config), tmp_path / "out")
 
 
 def test_flwr_run_refuses_the_centralised_reference_and_a_relative_folder(
@@ -242,7 +243,7 @@ def test_flwr_run_refuses_the_centralised_reference_and_a_relative_folder(
     centralized = quick_config(strategy="centralized")
     with InProcessGrid(client_app, 1) as grid:
         with pytest.raises(ConfigError) as caught:
-            serve(grid, centralized, tmp_path / "out")
+            serve(grid, check(centralized), tmp_path / "out")
         assert str(caught.value) == (
             "strategy='centralized' is a reference without clients: run it with `fedbn-flwr run --set "
             "strategy=centralized`, not with `flwr run`."

@@ -88,7 +88,7 @@ def test_adopted_data_are_the_same_and_need_no_files(kind: str, tmp_path: Path) 
     packed = pack(data)
     assert packed is not None
     adopt(config.data_key(), info, packed.shape, lambda: packed)
-    there, _ = preflight(Config.make(settings), tmp_path / "out")  # the checks of a config read no file either
+    there = preflight(Config.make(settings), tmp_path / "out").config  # the checks of a config read no file either
     found = load_data(there)
     assert found is not data
     assert [getattr(found, name) for name in ABOUT] == [getattr(data, name) for name in ABOUT]

@@ -171,7 +171,7 @@ def test_a_client_that_never_trained_has_the_averaged_bn(quick_run) -> None:
 def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(quick_config, tmp_path) -> None:
     config = quick_config(strategy="fedbn", out=str(tmp_path / "out"))
     with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid:
-        serve(grid, config, tmp_path / "out")
+        serve(grid, check(config), tmp_path / "out")
     assert not (tmp_path / "out/clients").exists()
     with pytest.raises(
         StateError, match=r"none is here: state-dir=out saves them where the clients share the run's disk"

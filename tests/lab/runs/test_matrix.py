@@ -100,6 +100,7 @@ from flwr.serverapp import ServerApp
 from fedbn_flwr.client import client_app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.runs.node import client_fn
 from numpyclient import client_app as other_client, server_app as other_server
 
@@ -135,7 +136,7 @@ def main(grid, context):
                 settings = json.loads(path.read_text())
                 other_server.app(grid, Context(context.run_id, context.node_id, {}, RecordDict(), settings))
                 continue
-            serve(grid, Config.make(json.loads(path.read_text()), complete=True), folder / path.stem)
+            serve(grid, check(Config.make(json.loads(path.read_text()), complete=True)), folder / path.stem)
         except Exception:
             (folder / f"{path.stem}.error").write_text(traceback.format_exc())
 '''
@@ -170,7 +171,7 @@ def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, own in RAY.items():
         shared = {**short, "freeze-at": 1}
         given, _ = Config.make_of_shared(shared, {**needs(name), **own})
-        config, _ = preflight(given, folder / name)
+        config = preflight(given, folder / name).config
         (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
     (folder / "numpyclient.json").write_text(json.dumps(legacy_loop.settings("fedbn")))
     lines: list[str] = []

@@ -24,6 +24,7 @@ from fedbn_flwr.lab.runs import node_count
 from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.transport import polling_grid
 
@@ -166,7 +167,7 @@ def test_a_resume_never_shortens_a_run(tmp_path: Path, quick_config) -> None:
         InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid,
         pytest.raises(ConfigError, match="never shorten it"),
     ):
-        serve(grid, config, tmp_path / "run")
+        serve(grid, check(config), tmp_path / "run")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -257,7 +258,7 @@ def test_a_run_continues_while_a_node_is_gone(tmp_path: Path, quick_config, monk
             caplog.at_level(logging.WARNING, logger="flwr"),
             InProcessGrid(client_app, num_nodes, run_config=config.to_mapping(), node_configs=own) as grid,
         ):
-            serve(grid, config, out)
+            serve(grid, check(config), out)
 
     go(3, 2)
     with pytest.raises(ConfigError, match=r"num-clients=3, but the federation has 2 node.*the run began with 3"):
@@ -286,7 +287,7 @@ def test_a_run_continues_with_nodes_that_came_later(tmp_path: Path, quick_config
             caplog.at_level(logging.WARNING, logger="flwr"),
             InProcessGrid(client_app, num_nodes, run_config=config.to_mapping(), node_configs=own) as grid,
         ):
-            serve(grid, config, tmp_path / "out")
+            serve(grid, check(config), tmp_path / "out")
 
     go(1, 1)
     with pytest.raises(ConfigError, match=r"num-clients=1, but the federation has 3 node.*Start 1 SuperNodes"):
@@ -300,7 +301,7 @@ def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, quick_confi
     """As under ``flwr run`` without a state-dir: a warning at the first checkpoint, an error before a resumed run."""
     config = Config.make({**BASE, "strategy": "scaffold", "out": str(tmp_path)})
     with InProcessGrid(client_app, 3, run_config=config.to_mapping()) as grid, caplog.at_level("WARNING", "flwr"):
-        serve(grid, config, tmp_path)
+        serve(grid, check(config), tmp_path)
     assert caplog.text.count("client(s) 0, 1, 2 keep their part in memory only: this run cannot be resumed") == 1
     with pytest.raises(ConfigError, match=r"cannot resume: client\(s\) 0, 1, 2 kept their part in memory only"):
         start(tmp_path, strategy="scaffold", resume=True)
@@ -315,7 +316,7 @@ def test_a_series_without_a_state_folder_is_named(tmp_path: Path, caplog) -> Non
         InProcessGrid(client_app, 3, run_config=config.to_mapping(), node_configs=own) as grid,
         caplog.at_level("WARNING", "flwr"),
     ):
-        serve(grid, config, tmp_path / "out")
+        serve(grid, check(config), tmp_path / "out")
     assert [text for text in caplog.messages if "in memory only" in text] == [
         "client(s) 1, 2 keep their part in memory only: series=a has no effect for them. Set state-dir, in the run's "
         "config or in each node's."
@@ -335,7 +336,7 @@ def test_a_restarted_node_continues_with_its_part(tmp_path: Path) -> None:
                 if line["round"] == 3:
                     grid.context(0).state = RecordDict()
 
-            assert (serve(grid, config, out, restart)["sha256"] == whole["sha256"]) == expected
+            assert (serve(grid, check(config), out, restart)["sha256"] == whole["sha256"]) == expected
 
 
 def test_a_new_run_of_an_experiment_starts_from_the_clients_parts(tmp_path: Path) -> None:
@@ -354,7 +355,7 @@ def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(tm
     config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path / "run"), "num-server-rounds": 2})
     node = [{}, {"state-dir": str(tmp_path / "file")}, {}]
     with InProcessGrid(client_app, 3, run_config=config.to_mapping(), node_configs=node) as grid:
-        serve(grid, config, tmp_path / "run")
+        serve(grid, check(config), tmp_path / "run")
     for line in read_metrics(tmp_path / "run/metrics.jsonl"):
         assert line["participants"] == [0, 2]
         (reason,) = [why for why in line["rejected"] if "evaluation" not in why]

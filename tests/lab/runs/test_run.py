@@ -34,6 +34,7 @@ from fedbn_flwr.lab.runs.centralized import centralized
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.messages.records import state_sha256, to_state
 from fedbn_flwr.server.report import Traffic
@@ -66,9 +67,9 @@ def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
             if name == CENTRALIZED:
                 summary = run(config, folder / name)
             else:  # two threads, on any machine
-                config, out = preflight(config, folder / name)
-                with InProcessGrid(client_app, 3, run_config=config.to_mapping(), threads=2) as grid:
-                    summary = serve(grid, config, out)
+                checked = preflight(config, folder / name)
+                with InProcessGrid(client_app, 3, run_config=checked.config.to_mapping(), threads=2) as grid:
+                    summary = serve(grid, checked, folder / name)
         made[name] = summary, folder / name
     return made
 
@@ -148,10 +149,10 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(name: str, runs, tmp
     summary, out = runs[name]
     config = Config.load(out / "config.yaml")
     if name == CENTRALIZED:
-        again = centralized(config, tmp_path / "again")
+        again = centralized(check(config), tmp_path / "again")
     else:
         with InProcessGrid(client_app, 3, run_config=config.to_mapping(), seed=9) as grid:
-            again = serve(grid, config, tmp_path / "again")
+            again = serve(grid, check(config), tmp_path / "again")
     assert again["sha256"] == summary["sha256"]
     assert again["final"] == summary["final"]
 
@@ -234,7 +235,7 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> Non
             EngineError, match=r"nothing was trained: no round had min-replies=1 usable replies\. First refused"
         ),
     ):
-        serve(grid, quick_config(), tmp_path / "out")
+        serve(grid, check(quick_config()), tmp_path / "out")
     assert not (tmp_path / "out" / "summary.json").exists()
 
 

@@ -94,7 +94,8 @@ def test_the_simulation_engine_with_two_actors_gives_the_bits_of_the_run_in_proc
     """``fedbn-flwr run --engine simulation``: the app from the installed package, without the repository."""
     seen: list[Any] = []
     federation = {"client-resources-num-cpus": 1, "init-args-num-cpus": 2}
-    config, out = preflight(Config.make(SETTINGS), tmp_path / "out")
+    out = tmp_path / "out"
+    config = preflight(Config.make(SETTINGS), out).config
     same_run(simulate(config, out, seen.append, federation), in_process)
     assert [line["round"] for line in seen] == [1, 2]
     assert "Starting FedBN strategy" in (out / "flower.log").read_text()

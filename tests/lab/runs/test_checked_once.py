@@ -1,0 +1,121 @@
+"""A config is checked once, and the model is built once in each process, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typer.testing import CliRunner
+
+from fedbn_flwr import InProcessGrid
+from fedbn_flwr.lab import setup
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import config as config_module
+from fedbn_flwr.lab.runs import app as flower_app
+from fedbn_flwr.lab.runs import run as run_module
+from fedbn_flwr.lab.runs.node import RunClients
+from fedbn_flwr.lab.runs.start_checks import check
+from fedbn_flwr.training.freezing import holds_eval
+
+SMALL = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8}
+
+Counts = dict[str, int]
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """How often the keys were checked together, the run on this machine, and how often the model was built."""
+    counted: Counts = {}
+
+    def count(module: Any, name: str) -> None:
+        real = getattr(module, name)
+        counted.setdefault(name, 0)
+
+        def counting(*args: Any, **named: Any) -> Any:
+            counted[name] += 1
+            return real(*args, **named)
+
+        monkeypatch.setattr(module, name, counting)
+
+    count(config_module, "problems_of")
+    count(run_module, "check")
+    count(flower_app, "check")
+    count(setup, "build_model")
+    return counted
+
+
+def test_the_command_checks_and_builds_once(counts: Counts, tmp_path: Path) -> None:
+    settings = [text for key, value in SMALL.items() for text in ("--set", f"{key}={value}")]
+    result = CliRunner().invoke(app, ["run", *settings, "--workers", "0", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out/summary.json").is_file()
+    assert counts == {"problems_of": 1, "check": 1, "build_model": 1}
+
+
+@pytest.mark.parametrize(
+    "more", [{"strategy": "centralized"}, {"strategy": "fixbn", "model": "lenet", "workers": None}]
+)
+def test_so_does_a_run_from_python(counts: Counts, more: dict[str, Any], tmp_path: Path) -> None:
+    workers = more.pop("workers", 0)
+    run_module.run(Config.make({**SMALL, **more}), tmp_path / "out", workers=workers)
+    assert counts == {"problems_of": 1, "check": 1, "build_model": 1}
+
+
+def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(counts: Counts, tmp_path: Path) -> None:
+    settings = {**Config.make({**SMALL, "out": str(tmp_path / "out")}).to_mapping()}
+    counts.update(dict.fromkeys(counts, 0))
+    context = Context(1, 1, {}, RecordDict(), settings)
+    with InProcessGrid(flower_app.client_app, 3, run_config=settings) as grid:
+        flower_app.server_app(grid, context)
+    assert (tmp_path / "out/summary.json").is_file()
+    assert counts == {"problems_of": 2, "check": 1, "build_model": 2}, "the server's, and one for all three clients"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bn-momentum": 0.3},
+        {"model": "resnet20", "dataset": "cifar10", "train-only": "layer3,fc"},
+        {"norm": "batch-renorm", "memory-format": "channels-last", "model": "lenet"},
+    ],
+)
+def test_clients_get_the_model_as_it_is_built(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes, momentum, what is frozen, memory format and initial values are those of a model built for them."""
+    config = Config.make({**SMALL, **settings})
+    checked = check(config)
+    clients = RunClients.of(checked)
+    with torch.no_grad():
+        for entry in checked.model.eval().state_dict().values():  # what the server does with its own
+            entry.zero_()
+    built, copied = setup.training_model(config), clients._build()
+    assert about(copied) == about(built)
+    for name, value in built.state_dict().items():
+        assert torch.equal(value, copied.state_dict()[name]), name
+    assert clients._build() is not copied
+
+
+def about(model: nn.Module) -> list[Any]:
+    modules = [
+        (path, type(module), module.training, holds_eval(module), getattr(module, "momentum", None))
+        for path, module in model.named_modules()
+    ]
+    parameters = [(name, p.requires_grad, p.stride(), p.device) for name, p in model.named_parameters()]
+    assert any(isinstance(module, _BatchNorm) for module in model.modules())
+    return [*modules, *parameters]
+
+
+def test_a_new_process_gets_the_config_and_no_weights() -> None:
+    import cloudpickle
+
+    checked = check(Config.make({**SMALL, "model": "resnet20", "dataset": "cifar10"}))
+    clients: Callable[..., Any] = RunClients.of(checked).client
+    assert len(cloudpickle.dumps(clients)) < 20_000
+    there = cloudpickle.loads(cloudpickle.dumps(clients)).__self__
+    assert there._config == checked.config

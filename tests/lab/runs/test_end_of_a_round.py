@@ -1,0 +1,51 @@
+"""The server's test of a round reads only; what is written of the round is written at its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from flwr.app import ArrayRecord
+
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output.checkpoint import Checkpoints
+from fedbn_flwr.lab.output.folder import STATISTICS_FILE, RunFolder
+from fedbn_flwr.strategies import FedAvg
+
+
+def test_the_files_of_a_round_are_written_after_its_tests(quick_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics and the line come before the checkpoint, from which a resumed run repeats later rounds only."""
+    events: list[str] = []
+    returned: dict[int, Any] = {}
+
+    def note(kind: type, name: str, what: Any) -> None:
+        real = getattr(kind, name)
+
+        def noting(self: Any, *args: Any) -> Any:
+            events.append(what(args[0]))
+            return real(self, *args)
+
+        monkeypatch.setattr(kind, name, noting)
+
+    start = FedAvg.start
+
+    def starting(self: Any, *args: Any, evaluate_fn: Any, **named: Any) -> Any:
+        def test(server_round: int, arrays: ArrayRecord) -> Any:
+            returned[server_round] = evaluate_fn(server_round, arrays)
+            events.append(f"tested {server_round}")
+            return returned[server_round]
+
+        return start(self, *args, evaluate_fn=test, **named)
+
+    monkeypatch.setattr(FedAvg, "start", starting)
+    note(RunFolder, "add_round", lambda line: f"line {line['round']}")
+    note(RunFolder, "add_statistics", lambda line: f"statistics {line['round']}")
+    note(Checkpoints, "save", lambda checkpoint: f"checkpoint {checkpoint.server_round}")
+    _, out = quick_run(**{"watch-statistics": 1, "eval-every": 2, "checkpoint-every": 1})
+    ends = [[f"tested {n}", f"statistics {n}", f"line {n}", f"checkpoint {n}"] for n in (1, 2)]
+    assert events == ["checkpoint 0", "tested 0", *ends[0], *ends[1]]
+    assert returned[0] is None
+    assert returned[1] is None, "this round has no test"
+    lines = read_metrics(out / "metrics.jsonl")
+    assert dict(returned[2]) == {name: lines[1][name] for name in ("test-loss", "test-accuracy")}
+    assert [line["round"] for line in read_metrics(out / STATISTICS_FILE)] == [1, 2]
