@@ -52,6 +52,7 @@ _PROTECTION = "protection"  # in the state to checkpoint
 logger = logging.getLogger("flwr")
 
 OnRoundEnd = Callable[[int, ArrayRecord, Mapping[str, MetricRecord]], None]
+ShouldStop = Callable[[int, Result], bool]
 OnReplies = Callable[[int, Sequence[Reply], State, State], None]
 
 
@@ -70,7 +71,7 @@ class Server(Method[P]):
         completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
             model with ``model_completion`` sets it to False.
         input_scale: mean and std of inputs that only the nodes have; every message with the model has them.
-        stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round.
+        stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round; ``should_stop`` sets it.
         protection: what happens to the replies before the method sees them.
         num_partitions: number of the parts of the data that nodes with one of them must name; 0 = any, all the same;
             None = not compared.
@@ -152,8 +153,12 @@ class Server(Method[P]):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> Result:
         """Run the rounds as Flower's own loop does, without its pauses. ``timeout`` also limits the wait for nodes.
+
+        ``should_stop(server_round, result)`` is called after each round's test, with the model and the metrics so far,
+        and before ``on_round_end``; where it returns True, ``start`` does no further round. Flower has it from 1.43 on.
 
         After ``load_state_dict`` the run continues after the given round; ``initial_arrays`` is then the global model
         of that round.
@@ -183,32 +188,35 @@ class Server(Method[P]):
                 timeout=timeout,
                 train_config=train_config,
                 evaluate_config=evaluate_config,
-                after_round=partial(self._test_and_end_round, evaluate_fn),
+                test_model=partial(self._test_model, evaluate_fn),
+                after_round=partial(self._after_round, should_stop),
             )
         finally:
             self.stopped = False  # of this run, not of a next one
-        arrays = result.arrays or initial_arrays  # empty: no round had enough usable replies
         last = self.reports[-1].server_round if self.reports else num_rounds
         if self.recalibrates and not self._health.ends_run and not self._tests_after(last):
-            self._reestimate(last, arrays, polled)  # the run was stopped between two tests
-        result.arrays = self.model_completion.complete(arrays)
+            self._reestimate(last, result.arrays, polled)  # the run was stopped between two tests
+        result.arrays = self.model_completion.complete(result.arrays)
         if self.completes_tests:
             self.model_completion.warn_of_nothing_shared()
         self._health.raise_if_failed(result)
         return result
 
-    def _test_and_end_round(
-        self, evaluate_fn: Evaluate | None, server_round: int, arrays: ArrayRecord
-    ) -> MetricRecord | None:
-        """Return the result of ``evaluate_fn``; end the round, unless it is 0, before the first."""
+    def _test_model(self, evaluate_fn: Evaluate | None, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Return the result of ``evaluate_fn``; round 0 is before the first."""
         self.run.arrays = arrays
         metrics = evaluate_fn(server_round, self.for_evaluate_fn(server_round, arrays)) if evaluate_fn else None
         if metrics is not None:
             self.run.metrics["evaluate_metrics_serverapp"] = metrics
         if server_round:
             self.note_divergence(losses_not_finite({"": metrics or {}}))
-            self._end_round(server_round)
         return metrics
+
+    def _after_round(self, should_stop: ShouldStop | None, server_round: int, result: Result) -> None:
+        """Ask whether the run goes on, then end the round: ``on_round_end`` can know whether it was the last."""
+        if should_stop is not None and should_stop(server_round, result):
+            self.stopped = True
+        self._end_round(server_round)
 
     def stops_after(self, server_round: int) -> bool:
         """Return whether the run ends after this round: it diverged, was stopped, or has no privacy left to spend."""

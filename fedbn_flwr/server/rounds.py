@@ -2,7 +2,8 @@
 
 A round: ``configure_train`` samples nodes and makes messages, ``run_training`` sends them, ``aggregate_train`` checks
 the replies and combines them, ``configure_evaluate`` re-estimates statistics if a test needs them,
-``aggregate_evaluate`` reads the clients' tests, and ``after_round`` tests the global model and ends the round.
+``aggregate_evaluate`` reads the clients' tests, ``test_model`` tests the global model, and ``after_round`` ends the
+round.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def run_rounds(
     timeout: float,
     train_config: ConfigRecord | None,
     evaluate_config: ConfigRecord | None,
-    after_round: Evaluate,
+    test_model: Evaluate,
+    after_round: Callable[[int, Result], None],
 ) -> Result:
     """Run the rounds ``after`` + 1 to ``num_rounds``, or until the strategy stops.
 
@@ -51,10 +53,11 @@ def run_rounds(
         timeout: seconds to wait for the replies of an evaluation.
         train_config: further config of every training message.
         evaluate_config: further config of every evaluation message.
-        after_round: tests the global model and ends the round; also called with 0 before round 1.
+        test_model: tests the global model; also called with 0 before round 1.
+        after_round: ends the round; called with the round and the model and the metrics so far.
 
     Returns:
-        The model and the metrics of these rounds; without arrays if no round changed the model.
+        The model and the metrics of these rounds.
     """
     logger.info("Starting %s strategy:", type(strategy).__name__)
     log_start(num_rounds, arrays, train_config, evaluate_config)
@@ -62,15 +65,15 @@ def run_rounds(
     if after:
         logger.info("Continuing after round %d", after)
     train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-    result = Result()
+    result = Result(arrays=arrays)
 
-    def end_round(server_round: int) -> None:
-        if (found := after_round(server_round, arrays)) is not None:
-            logger.info("Evaluation of the global model, round %d: %s", server_round, found)
-            result.evaluate_metrics_serverapp[server_round] = found
+    def test(server_round: int) -> None:
+        if (metrics := test_model(server_round, arrays)) is not None:
+            logger.info("Evaluation of the global model, round %d: %s", server_round, metrics)
+            result.evaluate_metrics_serverapp[server_round] = metrics
 
     if not after:
-        end_round(0)
+        test(0)
     for server_round in range(after + 1, num_rounds + 1):
         if strategy.stops_after(server_round - 1):
             break
@@ -87,7 +90,8 @@ def run_rounds(
         if metrics is not None:
             logger.info("Evaluation%s: %s", _aggregation_note(strategy.evaluate_metrics_aggr_fn), metrics)
             result.evaluate_metrics_clientapp[server_round] = metrics
-        end_round(server_round)
+        test(server_round)
+        after_round(server_round, result)
     return result
 
 
