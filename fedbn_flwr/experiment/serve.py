@@ -118,6 +118,7 @@ def _serve(grid: Grid, config: Config, out: Path, on_round: OnRound | None, clos
             evaluate_config=ConfigRecord({TEST_SETS: ",".join(_tests_of_clients(config))}),
             evaluate_fn=after_round,
         )
+        manager.after_run(recorder.stopping)
     except DivergedError as error:
         result, diverged = error.result, error
     finally:
