@@ -17,13 +17,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import flwr
 import httpx
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def canary(promise: str, todo: str) -> Iterator[None]:
     try:
         yield
     except (Exception, pytest.fail.Exception) as error:
-        pytest.fail(f"In Flower {version('flwr')} it is no longer so that {promise}. To do: {todo}\n{error!r}")
+        pytest.fail(f"In Flower {flwr.__version__} it is no longer so that {promise}. To do: {todo}\n{error!r}")
 
 
 @pytest.fixture
