@@ -25,7 +25,7 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 # The suite with each Python found and the oldest and the newest Flower, into docs/results/compat.md:
-# make compat ARGS="tests/strategies" PAIRS="3.12/1.41 3.12/1.42" KEEP=1
+# make compat ARGS="tests/strategies" PAIRS="3.12/1.41 3.12/nightly" KEEP=1
 compat: .venv/installed
 	$(BIN)/python benchmarks/compat.py $(if $(KEEP),--keep) $(PAIRS:%=--pair %) -- $(ARGS)
 

@@ -2,11 +2,13 @@
 
     python benchmarks/compat.py                                    # the whole suite, every pair (Python, Flower)
     python benchmarks/compat.py --pair 3.12/1.42 -- tests/norms    # some tests, one pair
+    python benchmarks/compat.py --pair 3.11/nightly                # with tomorrow's Flower, which runs by name only
 
 Each pair has its own environment, `.compat/PYTHON-FLOWER`. It is made, used and deleted before the next one is made,
 since each holds some gigabytes; `--keep` leaves them, and the next call uses them again. The versions are those of
 constraints.txt. Where another Flower is asked for than the pinned one, the pins that fit one version of Flower only are
 left out. A Flower whose own dependencies cannot be had is installed with the overrides named below; the table says so.
+The nightly build is the package flwr-nightly. It is installed in place of flwr, which is then not asked for at all.
 
 The results go into docs/results/compat.md. A pair that was run has a new row; the other lines of the file stay.
 """
@@ -30,9 +32,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "compat.md"
 PYTHONS = ("3.11", "3.12", "3.13")
 FLOWERS = ("1.41", "1.42")
+NIGHTLY = "nightly"
 PAIRS = [(python, flower) for python in PYTHONS for flower in FLOWERS]
+BY_NAME = {f"{python}/{flower}": (python, flower) for python in PYTHONS for flower in (*FLOWERS, NIGHTLY)}
 BOUND_BY_FLOWER = ("flwr", "uv")  # their pins fit one version of Flower
 OVERRIDES = {"1.42": ("certifi",)}  # asks for one newer than every release at its own
+NO_FLWR = "flwr ; python_version < '0'"  # an override whose marker never holds: the requirement is dropped
+NEWEST_NIGHTLY = "flwr-nightly[simulation]>=1.43.0.dev0"  # a bound with "dev" is what admits builds before a release
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 SUITE = ("-n", "auto", "--dist", "loadgroup")
 ROW = "| 3."
@@ -80,16 +86,21 @@ def install(python: Path, flower: str, environment: Path) -> tuple[str, ...]:
     if not environment.exists():
         subprocess.run([python, "-m", "venv", environment], check=True)
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    wanted, dropped = ["--editable", f"{ROOT}[dev]"], ""
     if not any(pin.startswith(f"flwr=={flower}.") for pin in pins):
-        pins = [pin for pin in pins if pin.partition("==")[0] not in BOUND_BY_FLOWER] + [f"flwr=={flower}.*"]
+        pins = [pin for pin in pins if pin.partition("==")[0] not in BOUND_BY_FLOWER]
+        if flower == NIGHTLY:
+            wanted, dropped = [*wanted, NEWEST_NIGHTLY], NO_FLWR
+        else:
+            pins.append(f"flwr=={flower}.*")
     with tempfile.TemporaryDirectory() as folder:
         constraints, overrides = Path(folder, "constraints.txt"), Path(folder, "overrides.txt")
         constraints.write_text("\n".join(pins), encoding="utf-8")
         for override in dict.fromkeys([(), OVERRIDES.get(flower, ())]):
-            overrides.write_text("\n".join(override), encoding="utf-8")
+            overrides.write_text("\n".join([dropped, *override]), encoding="utf-8")
             command = [sys.executable, "-m", "uv", "pip", "install", "--quiet"]
             command += ["--python", str(environment / "bin" / "python")]
-            command += ["--constraint", str(constraints), "--override", str(overrides), "--editable", f"{ROOT}[dev]"]
+            command += ["--constraint", str(constraints), "--override", str(overrides), *wanted]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 return override
@@ -123,8 +134,13 @@ def tested(environment: Path, arguments: Sequence[str]) -> tuple[int, list[str]]
 
 def pair_of(row: str) -> tuple[str, str]:
     """Return the minor versions of Python and of Flower that a row of the table is of."""
-    python, flower = (".".join(cell.strip().split(".")[:2]) for cell in row.split("|")[1:3])
-    return python, flower
+    python, flower = (cell.strip() for cell in row.split("|")[1:3])
+    return minor(python), NIGHTLY if ".dev" in flower else minor(flower)
+
+
+def minor(version: str) -> str:
+    """Return the first two numbers of a version."""
+    return ".".join(version.split(".")[:2])
 
 
 def record(row: str) -> None:
@@ -145,22 +161,22 @@ def main(
 ) -> None:
     """Run the tests for every pair, record each, and fail where one failed."""
     arguments = arguments or list(SUITE)
-    pairs = {f"{python}/{flower}": (python, flower) for python, flower in PAIRS}
-    if unknown := set(pair or ()) - set(pairs):
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: pairs are {', '.join(pairs)}")
+    if unknown := set(pair or ()) - set(BY_NAME):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: pairs are {', '.join(BY_NAME)}")
     changed = said("git", "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
     commit = said("git", "rev-parse", "--short", "HEAD") + ("+" if changed else "")
     pythons, bad = interpreters(), []
-    for name in pair or pairs:
-        version, flower = pairs[name]
+    for name in pair or [f"{python}/{flower}" for python, flower in PAIRS]:
+        version, flower = BY_NAME[name]
         if version not in pythons:
             print(f"Python {version}: none found, so {name} is not run", flush=True)
             continue
         environment = ROOT / ".compat" / f"{version}-{flower}"
+        package = "flwr-nightly" if flower == NIGHTLY else "flwr"
         try:
             print(f"Python {version}, Flower {flower}", flush=True)
             overrides = install(pythons[version], flower, environment)
-            python, installed, torch, *other = versions(environment, ("flwr", "torch", *overrides))
+            python, installed, torch, *other = versions(environment, (package, "torch", *overrides))
             code, numbers = tested(environment, arguments)
             named = ", ".join(f"{which} {number}" for which, number in zip(overrides, other, strict=True))
             cells = [python, installed, torch, *numbers, f"`{' '.join(arguments)}`", named]

@@ -123,8 +123,8 @@ class FloorGrid(PollingGrid):
         self._left, self._pushed = len(batch), time.time()
         return super().push_messages(batch)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        for reply in super().pull_messages(message_ids):
+    def pull_messages(self, *args: Any, **kwargs: Any) -> Iterator[Message]:
+        for reply in super().pull_messages(*args, **kwargs):
             kind = reply.metadata.message_type
             self._left -= 1
             now = time.time()

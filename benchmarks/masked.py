@@ -15,7 +15,6 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,9 +54,9 @@ class CountingGrid(InProcessGrid):
 
     up = 0
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def pull_messages(self, *args: Any, **kwargs: Any) -> list[Message]:
         """Return the replies that are ready."""
-        replies = super().pull_messages(message_ids)
+        replies = super().pull_messages(*args, **kwargs)
         for content in (reply.content for reply in replies if reply.has_content()):
             self.up += sum(len(array.data) for record in content.array_records.values() for array in record.values())
             lists: list[Any] = [v for record in content.config_records.values() for v in record.values()]

@@ -3,10 +3,12 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+KINDS = ("constraint", "override")
 
 
 def test_a_block_of_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
@@ -28,6 +30,36 @@ def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
     assert {"simulation", "growth", "fedtan"} <= set(programs)
     for program in programs:
         assert page.count(f"<!-- {program} -->\n") == page.count(f"<!-- /{program} -->\n") == 1, program
+
+
+def test_the_nightly_flower_is_installed_in_place_of_flwr(tmp_path: Path, monkeypatch) -> None:
+    import compat
+
+    asked: dict[str, tuple[list[str], list[str], list[str]]] = {}
+    monkeypatch.setattr(compat.subprocess, "run", lambda command, **_: note(command))
+
+    def note(command: list[str]) -> SimpleNamespace:
+        lists = (Path(command[command.index(f"--{kind}") + 1]).read_text().split("\n") for kind in KINDS)
+        asked[flower] = (command, *lists)
+        return SimpleNamespace(returncode=0)
+
+    for flower in ("1.41", "1.42", "nightly"):
+        assert compat.install(Path("python"), flower, tmp_path) == ()
+    for flower in ("1.41", "1.42"):
+        command, constraints, overrides = asked[flower]
+        assert any(pin.startswith(f"flwr=={flower}.") for pin in constraints)
+        assert (command[-2:], overrides) == (["--editable", f"{ROOT}[dev]"], [""])
+    command, constraints, overrides = asked["nightly"]
+    assert command[-1] == "flwr-nightly[simulation]>=1.43.0.dev0"
+    assert not any(pin.startswith(("flwr==", "uv==")) for pin in constraints)
+    assert overrides == ["flwr ; python_version < '0'"]
+    rows = [
+        "| 3.13.0 | 1.43.0.dev20261026 | 2.15.0 |",
+        "| 3.13 | nightly | not installed |",
+        "| 3.12.1 | 1.42.0 | 2.15.0 |",
+    ]
+    assert [compat.pair_of(row) for row in rows] == [("3.13", "nightly"), ("3.13", "nightly"), ("3.12", "1.42")]
+    assert ("3.13", "nightly") not in compat.PAIRS, "it runs by name only"
 
 
 def test_a_straight_line_is_found_and_a_bent_one_is_said_to_be_none() -> None:

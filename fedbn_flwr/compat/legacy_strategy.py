@@ -362,7 +362,9 @@ class _ManagerGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> NoReturn:
         _refuse(self._strategy, "sends messages of its own between the rounds' fit and evaluate")
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def pull_messages(
+        self, message_ids: Iterable[str] | None = None, *, reply_to_message_ids: Iterable[str] | None = None
+    ) -> list[Message]:
         return []
 
     def set_run(self, run: Any) -> None:

@@ -186,9 +186,18 @@ class InProcessGrid(ImmediateGrid):
                 begin()
         return message_ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the replies that are ready, each only once; see ``Grid.pull_messages``."""
-        ready = [i for i in message_ids if i in self._waiting and self._waiting[i].done()]
+    def pull_messages(
+        self, message_ids: Iterable[str] | None = None, *, reply_to_message_ids: Iterable[str] | None = None
+    ) -> list[Message]:
+        """Return the replies that are ready, each only once; see ``Grid.pull_messages``.
+
+        Args:
+            message_ids: the messages whose replies are asked for; None = all.
+            reply_to_message_ids: the name of this argument from Flower 1.43 on.
+        """
+        wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
+        asked = list(self._waiting if wanted is None else wanted)
+        ready = [i for i in asked if i in self._waiting and self._waiting[i].done()]
         return [self._waiting.pop(i).result() for i in ready]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:

@@ -126,9 +126,12 @@ class PollingGrid(ImmediateGrid):
         """See ``Grid.push_messages``."""
         return self.inner.push_messages(messages)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """See ``Grid.pull_messages``."""
-        return self.inner.pull_messages(message_ids)
+    def pull_messages(
+        self, message_ids: Iterable[str] | None = None, *, reply_to_message_ids: Iterable[str] | None = None
+    ) -> Iterable[Message]:
+        """See ``Grid.pull_messages``; Flower calls the argument ``reply_to_message_ids`` from 1.43 on."""
+        wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
+        return self.inner.pull_messages() if wanted is None else self.inner.pull_messages(wanted)  # type: ignore[call-arg]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send all messages and return the replies that arrive within ``timeout`` seconds, in any order.

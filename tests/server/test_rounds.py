@@ -9,6 +9,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,86 @@ def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, m
     assert len(ours.history) == len(theirs.history) == 4
     for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
         assert getattr(ours.result, kind) == getattr(theirs.result, kind), kind
+
+
+Asked = list[tuple[int, dict[str, Array], dict[str, Any]]]
+
+
+def asking(strategy: FedAvg, last: int, start: Callable[..., Any] | None = None) -> Asked:
+    """Let ``should_stop`` end the strategy's runs after round ``last``; return what it is going to be called with."""
+    asked: Asked = []
+
+    def should_stop(server_round: int, result: Any) -> bool:
+        asked.append((server_round, from_record(result.arrays), {kind: dict(getattr(result, kind)) for kind in KINDS}))
+        return server_round == last
+
+    strategy.start = functools.partial(start or strategy.start, should_stop=should_stop)  # type: ignore[method-assign]
+    return asked
+
+
+def test_should_stop_is_asked_after_the_test_of_each_round(federate, mlp, points, same_bits) -> None:
+    strategy = FedAvg()
+    asked = asking(strategy, 3)
+    tests = {"evaluate_fn": lambda server_round: {"accuracy": server_round / 10}}
+    done = federate(strategy, mlp, [points(8), points(12, 1)], rounds=5, **tests)
+    assert [server_round for server_round, _, _ in asked] == [1, 2, 3]
+    assert len(done.history) == 4
+    for server_round, state, metrics in asked:
+        same_bits(state, done.history[server_round])
+        assert list(metrics["evaluate_metrics_serverapp"]) == [*range(server_round + 1)]
+        assert list(metrics["train_metrics_clientapp"]) == [*range(1, server_round + 1)]
+    assert asked[-1][2] == {kind: getattr(done.result, kind) for kind in KINDS}
+
+
+def test_where_no_round_has_changed_the_model_should_stop_gets_the_initial_one(
+    federate, mlp, points, same_bits
+) -> None:
+    strategy = FedAvg(min_replies=3)
+    asked = asking(strategy, 1)
+    done = federate(strategy, mlp, [points(8), points(12, 1)], rounds=5, fails=NothingTrainedError)
+    ((_, state, _),) = asked
+    same_bits(state, done.history[0])
+
+
+@pytest.mark.skipif("should_stop" not in signature(FlowerFedAvg.start).parameters, reason="Flower has it from 1.43 on")
+@pytest.mark.parametrize("min_replies", [1, 3])
+def test_should_stop_is_asked_what_flowers_loop_asks(federate, mlp, points, same_bits, min_replies: int) -> None:
+    def run(start: Callable[..., Any] | None, fails: type[Exception] | None) -> Asked:
+        strategy = FedAvg(min_replies=min_replies)
+        asked = asking(strategy, 2, start and functools.partial(start, strategy))
+        tests = {"evaluate_fn": lambda server_round: {"accuracy": server_round / 10}}
+        federate(strategy, mlp, [points(8), points(12, 1)], rounds=3, fails=fails, **tests)
+        return asked
+
+    ours = run(None, NothingTrainedError if min_replies == 3 else None)
+    theirs = run(FlowerFedAvg.start, None)
+    assert [(server_round, metrics) for server_round, _, metrics in ours] == [(r, metrics) for r, _, metrics in theirs]
+    for (_, mine, _), (_, other, _) in zip(ours, theirs, strict=True):
+        same_bits(mine, other)
+
+
+@pytest.mark.parametrize("way", ["should_stop", "stopped"])
+def test_a_stopped_run_ends_as_a_shorter_one(federate, mlp, points, same_bits, way: str) -> None:
+    """``on_round_end`` knows that no round follows; a second run of the strategy is not stopped."""
+    last: dict[int, bool] = {}
+    strategy = FedAvg(
+        on_round_end=lambda server_round, *_: last.update({server_round: strategy.stops_after(server_round)})
+    )
+    data, plain = [points(8), points(12, 1)], strategy.start
+
+    def tested(server_round: int) -> None:
+        strategy.stopped = way == "stopped" and server_round == 3
+
+    if way == "should_stop":
+        asking(strategy, 3)
+    stopped = federate(strategy, mlp, data, rounds=5, evaluate_fn=tested)
+    assert last == {1: False, 2: False, 3: True}
+    short = federate(FedAvg(), mlp, data, rounds=3)
+    same_bits(stopped.state, short.state)
+    for kind in KINDS:
+        assert getattr(stopped.result, kind) == getattr(short.result, kind), kind
+    strategy.start = plain  # type: ignore[method-assign]
+    assert len(federate(strategy, mlp, data, rounds=4).strategy.reports) == 4
 
 
 CALLBACK_METHODS: dict[str, Callable[..., FedAvg]] = {

@@ -50,9 +50,9 @@ class SlowGrid(Grid):
             self.pushed[ids[-1]] = message
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def pull_messages(self, message_ids: Iterable[str] = ("all",)) -> list[Message]:
         self.asked.append(list(message_ids))
-        if len(self.asked) < self.polls:
+        if len(self.asked) < self.polls or self.asked[-1] == ["all"]:
             return []
         replies = []
         for i in reversed(self.asked[-1]):
@@ -213,13 +213,14 @@ def test_no_messages_give_no_replies() -> None:
     assert grid.asked == []
 
 
-def test_messages_that_could_not_be_pushed_are_named(caplog) -> None:
+@pytest.mark.parametrize("no_id", [None, ""])  # before Flower 1.43, and since
+def test_messages_that_could_not_be_pushed_are_named(no_id: str | None, caplog) -> None:
     logging.getLogger("flwr").propagate = True
 
     class Refusing(SlowGrid):
         def push_messages(self, messages):
             ids = super().push_messages(messages)
-            return [ids[0], None] if len(ids) == 2 else []
+            return [ids[0], no_id] if len(ids) == 2 else []
 
     with caplog.at_level(logging.WARNING, logger="flwr"):
         replies = list(PollingGrid(Refusing()).send_and_receive(messages(4, 5), timeout=1))
@@ -237,7 +238,11 @@ def test_the_other_methods_call_the_inner_grid() -> None:
     message = grid.create_message(RecordDict(), MessageType.QUERY, 9, "group", 3.0)
     assert (message.metadata.dst_node_id, message.metadata.group_id, message.metadata.ttl) == (9, "group", 3.0)
     ids = grid.push_messages([message])
+    for given in ({"message_ids": ids}, {"reply_to_message_ids": ids}):
+        assert [r.metadata.reply_to_message_id for r in grid.pull_messages(**given)] == list(ids)
     assert [r.metadata.reply_to_message_id for r in grid.pull_messages(ids)] == list(ids)
+    grid.pull_messages()
+    assert inner.asked == [list(ids)] * 3 + [["all"]]
 
 
 def test_a_polling_grid_is_not_wrapped_again() -> None:

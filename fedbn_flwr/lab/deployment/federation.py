@@ -131,6 +131,9 @@ class Federation:
         for service in order:
             self._await(service.name, "service_completed_successfully" if service.one_shot else "service_healthy")
         self._await_nodes(began)
+        for name in self.ended():  # no health check asks a SuperExec itself
+            process = self._processes[name]
+            raise EngineError(f"{name} ended with code {process.code}:\n{process.said()}")
 
     def launch(self, name: str) -> Process:
         """Start a service's process."""

@@ -52,8 +52,18 @@ class CheckpointManager:
         if self._config.series:
             self._warn_of_volatile(f"series={self._config.series} has no effect for them")
         last = server_round == self._config.num_server_rounds or self._strategy.stops_after(server_round)
-        if not self._checkpoints.due(server_round, last, stopping):
+        if self._checkpoints.due(server_round, last, stopping):
+            self._save(server_round, stopping)
+
+    def after_run(self, stopping: EarlyStopping | None = None) -> None:
+        """Save the last round's checkpoint if ``after_round`` could not know yet that the run would be stopped."""
+        last = self._strategy.reports[-1].server_round if self._strategy.reports else None
+        if last is None or last in self._checkpoints.rounds:
             return
+        if self._checkpoints.due(last, True, stopping):
+            self._save(last, stopping)
+
+    def _save(self, server_round: int, stopping: EarlyStopping | None) -> None:
         state, strategy = from_record(self._strategy.run.arrays), self._strategy.state_dict()
         checkpoint = Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
         self._checkpoints.save(checkpoint, stopping)

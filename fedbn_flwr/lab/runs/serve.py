@@ -131,6 +131,7 @@ def _serve(
             evaluate_config=ConfigRecord({TEST_SETS: ",".join(_tests_of_clients(config))}),
             evaluate_fn=test,
         )
+        manager.after_run(recorder.stopping)
     except DivergedError as error:
         result, diverged = error.result, error
     finally:

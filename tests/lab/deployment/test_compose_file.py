@@ -164,6 +164,23 @@ def test_every_service_is_confined() -> None:
             assert service["healthcheck"]["test"][0] == "CMD", name
 
 
+def test_health_checks_ask_the_services_own_api_over_https() -> None:
+    """A SuperExec serves none: it is well while it runs and the API that it has its tasks from answers it."""
+    ports = {"flower-superlink": "--port=8000", "flower-supernode": "--port=9094"}
+    for name, service in read_services(COMPOSE, {}).items():
+        kind = service.command[0]
+        assert not any(word.startswith("--health-server-address") for word in service.command), name
+        if kind == "flower-superexec":
+            (api,) = (word.split("=")[1] for word in service.command if word.startswith("--runtime-api-address="))
+        elif kind in ports:
+            assert ports[kind] in service.command, name
+            api = f"{name}:{ports[kind].split('=')[1]}"
+        else:
+            assert service.health == (), name
+            continue
+        assert service.health == ("python", "/app/docker/health.py", f"https://{api}/health", "/certs/ca.crt"), name
+
+
 def test_trackers_find_their_server_and_account_in_the_server_app_alone() -> None:
     theirs = {"WANDB_API_KEY": "key", "WANDB_MODE": "offline", "MLFLOW_TRACKING_PASSWORD": "word"}
     for name, service in read_services(COMPOSE, theirs).items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from fedbn_flwr.engines.processes import Process, running
 from fedbn_flwr.errors import ConfigError, EngineError
@@ -353,6 +354,25 @@ def test_a_service_that_keeps_ending_is_restarted_ever_more_rarely(tmp_path: Pat
     restarting.process("one").code = 1
     clock[0] += 10
     assert restarting.restart_dead() == ["one"]
+
+
+def test_a_service_that_ends_while_the_nodes_come_online_is_an_error_with_its_log(tmp_path: Path, monkeypatch) -> None:
+    """A SuperExec that refuses its secret, say: nothing asks it whether it is well."""
+    compose = tmp_path / "docker-compose.yml"
+    waits = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\nexit('no secret')"
+    service = {"entrypoint": ["python", "-c", waits], "restart": "unless-stopped"}
+    compose.write_text(yaml.safe_dump({"services": {"superexec-serverapp": service}}))
+    broken = Federation(compose, 1, folder=tmp_path / "net")
+
+    def online(*_: object) -> int:
+        (broken.layout.state("superexec-serverapp") / "go").touch()
+        while broken.process("superexec-serverapp").code is None:
+            time.sleep(0.01)
+        return 1
+
+    monkeypatch.setattr(federation, "nodes_online", online)
+    with pytest.raises(EngineError, match="superexec-serverapp ended with code 1:\nno secret"):
+        broken.start()
 
 
 @pytest.mark.parametrize("how", ["end", "kill"])

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output import checkpoint as module
 from fedbn_flwr.lab.output.checkpoint import Checkpoints
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.strategies import FedBN
 
 SETTINGS = {"num-clients": 2, "num-server-rounds": 5, "local-steps": 1, "batch-size": 4, "checkpoint-every": 2}
 
@@ -65,6 +67,38 @@ def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) 
             checkpoints.save(module.Checkpoint(server_round, {}, {}, "run"))
     assert [int(name[-1]) for name in saved] == [0, 3, 6, 7]
     assert not Checkpoints(tmp_path, Config.make({"checkpoint-every": 0}), "model").due(3, True)
+
+
+@pytest.mark.parametrize("way", ["should_stop", "on_round_end", "evaluate_fn"])
+def test_a_stopped_run_has_the_checkpoint_of_its_last_round(tmp_path: Path, monkeypatch, whole: str, way: str) -> None:
+    """Its result is that round's, and a resume goes on after it, where the stop does not come again."""
+    plain = FedBN.start
+
+    def stopped(strategy: FedBN, *, evaluate_fn: Any, **given: Any) -> Any:
+        def tests(server_round: int, arrays: Any) -> Any:
+            strategy.stopped = way == "evaluate_fn" and server_round == 3
+            return evaluate_fn(server_round, arrays)
+
+        def end(server_round: int, *_: Any) -> None:
+            strategy.stopped |= server_round == 3
+
+        if way == "should_stop":
+            given["should_stop"] = lambda server_round, result: server_round == 3
+        if way == "on_round_end":
+            strategy.on_round_end = end
+        return plain(strategy, evaluate_fn=tests, **given)
+
+    seldom = {"strategy": "fedbn", "checkpoint-every": 100}
+    with monkeypatch.context() as patch:
+        patch.setattr(FedBN, "start", stopped)
+        summary = start(tmp_path / "run", **seldom)
+    assert (summary["rounds"], checkpoints(tmp_path / "run")[-1]) == (3, "round-000003.safetensors")
+    short = start(tmp_path / "short", **seldom, **{"num-server-rounds": 3})
+    assert summary["sha256"] == short["sha256"]
+    saved, known = (read_checked(tmp_path / name / "checkpoint/round-000003.safetensors") for name in ("run", "short"))
+    assert saved["strategy"] == known["strategy"]
+    again = start(tmp_path / "run", resume=True, **seldom)
+    assert (again["resumed-after"], again["sha256"]) == ([3], whole)
 
 
 @pytest.mark.parametrize("harm", ["cut", "edited", "renamed", "version", "model", "settings"])
