@@ -6,14 +6,16 @@
 A slip replaces one text by another: a dropped line, a wrong default, a negated condition, a forgotten reset. Its old
 text is looked up in all files of its folder, because code moves. Exactly one place must have it; else the slip is
 reported as not found or ambiguous, and its text must be brought up to date. The tests are first run without a slip.
+
+Each run of tests is a fork of this process, which has imported torch and Flower once and nothing of the package.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -23,6 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+
+import flwr.clientapp
+import flwr.serverapp  # noqa: F401
+import pytest
+import torch
+import torchvision.models  # noqa: F401
 import typer
 import yaml
 
@@ -89,15 +98,26 @@ def _text(text: str) -> str:
 
 def run_tests(root: Path, tests: str) -> tuple[int, str]:
     """Return pytest's exit status, and the end of what it printed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
-        )
-    except subprocess.TimeoutExpired:
+    printed = root / "printed.txt"
+    process = multiprocessing.get_context("fork").Process(target=_run_pytest, args=(root, tests, printed))
+    process.start()
+    process.join(TIMEOUT)
+    if process.is_alive():
+        process.kill()
+        process.join()
         return RED, f"no end within {TIMEOUT:g} s"
-    return done.returncode, (done.stdout + done.stderr)[-2000:]
+    return process.exitcode or GREEN, printed.read_text(encoding="utf-8", errors="replace")[-2000:]
+
+
+def _run_pytest(root: Path, tests: str, printed: Path) -> None:
+    with printed.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONPATH"] = str(root)  # of the processes that tests start
+    sys.exit(int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)])))
 
 
 def judged(slip: Slip, root: Path) -> str:
@@ -117,6 +137,7 @@ def main(
     check: Annotated[bool, typer.Option(help="Run the tests without a slip first.")] = True,
 ) -> None:
     """Make the slips one after the other; the exit status is 1 unless the tests notice all of them."""
+    torch.set_num_threads(1)  # threads do not outlive a fork
     slips = read_slips(words)
     with tempfile.TemporaryDirectory(prefix="slips-") as folder:
         root = Path(folder)

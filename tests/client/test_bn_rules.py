@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.taken_forward import take_forward, watch_inputs
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.strategies import HBN, FedAvg, FedProx, FedTAN
+from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedProx, FedTAN, FixBN, StaticBN
 from fedbn_flwr.strategies.bn_scaffold import SurveyedBNVariates
 from fedbn_flwr.strategies.fbn import SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm
@@ -407,6 +407,56 @@ def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app, mlp) -> No
         run_app(HBN(), user_app(loop), rounds=1)
     assert models
     assert not any(map(changed, models))
+
+
+def settings_of(model: nn.Module) -> list[Any]:
+    """What hooks change of a model beside its values."""
+    modules = [
+        (path, module.training, getattr(module, "track_running_stats", None), sorted(vars(module)), *counts)
+        for path, module in model.named_modules()
+        for counts in [(len(module._forward_pre_hooks), len(module._forward_hooks))]
+    ]
+    return [*modules, *((name, parameter.requires_grad) for name, parameter in model.named_parameters())]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(FixBN, freeze_at=0, freeze_affine=True),
+        *(StaticBN, FBN, functools.partial(FBN, statistics_warm_up=0), functools.partial(FBN, fbn_measure="pass")),
+        *(HBN, functools.partial(HBN, statistics_warm_up=0), BNScaffold, FedTAN, FedProx),
+    ],
+)
+def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
+    run_app, user_app, make, error: type[BaseException]
+) -> None:
+    """Also Ctrl-C, which is no ``Exception``; the model may be trained again."""
+    found: list[tuple[Any, Any]] = []
+
+    def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        optimizer = torch.optim.SGD(model.train().parameters(), 0.1)
+        groups, before = copy.deepcopy(optimizer.param_groups), settings_of(model)
+        try:
+            with bn_rules(model, msg, context) as rules:
+                rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
+                rules.wrap(optimizer)
+                with rules.step(len(data)):
+                    F.cross_entropy(model(data.inputs), data.targets).backward()
+                optimizer.step()
+                raise error
+        finally:
+            found.append((before, settings_of(model)))
+            assert [len(group["params"]) for group in optimizer.param_groups] == [len(groups[0]["params"])]
+            assert not optimizer._optimizer_step_pre_hooks
+            assert not optimizer._optimizer_step_post_hooks
+            assert not any("forward" in vars(module) for module in model.modules())
+        return 0.0
+
+    run_app(make(), user_app(loop, query=True), rounds=1, fails=NothingTrainedError)
+    assert len(found) == len(SIZES)
+    for before, after in found:
+        assert before == after
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -320,6 +321,27 @@ def test_a_step_in_eval_mode_is_refused():
     hook = SynchroniseFirstStep(SimpleNamespace(begin=lambda: 8, reduce=lambda tag, t: t), "3L+1", "global")
     with refused, hook.around(0, kept, 4):
         kept(inputs()).sum().backward()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_trial_of_a_step_has_no_effect(refused):
+    """On state, modes, random numbers and gradients, of which it leaves none; also where a layer is refused."""
+    model = small()
+    if refused:
+        model.append(Arithmetic(3).double())
+    model[0].eval()
+    drawing = nn.Sequential(nn.Dropout(0.5), model)
+    before = {name: value.clone() for name, value in drawing.state_dict().items()}
+    modes, generator = [module.training for module in drawing.modules()], torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(NormLayerError, match="Arithmetic") if refused else nullcontext():
+            try_synchronised_step(drawing, inputs())
+        assert [parameter.grad for parameter in drawing.parameters()] == [None] * len([*drawing.parameters()])
+        for parameter in drawing.parameters():
+            parameter.grad = torch.ones_like(parameter)  # of an earlier training
+    assert all(torch.equal(before[name], value) for name, value in drawing.state_dict().items())
+    assert [module.training for module in drawing.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 @pytest.mark.parametrize("method", ["function", "in place"])
