@@ -54,6 +54,7 @@ NOT_RUN = {
     *((f"docs/methods/{name}.md", "needs the grid and the arrays of a ServerApp") for name in STRATEGIES),
 }
 
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 PUBLIC = {
     "fedbn_flwr",
     "fedbn_flwr.app",
@@ -71,10 +72,6 @@ PUBLIC = {
 }
 """What other projects import from, and what therefore keeps its place."""
 NOT_PUBLIC_YET = {
-    ("docs/add-a-strategy.md", "fedbn_flwr.messages.protocol"),
-    ("docs/add-a-strategy.md", "fedbn_flwr.messages.records"),
-    ("docs/add-a-strategy.md", "fedbn_flwr.server.params"),
-    ("docs/add-a-strategy.md", "fedbn_flwr.training.client_hook"),
     ("docs/get-started.md", "fedbn_flwr.messages.records"),
     ("docs/other-packages.md", "fedbn_flwr.batchnorm.averaging"),
     ("docs/other-packages.md", "fedbn_flwr.batchnorm.parts"),
@@ -122,6 +119,12 @@ BLOCKS = blocks()
 
 def to_run(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language and not block.reason]
+
+
+def next_block(block: Block) -> Block | None:
+    """The next block of the page; a block of text after a program is what the program prints."""
+    later = [other for other in BLOCKS if other.page == block.page and other.line > block.line]
+    return later[0] if later else None
 
 
 def shell_scripts() -> list[Block]:
@@ -173,6 +176,8 @@ def test_python(block: Block, folder: Path, at_once: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     if "print(diagnose(" in block.text:
         assert "1) strategy=fedbn:" in done.stdout
+    elif (shown := next_block(block)) and shown.language == "text":
+        assert done.stdout == shown.text
     elif "print(" in block.text:
         assert 0.5 < float(done.stdout.split()[-1]) <= 1, "the accuracy it prints"
 
@@ -289,3 +294,14 @@ def test_the_site_has_every_page_and_the_reference_every_public_name() -> None:
 def test_no_path_of_one_machine() -> None:
     for page in PAGES:
         assert not re.search(r"/(home|Users|root|work|tmp)/", page.read_text()), page
+
+
+def test_the_architecture_names_files_and_functions_that_are_there() -> None:
+    """Of each step: the file, and every name of code in the same line stands in that file."""
+    steps = re.findall(r"^\d+\. `([a-z_/]+\.py)`[^:]*: (.*(?:\n   .*)*)", ARCHITECTURE, re.MULTILINE)
+    assert len(steps) == 24
+    for file, text in steps:
+        source = (ROOT / "fedbn_flwr" / file).read_text()
+        for name in re.findall(r"`([\w.]+)`", text):
+            if not name.endswith("py"):
+                assert name.rpartition(".")[2] in source, (file, name)

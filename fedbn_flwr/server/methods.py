@@ -36,6 +36,7 @@ _WORDS = {
     Part.AFFINE: ("gamma and beta", "affine=False"),
     Part.STATISTICS: ("running statistics", "track_running_stats=False"),
 }
+_VALUE = "value"  # in a checkpoint: a state that is no dataclass
 _NOT_BY_NAMES = (
     "none that the names of its arrays show (BatchNorm without running statistics is found only with "
     "parts=split_state(model))"
@@ -155,12 +156,14 @@ class Methods:
     # --- a checkpoint -------------------------------------------------------------------------------------------------
 
     def saved(self, states: States) -> dict[str, dict[str, Any]]:
-        """Return the states as JSON values and arrays, by method and field."""
-        return {
-            name: {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-            for name, state in states.items()
-            if state is not None
-        }
+        """Return the states as JSON values and arrays, by method and field; a state without fields is one value."""
+        saved: dict[str, dict[str, Any]] = {}
+        for name, state in states.items():
+            if dataclasses.is_dataclass(state):
+                saved[name] = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+            elif state is not None:
+                saved[name] = {_VALUE: state}
+        return saved
 
     def restored(self, states: States, saved: Mapping[str, Mapping[str, Any]]) -> States:
         """Return the states of ``saved``; ``states`` are those of ``begin``.
@@ -176,7 +179,10 @@ class Methods:
                 f"this state does not fit strategy {self.name!r}. Needed: {', '.join(sorted(needed)) or 'none'}. "
                 f"Found: {listed}."
             )
-        return {**states, **{name: dataclasses.replace(states[name], **fields) for name, fields in saved.items()}}
+        after = dict(states)
+        for name, fields in saved.items():
+            after[name] = fields[_VALUE] if _VALUE in fields else dataclasses.replace(states[name], **fields)
+        return after
 
     # --- what does not fit --------------------------------------------------------------------------------------------
 

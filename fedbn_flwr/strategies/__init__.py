@@ -1,7 +1,8 @@
 """The strategies, one file per paper. ``STRATEGIES`` maps the names used in configs to the classes.
 
 ``combined`` makes one strategy of several: one method's local parts, another's local training, a third's server step.
-``register`` makes the client hooks of a method of your own project known.
+``register`` makes the client hooks of a method of your own project known. What a method of your own is written with
+(``Method``, ``Travels``, ...) is here, too.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from typing import Any, TypeVar
 from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.server.method import HookContext, Method
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Ask, HookContext, Method, Problem, RunSettings
 from fedbn_flwr.server.methods import why_not_combined
 from fedbn_flwr.server.options import OPTIONS
+from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.strategy import Combination, Strategy
+from fedbn_flwr.server.travels import ALL, BATCHNORM, TRACKED, Beside, Travels
 from fedbn_flwr.strategies.bn_scaffold import BNScaffold
 from fedbn_flwr.strategies.fbn import FBN
 from fedbn_flwr.strategies.fedavg import FedAvg, FedAvgMethod
@@ -40,13 +46,19 @@ from fedbn_flwr.strategies.staticbn import StaticBN
 from fedbn_flwr.training.client_hook import ClientHook
 
 __all__ = [
+    "ALL",
+    "BATCHNORM",
     "FBN",
     "HBN",
     "METHODS",
     "MTFL",
     "STRATEGIES",
+    "TRACKED",
+    "Ask",
     "BNScaffold",
+    "Beside",
     "Combination",
+    "Facts",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
@@ -60,16 +72,22 @@ __all__ = [
     "FedWon",
     "FedYogi",
     "FixBN",
+    "Key",
     "Method",
+    "Problem",
+    "Replies",
+    "RunSettings",
     "Scaffold",
     "SiloBN",
     "Standalone",
     "StaticBN",
     "Strategy",
     "StrategyClass",
+    "Travels",
     "combined",
     "make_hooks",
     "register",
+    "setting",
 ]
 
 Kind = Method[Any, Any]
