@@ -105,9 +105,9 @@ def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
 
 
 def test_every_kind_is_listed_above() -> None:
-    assert {kind.value for kind in Kind} == {"strategies", "norms", "models", "datasets", "partitions"}
-    assert {engine.value for engine in EngineChoice} == set(get_args(run_module.Engine))
-    assert {part.value for part in PartChoice} == set(get_args(DataPart))
+    assert {*get_args(Kind)} == {"strategies", "norms", "models", "datasets", "partitions"}
+    assert {*get_args(EngineChoice)} == {*get_args(run_module.Engine)}
+    assert {*get_args(PartChoice)} == {*get_args(DataPart)}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -6,8 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
@@ -15,7 +14,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -35,6 +33,7 @@ __all__ = [
     "progress",
     "quiet_flower",
     "report_own_data",
+    "say",
     "shown_scores",
 ]
 
@@ -44,15 +43,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-console = Console()
-complaints = Console(stderr=True)
+console = Console(markup=False, highlight=False)
+complaints = Console(stderr=True, markup=False, highlight=False)
+
+EngineChoice = Literal["in-process", "simulation"]
+"""Where the clients run: ``runs.run.Engine``, without its import."""
 
 
-class EngineChoice(StrEnum):
-    """Where the clients run: ``runs.run.Engine`` for Typer, without its import."""
-
-    in_process = "in-process"
-    simulation = "simulation"
+def say(text: object, style: str | None = None) -> None:
+    """Print a text whose lines the terminal alone breaks."""
+    console.print(text, style=style, soft_wrap=True)
 
 
 @contextmanager
@@ -62,10 +62,10 @@ def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:  # its argument says what is saved
         text = " ".join(["interrupted.", *map(str, error.args)]) if any(error.args) else "interrupted"
-        complaints.print(text, markup=False, highlight=False, soft_wrap=True)
+        complaints.print(text, soft_wrap=True)
         raise typer.Exit(130) from error
     except FedBNError as error:
-        complaints.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        complaints.print(str(error), style="red", soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, (ConfigError, DataError, NormLayerError, *bad_input)) else 1) from error
 
 
@@ -87,7 +87,7 @@ def report_own_data(settings: Any) -> tuple[str, ...]:
     if not is_own(settings.dataset) or settings.dataset.endswith(":"):
         return ()
     report = data_report(partitioned_data(settings, count_clients(settings)), settings)
-    console.print(report.text(), markup=False, highlight=False, soft_wrap=True)
+    say(report.text())
     return report.warnings
 
 
@@ -101,9 +101,6 @@ class Bar:
     def __call__(self, line: Any) -> None:
         """Advance to the round of the line."""
         self._progress.update(self._task, completed=line["round"])
-        self._show(line)
-
-    def _show(self, line: Any) -> None:
         if scores := shown_scores(line, self._score):
             self._progress.update(self._task, shown=scores)
 
@@ -117,17 +114,17 @@ def shown_scores(line: Any, score: str) -> str:
 
 def bars() -> Progress:
     """Return progress bars with rounds, scores, elapsed and remaining time."""
-    name, shown = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[shown]}"))
-    columns: tuple[ProgressColumn, ...] = (
-        name,
+    return Progress(
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        shown,
+        TextColumn("{task.fields[shown]}", markup=False),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
+        console=complaints,
+        # The speed is that of the last 1000 rounds: within rich's 30 s a large model ends no two rounds.
+        speed_estimate_period=math.inf,
     )
-    # The speed is that of the last 1000 rounds: within rich's 30 s a large model ends no two rounds.
-    return Progress(*columns, console=complaints, speed_estimate_period=math.inf)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
-from fedbn_flwr.lab.cli.console import app, console, exit_codes
+from fedbn_flwr.lab.cli.console import app, exit_codes, say
 
 if TYPE_CHECKING:
     from fedbn_flwr.doctor.findings import Diagnosis
@@ -42,37 +42,37 @@ def doctor(
         if path.is_dir():
             if dataset or set_ or state or split:
                 raise ConfigError("a run has its data, settings, state and split: leave out all but its folder.")
-            found = diagnose_run(path, max_examples)
+            diagnosis = diagnose_run(path, max_examples)
         elif path.is_file():
             if dataset or state or set_:
                 raise ConfigError(
                     f"{target} is a saved state: for data and settings name the model, and give it with --state."
                 )
-            found = diagnose_saved_state(path, split=split)
+            diagnosis = diagnose_saved_state(path, split=split)
         elif dataset:
-            found = diagnose_model(target, dataset, settings, state, max_examples, split)
+            diagnosis = diagnose_model(target, dataset, settings, state, max_examples, split)
         elif state:
-            found = diagnose_saved_state(state, target, settings, split)
+            diagnosis = diagnose_saved_state(state, target, settings, split)
         else:
             raise ConfigError(
                 f"{target} is no folder of a run and no file. For a model give its data (--dataset NAME), a saved "
                 "state (--state FILE), or both."
             )
-        _show(found, json_, out)
-    if strict and found.findings:
+        _show(diagnosis, json_, out)
+    if strict and diagnosis.findings:
         raise typer.Exit(1)
 
 
-def _show(found: Diagnosis, as_json: bool, out: Path | None) -> None:
-    """Print what was found, and write it to a folder if one is given."""
+def _show(diagnosis: Diagnosis, as_json: bool, out: Path | None) -> None:
+    """Print a diagnosis, and write it to a folder if one is given."""
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(diagnosis.to_json(), indent=2))
     else:
-        console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+        say(str(diagnosis))
     if out:
         try:
-            files = found.save(out)
+            files = diagnosis.save(out)
         except OSError as error:
             raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
         if not as_json:
-            console.print("\n" + "\n".join(str(f) for f in files), markup=False, highlight=False, soft_wrap=True)
+            say("\n" + "\n".join(map(str, files)))

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
 
-from fedbn_flwr.lab.cli.console import app, console, exit_codes
+from fedbn_flwr.lab.cli.console import app, console, exit_codes, say
 
-
-class PartChoice(StrEnum):
-    """The examples that ``evaluate`` uses: ``finished_run.evaluate.DataPart`` for Typer, without its import."""
-
-    train = "train"
-    test = "test"
-    all = "all"
+PartChoice = Literal["train", "test", "all"]
+"""The examples that ``evaluate`` uses: ``finished_runs.examples.DataPart``, without its import."""
 
 
 @app.command(epilog="Example: fedbn-flwr evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out usps")
@@ -46,8 +40,8 @@ def evaluate(
 
     with exit_codes():
         data = {**read_overrides(set_ or []), "dataset": dataset}
-        what, rows = evaluate_run(run, data, bn, part.value if part else "", out)
-        console.print(f"model: {what}", markup=False, highlight=False, soft_wrap=True)
+        what, rows = evaluate_run(run, data, bn, part or "", out)
+        say(f"model: {what}")
         metrics = list(rows[0].result.named())
         table = Table("data", "BN statistics", "examples", *metrics, box=None)
         for column in table.columns:
@@ -56,6 +50,6 @@ def evaluate(
             values = [f"{value:.4f}" for value in row.result.named().values()]
             table.add_row(row.data, row.statistics, str(row.result.num_examples), *values)
         console.print(table)
-        console.print("Each figure is pooled: over all these examples together.", highlight=False)
+        console.print("Each figure is pooled: over all these examples together.")
         if out:
-            console.print(f"results: {out.absolute()}", markup=False, highlight=False, soft_wrap=True)
+            say(f"results: {out.absolute()}")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.lab.cli.console import app, console, exit_codes
+from fedbn_flwr.lab.cli.console import app, console, exit_codes, say
+
+if TYPE_CHECKING:
+    from fedbn_flwr.lab.runs.inspection import Inspection
 
 
 @app.command(epilog="Example: fedbn-flwr inspect --model resnet20 --strategy silobn --num-clients 5")
@@ -38,51 +42,71 @@ def inspect(
             num_clients = max(1, share_of(settings.fraction_train, settings.num_clients))
         built = make_model(settings)
         loaded = initialise(built, settings)
-        found = inspect_model(built, strategy, num_clients, settings)
-        _print_inspection(f"{settings.model} (norm={settings.norm})", settings.title, num_clients, found, layers)
+        inspection = inspect_model(built, strategy, num_clients, settings)
+        layers_of_model = inspection.parts.layers
+        named = f"{settings.model} (norm={settings.norm}), {settings.title}, {num_clients} clients"
+        console.print(f"{named}: {len(layers_of_model)} BN layers")
+        if layers and layers_of_model:
+            console.print(_layers(inspection))
+        console.print(_parts(inspection))
+        console.print(_traffic(inspection))
+        for line in _notes(inspection):
+            say(line)
+        for warning in inspection.warnings:
+            say(f"warning: {warning}", style="yellow")
         for line in loaded.lines() if loaded else ():
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line)
 
 
-def _print_inspection(model: str, strategy: str, num_clients: int, found: Any, layers: bool) -> None:
-    console.print(f"{model}, {strategy}, {num_clients} clients: {len(found.parts.layers)} BN layers", highlight=False)
-    if layers and found.parts.layers:
-        table = Table("BN layer", "entries", *(["training"] if found.frozen else []), box=None)
-        for layer in found.parts.layers:
-            training = "trains"
-            if layer.path in found.fixed:
-                training = "frozen, in eval mode"
-            elif layer.entries.get("weight") in found.frozen:
-                training = "statistics only"
-            cells = [layer.path or "(the model itself)", " ".join(layer.entries), training]
-            table.add_row(*cells[: len(table.columns)])
-        console.print(table)
+def _layers(inspection: Inspection) -> Table:
+    """Return the BN layers; with ``train-only`` whether they train."""
+    table = Table("BN layer", "entries", box=None)
+    if inspection.frozen:
+        table.add_column("training")
+    for layer in inspection.parts.layers:
+        training = "trains"
+        if layer.path in inspection.fixed:
+            training = "frozen, in eval mode"
+        elif layer.entries.get("weight") in inspection.frozen:
+            training = "statistics only"
+        cells = [layer.path or "(the model itself)", " ".join(layer.entries), training]
+        table.add_row(*cells[: len(table.columns)])
+    return table
+
+
+def _parts(inspection: Inspection) -> Table:
     table = Table("part", "floats", "integers", "what happens", box=None)
-    for part, floats in found.floats.items():
-        use = "stays with the client" if part in found.local else "shared"
-        use += ", frozen after T*" if part in found.phases[-1].frozen else ""
-        if found.reestimation and part == "statistics":
+    for part, floats in inspection.floats.items():
+        use = "stays with the client" if part in inspection.local else "shared"
+        if part in inspection.phases[-1].frozen:
+            use += ", frozen after T*"
+        if inspection.reestimation and part == "statistics":
             use += "; re-estimated before a test"
-        counters = found.counters[part]
+        counters = inspection.counters[part]
         table.add_row(part.value, f"{floats:,}", f"{counters:,}", use if floats or counters else "-")
-    table.add_row("all", f"{sum(found.floats.values()):,}", f"{sum(found.counters.values()):,}", "")
-    console.print(table)
+    table.add_row("all", f"{sum(inspection.floats.values()):,}", f"{sum(inspection.counters.values()):,}", "")
+    return table
+
+
+def _traffic(inspection: Inspection) -> Table:
     table = Table("rounds", "exchanges", "MB of floats", "bytes down", "bytes up", "counters down/up", box=None)
-    for phase in (*found.phases, *filter(None, [found.reestimation])):
-        cost, name = phase.traffic, f"{phase.name} ({'?' if phase.rounds is None else phase.rounds})"
+    for phase in filter(None, (*inspection.phases, inspection.reestimation)):
+        cost, rounds = phase.traffic, "?" if phase.rounds is None else phase.rounds
         counters = f"{cost.counters_down:,}/{cost.counters_up:,}"
-        table.add_row(name, str(cost.exchanges), f"{cost.megabytes:.4f}", f"{cost.down:,}", f"{cost.up:,}", counters)
-    console.print(table)
-    if all(phase.rounds is not None for phase in found.phases):
-        total, rounds = found.total(), sum(phase.rounds for phase in found.phases)
-        plain = rounds * found.plain.megabytes
+        numbers = (str(cost.exchanges), f"{cost.megabytes:.4f}", f"{cost.down:,}", f"{cost.up:,}", counters)
+        table.add_row(f"{phase.name} ({rounds})", *numbers)
+    return table
+
+
+def _notes(inspection: Inspection) -> Iterator[str]:
+    known = [phase.rounds for phase in inspection.phases if phase.rounds is not None]
+    if len(known) == len(inspection.phases):
+        total, rounds = inspection.total(), sum(known)
         line = f"{rounds:,} rounds: {total.exchanges:,} exchanges, {total.megabytes / 1024:.4f} GB of floats"
-        if found.synchronised:
-            more = [1 - rounds / total.exchanges, 1 - plain / total.megabytes]
-            line += f"; beyond FedAvg {100 * more[0]:.2f} % of the exchanges, {100 * more[1]:.4f} % of the floats"
-        console.print(line, highlight=False, soft_wrap=True)
-    if found.frozen:
-        line = f"train-only: {len(found.frozen)} parameters are frozen. They are equal on all clients, and sent anyway."
-        console.print(line, highlight=False, soft_wrap=True)
-    for warning in found.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        if inspection.synchronised:
+            exchanges, floats = 1 - rounds / total.exchanges, 1 - rounds * inspection.plain.megabytes / total.megabytes
+            line += f"; beyond FedAvg {100 * exchanges:.2f} % of the exchanges, {100 * floats:.4f} % of the floats"
+        yield line
+    if inspection.frozen:
+        number = len(inspection.frozen)
+        yield f"train-only: {number} parameters are frozen. They are equal on all clients, and sent anyway."

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedbn_flwr.lab.cli.console import app, console, exit_codes, report_own_data
+from fedbn_flwr.lab.cli.console import app, console, exit_codes, report_own_data, say
 
 
 @app.command(epilog="Example: fedbn-flwr partition --set partition=dirichlet --set num-clients=10 --out split.png")
@@ -28,12 +28,12 @@ def partition(
         warnings = report_own_data(settings)
         tables = count_split(settings)
         for table in tables:
-            console.print(f"{table.of} examples by {table.what}", highlight=False)
+            console.print(f"{table.of} examples by {table.what}")
             text = partition_table(table.counts, table.names)
-            console.print(text + "\n", markup=False, highlight=False, soft_wrap=True)
+            say(text + "\n")
         split = partitioned_data(settings, count_clients(settings))
         for line in (*classes_without_client(split, settings), *warnings):
-            console.print(f"warning: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+            say(f"warning: {line}", style="yellow")
         if out:
             draw_split(settings, tables[0], out)
-            console.print(f"picture: {out.absolute()}", highlight=False, soft_wrap=True)
+            say(f"picture: {out.absolute()}")

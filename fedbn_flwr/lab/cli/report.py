@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedbn_flwr.lab.cli.console import app, console, exit_codes, interrupt
+from fedbn_flwr.lab.cli.console import app, exit_codes, interrupt, say
 
 
 @app.command(epilog="Example: fedbn-flwr report runs/digits --out digits.html")
@@ -22,9 +22,9 @@ def report(
     target = out or folder / REPORT_FILE
     with exit_codes():
         if live:
-            console.print(f"report, live: {target.absolute()}", highlight=False, soft_wrap=True)
+            say(f"report, live: {target.absolute()}")
             with interrupt(lambda: f"The report shows the folder as it was last: {target}"):
                 follow_report(folder, out)
         else:
             write_report(folder, out)
-        console.print(f"report: {target.absolute()}", highlight=False, soft_wrap=True)
+        say(f"report: {target.absolute()}")

@@ -20,6 +20,7 @@ from fedbn_flwr.lab.cli.console import (
     progress,
     quiet_flower,
     report_own_data,
+    say,
 )
 
 
@@ -27,7 +28,7 @@ from fedbn_flwr.lab.cli.console import (
 def run(
     config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
-    engine: Annotated[EngineChoice, typer.Option(help="Where the clients run.")] = EngineChoice.in_process,
+    engine: Annotated[EngineChoice, typer.Option(help="Where the clients run.")] = "in-process",
     workers: Annotated[
         int | None,
         typer.Option(
@@ -52,13 +53,13 @@ def run(
             config, set_ = _resumed(config, out), [*(set_ or []), "resume=true"]
         settings = Config.load(config, set_ or [])
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
-        if workers is not None and engine is not EngineChoice.in_process:
+        if workers is not None and engine != "in-process":
             raise ConfigError(f"--workers={workers} is for --engine in-process; Ray has workers of its own.")
-        if ray_address is not None and engine is not EngineChoice.simulation:
+        if ray_address is not None and engine != "simulation":
             raise ConfigError(f"--ray-address={ray_address} needs --engine simulation, whose clients Ray runs.")
         checked = preflight(settings, folder)
         report_own_data(checked.config)
-        options = "" if engine is EngineChoice.in_process else f" --engine {engine.value}"
+        options = "" if engine == "in-process" else f" --engine {engine}"
         options += "" if workers is None else f" --workers {workers}"
         options += "" if ray_address is None else f" --ray-address {ray_address}"
         try:
@@ -66,7 +67,7 @@ def run(
                 interrupt(lambda: after_interrupt(folder, options)),
                 progress(settings.num_server_rounds, settings.title, settings.learning_task().score) as advance,
             ):
-                summary = start(checked, engine.value, advance, workers, ray_address)
+                summary = start(checked, engine, advance, workers, ray_address)
         except DivergedError:
             _print_results(settings.title, json.loads((folder / "summary.json").read_text()), folder)
             raise
@@ -85,23 +86,20 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
 def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None:
     from fedbn_flwr.lab.output.folder import FLOWER_LOG
 
-    console.print(_summary_table({strategy: summary}))
+    console.print(_summary_table(strategy, summary))
     if note := summary.get("model-note"):
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"results: {folder.absolute()}", highlight=False, soft_wrap=True)
+        say(note)
+    say(f"results: {folder.absolute()}")
     if (log := folder.absolute() / FLOWER_LOG).is_file():
-        console.print(f"log of Flower's simulation: {log}", highlight=False, soft_wrap=True)
+        say(f"log of Flower's simulation: {log}")
 
 
-def _summary_table(summaries: dict[str, dict[str, Any]]) -> Table:
+def _summary_table(name: str, summary: dict[str, Any]) -> Table:
+    headline, ledger = summary["headline"], summary["ledger"]
+    values = [summary[which].get(headline) for which in ("final", "best")]
+    shown = ["-" if value is None else f"{value:.4f}" for value in values]
+    rounds = f"{summary['rounds']}, diverged" if "diverged-at" in summary else str(summary["rounds"])
+    megabytes = (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20
     table = Table("run", "metric", "final", "best", "rounds", "MB of floats", "seconds", box=None)
-    for name, summary in summaries.items():
-        headline, ledger = summary["headline"], summary["ledger"]
-        final, best = summary["final"].get(headline), summary["best"].get(headline)
-        megabytes = (ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0)) / 2**20
-        shown = [f"{value:.4f}" if value is not None else "-" for value in (final, best)]
-        rounds = str(summary["rounds"])
-        if "diverged-at" in summary:
-            rounds += ", diverged"
-        table.add_row(name, headline, *shown, rounds, f"{megabytes:.2f}", f"{summary['seconds']:.1f}")
+    table.add_row(name, headline, *shown, rounds, f"{megabytes:.2f}", f"{summary['seconds']:.1f}")
     return table

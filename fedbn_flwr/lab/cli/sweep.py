@@ -16,10 +16,10 @@ from fedbn_flwr.lab.cli.console import (
     app,
     bars,
     complaints,
-    console,
     exit_codes,
     interrupt,
     quiet_flower,
+    say,
     shown_scores,
 )
 
@@ -33,7 +33,7 @@ def sweep(
     study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper, target, tune.")],
     out: Annotated[Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")],
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the study's base.")] = None,
-    engine: Annotated[EngineChoice, typer.Option(help="Where the clients run.")] = EngineChoice.in_process,
+    engine: Annotated[EngineChoice, typer.Option(help="Where the clients run.")] = "in-process",
     parallel: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time, each a process. Default: the cores, if the work pays.")
     ] = None,
@@ -64,11 +64,11 @@ def sweep(
         left = [cell for cell in selected if not is_done(cell, out)]
         _check_options(engine, parallel, memory_gib, ray_address)
         if parallel is None:
-            parallel = default_parallel(left) if engine is EngineChoice.in_process and not ray_address else 1
+            parallel = default_parallel(left) if engine == "in-process" and not ray_address else 1
         several = ray_address or parallel > 1
         if memory_gib and not several:
             raise ConfigError("--memory-gib is for several runs at a time: state --parallel, too.")
-        runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine.value)
+        runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine)
 
         failed: RunFailedError | None = None
         try:
@@ -76,8 +76,8 @@ def sweep(
                 table = launch(grid, out, runner, Display(progress, grid.name), selection)
         except RunFailedError as error:
             table, failed = error.result, error
-        console.print(table, markup=False, highlight=False, soft_wrap=True)
-        console.print(f"results: {out.absolute()}", highlight=False, soft_wrap=True)
+        say(table)
+        say(f"results: {out.absolute()}")
         if failed:
             raise failed
 
@@ -87,7 +87,7 @@ def _check_options(
 ) -> None:
     if ray_address and (parallel or memory_gib):
         raise ConfigError("--parallel and --memory-gib are for this machine; leave them out with --ray-address.")
-    if engine is EngineChoice.simulation and (ray_address or (parallel or 1) > 1):
+    if engine == "simulation" and (ray_address or (parallel or 1) > 1):
         raise ConfigError("--engine simulation does one run at a time: leave out --parallel and --ray-address.")
 
 
@@ -147,17 +147,16 @@ class Display:
     def end(self, cell: Any, error: str) -> None:
         """Print the end of a run in place of its bar."""
         self._ended, self._failed = self._ended + 1, self._failed + bool(error)
-        shown, left = "", self._rounds[cell.name]
+        scores, left = "", self._rounds[cell.name]
         if task := self._tasks.pop(cell.name, None):
             ended = self._of(task)
-            shown, left = ended.fields["shown"], left - int(ended.completed)
+            scores, left = ended.fields["shown"], left - int(ended.completed)
             self._progress.remove_task(task)
         self._leave_out(left)
         seconds = time.monotonic() - self._started.get(cell.name, time.monotonic())
-        text = f"{self._ended}/{self._left} {cell.name}: " + (
-            f"failed: {error}" if error else f"{shown}, {seconds:.0f} s"
-        )
-        complaints.print(text, style="red" if error else None, markup=False, highlight=False, soft_wrap=True)
+        outcome = f"failed: {error}" if error else f"{scores}, {seconds:.0f} s"
+        text = f"{self._ended}/{self._left} {cell.name}: {outcome}"
+        complaints.print(text, style="red" if error else None, soft_wrap=True)
         self._count()
 
     def _advance(self, task: TaskID, server_round: int) -> None:

@@ -1,19 +1,21 @@
-"""The bars of a run: by domain, and by client."""
+"""The pictures of the clients: their tests, by domain and by client, and their data, by class."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.lab.report.figures import Drawing, bars_of
-from fedbn_flwr.lab.report.page import Figure, Section, Table
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.lab.partitioned.splitting import count_split, read_split
+from fedbn_flwr.lab.report.figures import Drawing, bars_of, heatmap
+from fedbn_flwr.lab.report.page import Block, Figure, Section, Table, Text
 from fedbn_flwr.lab.report.run_files import RunFiles
 from fedbn_flwr.lab.report.shown import metric, scaled, with_unit_of
 from fedbn_flwr.lab.studies.numbers import with_std
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.training.tasks import quantity_of
 
-__all__ = ["clients_section", "domains_section"]
+__all__ = ["clients_section", "domains_section", "split_figures", "split_section"]
 
 _TESTED = ("own-", "global-", f"{VALIDATION}-")
 _MOST_BARS = 60  # clients; with more there is a histogram
@@ -30,7 +32,10 @@ def domains_section(run: RunFiles) -> Section | None:
     quantity = quantity_of(run.headline if run.headline in domains else next(iter(domains)))
     groups = {key: _scaled(key, values) for key, values in domains.items() if quantity_of(key) == quantity}
     names = list(dict.fromkeys(name for values in domains.values() for name in values))
-    rows = [[name, *(metric(key, values.get(name)) for key, values in domains.items())] for name in names]
+    rows = []
+    for name in names:
+        cells = [metric(key, values.get(name)) for key, values in domains.items()]
+        rows.append([name, *cells])
     numbers = Table(["domain", *map(with_unit_of, domains)], rows)
     label = f"Bars of {', '.join(groups)} for each of {len(names)} domains: {_sentence(groups)}."
     title = f"By domain, round {run.final.get('round', last.get('round'))}"
@@ -75,6 +80,43 @@ def clients_section(run: RunFiles) -> Section | None:
         drawing = bars_of(groups, quantity)
     title = f"By client, round {number}"
     return Section("clients", "Clients", [Figure(drawing, label, title, Table(head, rows))])
+
+
+def split_section(run: RunFiles) -> Section:
+    """Return the class-by-client picture."""
+    return Section("split", "Data of the clients", split_figures(run))
+
+
+def split_figures(run: RunFiles, ending: str = "") -> list[Block]:
+    """Return the pictures from ``split.json``, or from the data in a folder of an older version.
+
+    The counts of a protected run are left out: epsilon and masks do not cover them.
+
+    Args:
+        run: the run.
+        ending: ends the titles.
+    """
+    if run.config.protected:
+        return [Text("The counts of the clients are left out, because the run protects their data.", "note")]
+    try:
+        saved = run.json("split.json")
+        clients, tables = read_split(saved) if saved else ([], count_split(run.config))
+    except (FedBNError, OSError) as error:
+        text = f"The folder has no split.json, and the data cannot be read here: {error}"
+        return [Text(text, "note")]
+    blocks: list[Block] = []
+    for table in tables:
+        names, kinds = list(clients or map(str, range(len(table.counts)))), list(map(str, table.names))
+        sizes, held = table.counts.sum(1), (table.counts > 0).sum(1)
+        rows = [[name, *map(str, row), str(sum(row))] for name, row in zip(names, table.counts.tolist(), strict=True)]
+        title = f"{table.of.capitalize()} examples by {table.what} and client{ending}"
+        label = (
+            f"{title}: {len(names)} clients have {sizes.min()} to {sizes.max()} examples each, of {held.min()} to "
+            f"{held.max()} of {len(kinds)} kinds."
+        )
+        drawing = heatmap(table.counts.T.tolist(), names, kinds, titles=("client", table.what, "examples"))
+        blocks.append(Figure(drawing, label, title, Table(["client", *kinds, "all"], rows)))
+    return blocks
 
 
 def _numbers_first(name: str) -> tuple[bool, int, str]:

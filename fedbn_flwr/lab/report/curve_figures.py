@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fedbn_flwr.lab.output.definitions import CLIENTS, HELD_OUT
-from fedbn_flwr.lab.report.figures import ROUNDS, UNITS, Mark, Series, curves
+from fedbn_flwr.lab.report.figures import UNITS, Mark, Series, curves
 from fedbn_flwr.lab.report.page import Figure, Section, Switch, Table, Text
 from fedbn_flwr.lab.report.run_files import RunFiles
 from fedbn_flwr.lab.report.shown import MEANS, metric, scaled, thinned, title_of, with_unit_of
@@ -16,6 +16,7 @@ from fedbn_flwr.training.tasks import quantity_of
 
 __all__ = ["SWITCH", "by_round", "curves_section", "marks", "test_of"]
 
+Column = tuple[Sequence[int], Sequence[float | None]]
 SWITCH = Switch([(unit, unit) for unit in UNITS])
 _TESTS = ("test-", "personal-", f"{VALIDATION}-", f"{HELD_OUT}-", "train-")
 
@@ -45,7 +46,10 @@ def _curves(run: RunFiles, quantity: str, keys: Sequence[str]) -> Figure:
     for style, key in enumerate(keys):
         series.append(Series(test_of(key), run.over, [scaled(key, line.get(key)) for line in run.lines], style))
     tested = [line for line in run.lines if any(line.get(key) is not None for key in keys)]
-    rows = [[str(line["round"]), *(metric(key, line.get(key)) for key in keys)] for line in thinned(tested)]
+    rows = []
+    for line in thinned(tested):
+        cells = [metric(key, line.get(key)) for key in keys]
+        rows.append([str(line["round"]), *cells])
     left_out = len(tested) - len(rows)
     caption = f"{name} by round" + (f"; {left_out} rounds in between are left out" if left_out else "")
     last = ", ".join(f"{test_of(key)} {metric(key, run.final.get(key))}" for key in keys)
@@ -54,12 +58,20 @@ def _curves(run: RunFiles, quantity: str, keys: Sequence[str]) -> Figure:
     return Figure(curves(series, name, marks(run)), label, title_of(quantity), numbers)
 
 
-def by_round(series: Sequence[Series], shown: Callable[[float | None], str]) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table of curves, a row for each round; of many rounds some are left out."""
-    columns = [dict(zip(curve.over[ROUNDS], curve.values, strict=True)) for curve in series]
-    rounds = thinned(sorted({server_round or 0 for column in columns for server_round in column}))
-    rows = [[str(server_round), *(shown(column.get(server_round)) for column in columns)] for server_round in rounds]
-    return ["round", *(curve.name for curve in series)], rows
+def by_round(columns: Mapping[str, Column], shown: Callable[[float | None], str], caption: str = "") -> Table:
+    """Return a table with a row for each round; of many rounds some are left out.
+
+    Args:
+        columns: by name, the rounds of a column and its value in each.
+        shown: returns a value as text.
+        caption: that of the table.
+    """
+    values = [dict(zip(rounds, numbers, strict=True)) for rounds, numbers in columns.values()]
+    rows = []
+    for server_round in thinned(sorted(set[int]().union(*values))):
+        cells = [shown(column.get(server_round)) for column in values]
+        rows.append([str(server_round), *cells])
+    return Table(["round", *columns], rows, caption)
 
 
 def marks(run: RunFiles) -> list[Mark]:
@@ -69,6 +81,6 @@ def marks(run: RunFiles) -> list[Mark]:
         if line.get("phase") != after.get("phase"):
             frozen = after.get("phase") == "frozen"
             names[at] = f"T* = {line['round']}" if frozen else f"{after.get('phase')} from {after['round']}"
-    ends = [Mark(name, {unit: places[at] for unit, places in run.over.items()}) for at, name in names.items()]
-    first = [at for at, line in enumerate(run.lines) if "diverged" in line][:1]
-    return ends + [Mark("diverged", {unit: places[at] for unit, places in run.over.items()}) for at in first]
+    diverged = [at for at, line in enumerate(run.lines) if "diverged" in line]
+    places = [*names.items(), *((at, "diverged") for at in diverged[:1])]
+    return [Mark(name, {unit: over[at] for unit, over in run.over.items()}) for at, name in places]

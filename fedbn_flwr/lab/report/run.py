@@ -12,12 +12,11 @@ from typing import Any
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config, read_overrides
-from fedbn_flwr.lab.report.client_figures import clients_section, domains_section
+from fedbn_flwr.lab.report.client_figures import clients_section, domains_section, split_section
 from fedbn_flwr.lab.report.curve_figures import curves_section
 from fedbn_flwr.lab.report.page import Block, Code, Facts, More, Page, Section, Table, Text
 from fedbn_flwr.lab.report.run_files import RunFiles
 from fedbn_flwr.lab.report.shown import duration, metric, setting, size, with_unit, with_unit_of
-from fedbn_flwr.lab.report.split_figures import split_section
 from fedbn_flwr.lab.report.statistics import batchnorm_section
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES
 from fedbn_flwr.strategies import STRATEGIES
@@ -69,7 +68,7 @@ def _sentence(run: RunFiles) -> str:
     """Return what was run, and what it reached."""
     config = run.config
     number, what = (config.local_steps, "step") if config.local_steps else (config.local_epochs, "epoch")
-    work = f"{number} local {what}{'s' * (number > 1)}"
+    work = f"{number} local {what}" if number == 1 else f"{number} local {what}s"
     clients = f"{config.num_clients} clients (partition {config.partition})"
     who = "the union of the data of " + clients if config.strategy == CENTRALIZED else clients
     batch = f"batches of {config.batch_size}" if config.batch_size else "the whole local data"

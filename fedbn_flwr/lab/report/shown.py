@@ -44,7 +44,9 @@ def in_percent(key: str) -> bool:
 
 def scaled(key: str, value: Any) -> float | None:
     """Return a figure in the unit of the report."""
-    return None if value is None else float(value) * (100 if in_percent(key) else 1)
+    if value is None:
+        return None
+    return 100 * float(value) if in_percent(key) else float(value)
 
 
 def unit_of(key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
-from fedbn_flwr.lab.report.curve_figures import marks
+from fedbn_flwr.lab.report.curve_figures import by_round, marks
 from fedbn_flwr.lab.report.figures import ROUNDS, UNITS, Drawing, Mark, Series, curves, heatmap
 from fedbn_flwr.lab.report.page import Block, Figure, Heading, Listing, Section, Table, Text
 from fedbn_flwr.lab.report.run_files import RunFiles
@@ -25,6 +25,7 @@ _DIAGNOSES = ("doctor.json", "doctor/doctor.json")
 
 Line = Mapping[str, Any]
 Layer = Mapping[str, Any]
+Numbers = Sequence[float | None]
 
 
 def batchnorm_section(run: RunFiles) -> Section:
@@ -52,7 +53,7 @@ def _findings(run: RunFiles) -> Iterator[Block]:
     time, newest = max(written)
     diagnosis = run.json(newest)
     findings = diagnosis.get("findings", [])
-    yield Text(f"The doctor has {len(findings) or 'no'} finding{'s' * (len(findings) != 1)}.")
+    yield Text(f"The doctor has {len(findings) or 'no'} {'finding' if len(findings) == 1 else 'findings'}.")
     for finding in findings:
         yield Heading(finding["what"])
         yield Listing(finding["evidence"])
@@ -107,8 +108,7 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
 
 def _norms(run: RunFiles, lines: Sequence[Line], local: Sequence[Sequence[float | None]]) -> Figure:
     """Return FixBN's Fig. 3 (a): L1 distances, summed over the layers."""
-    known = [[value for value in row if value is not None] for row in local]
-    low, high = ([bound(row, default=None) for row in known] for bound in (min, max))
+    low, high = _bounds(local)
     middle, change = l1_means(lines)
     rounds = [line["round"] for line in lines]
     over = dict.fromkeys(UNITS, rounds)
@@ -116,33 +116,30 @@ def _norms(run: RunFiles, lines: Sequence[Line], local: Sequence[Sequence[float 
         Series("clients, from the global ones", over, middle, 0),
         Series("global, change in the round", over, [value or None for value in change], 1),  # 0 has no logarithm
     ]
-    if any(len(row) > 1 for row in known):
+    if any(len(row) - row.count(None) > 1 for row in local):
         series[0] = replace(series[0], low=low, high=high)
-    rows = [
-        [str(number), *map(shown, values)] for number, *values in zip(rounds, middle, low, high, change, strict=True)
-    ]
     title = "L1 distances of the statistics, summed over the layers (FixBN, Fig. 3 a)"
     label = (
         f"{title}: in the last line {shown(middle[-1])} for the clients and {shown(change[-1])} for the global change."
     )
-    numbers = Table(["round", "clients, mean", "lowest", "highest", "global, change"], thinned(rows))
+    values = {"clients, mean": middle, "lowest": low, "highest": high, "global, change": change}
+    numbers = by_round({name: (rounds, column) for name, column in values.items()}, shown)
     return Figure(curves_by_round(series, "L1 norm", marks(run), log=True), label, title, numbers)
 
 
 def _window_variance(run: RunFiles, lines: Sequence[Line]) -> Figure | None:
     """Return FixBN's Fig. 3 (b): the variance of the clients' statistics over rounds; None without two lines of one."""
     trend = trends(lines)
-    by_round = zip(*trend["window-variance"].values(), strict=True)
-    known = [[value for value in row if value is not None] for row in by_round]
-    if not any(known):
+    of_clients = list(zip(*trend["window-variance"].values(), strict=True))
+    rounds, means = trend["rounds"], [_mean(row) for row in of_clients]
+    if not any(mean is not None for mean in means):
         return None
-    rounds, means = trend["rounds"], [statistics.fmean(row) if row else None for row in known]
-    low, high = ([bound(row, default=None) for row in known] for bound in (min, max))
+    low, high = _bounds(of_clients)
     series = [Series("clients, mean", dict.fromkeys(UNITS, rounds), means, 0, low, high)]
     title = f"Variance of the clients' statistics over {trend['window']} recorded rounds (FixBN, Fig. 3 b)"
     label = f"{title}: the mean over the clients in the last line is {shown(means[-1])}."
-    rows = [[str(number), *map(shown, values)] for number, *values in zip(rounds, means, low, high, strict=True)]
-    numbers = Table(["round", "clients, mean", "lowest", "highest"], thinned(rows))
+    values = {"clients, mean": means, "lowest": low, "highest": high}
+    numbers = by_round({name: (rounds, column) for name, column in values.items()}, shown)
     return Figure(curves_by_round(series, "variance", marks(run)), label, title, numbers)
 
 
@@ -218,9 +215,23 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 def _middle(line: Line, values: Sequence[float | None]) -> float | None:
     """Return the mean over the clients; with many clients, of whom a line has quantiles, their median."""
+    return _mean(values, statistics.median if line["clients"] is None else statistics.fmean)
+
+
+def _mean(values: Numbers, mean: Callable[[list[float]], float] = statistics.fmean) -> float | None:
+    """Return the mean of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
-    middle = statistics.median if line["clients"] is None else statistics.fmean
-    return middle(known) if known else None
+    return mean(known) if known else None
+
+
+def _bounds(rows: Sequence[Numbers]) -> tuple[list[float | None], list[float | None]]:
+    """Return the lowest and the highest known value of each row; None if none is known."""
+    low, high = [], []
+    for row in rows:
+        known = [value for value in row if value is not None]
+        low.append(min(known, default=None))
+        high.append(max(known, default=None))
+    return low, high
 
 
 def shown(value: float | None) -> str:

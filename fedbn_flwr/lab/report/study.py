@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fedbn_flwr.lab.files import STUDY_FILE
+from fedbn_flwr.lab.report.client_figures import split_figures
 from fedbn_flwr.lab.report.page import Block, Code, Facts, Listing, More, Page, Section, Table, Text
 from fedbn_flwr.lab.report.run import command, method_name, run_warnings
 from fedbn_flwr.lab.report.run_files import RunFiles
 from fedbn_flwr.lab.report.shown import duration, form_of, in_percent, scaled, setting, size, unit_of, with_unit
-from fedbn_flwr.lab.report.split_figures import split_figures
 from fedbn_flwr.lab.report.study_figures import (
     comparison_section,
     curves_section,
@@ -62,7 +62,7 @@ def study_page(files: StudyFiles, foot: str, live: int = 0) -> Page:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _sentence(files: StudyFiles) -> str:
@@ -119,11 +119,14 @@ def _warnings(files: StudyFiles) -> Iterator[str]:
 def settings_section(files: StudyFiles) -> Section:
     """Return the settings of all runs, and those that differ between methods and splits."""
     runs = {(cell.method, cell.split): run for cell, run in reversed(files.runs)}  # the first of each
-    chosen = {pair: {key: setting(value) for key, value in run.chosen.items()} for pair, run in runs.items()}
-    keys = list(dict.fromkeys(key for cell, run in files.runs for key in chosen[cell.method, cell.split]))
-    values = {key: {settings.get(key, "-") for settings in chosen.values()} for key in keys if key != "seed"}
-    shared = [[key, *texts] for key, texts in values.items() if len(texts) == 1]
-    differ = [key for key, texts in values.items() if len(texts) > 1]
+    chosen = {pair: run.chosen for pair, run in runs.items()}
+    shared, differ = [], []
+    for key in dict.fromkeys(key for cell, _ in files.runs for key in chosen[cell.method, cell.split]):
+        values = {setting(settings.get(key, "-")) for settings in chosen.values()}
+        if key != "seed" and len(values) == 1:
+            shared.append([key, *values])
+        elif key != "seed":
+            differ.append(key)
     blocks: list[Block] = [Table(["setting of all runs", "value"], shared)]
     if differ:
         rows = []
@@ -131,7 +134,7 @@ def settings_section(files: StudyFiles) -> Section:
             for method in files.study.methods:
                 if (method, split) in chosen:
                     where = [method, split] if len(files.study.splits) > 1 else [method]
-                    rows.append(where + [chosen[method, split].get(key, "-") for key in differ])
+                    rows.append(where + [setting(chosen[method, split].get(key, "-")) for key in differ])
         head = ["method", "split"] if len(files.study.splits) > 1 else ["method"]
         text = "Settings that differ; - is the default, or what follows from the others"
         blocks.append(Table(head + differ, rows, text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
@@ -11,11 +12,11 @@ from fedbn_flwr.lab.report.curve_figures import SWITCH, by_round, test_of
 from fedbn_flwr.lab.report.figures import BYTES, EXCHANGES, ROUNDS, Dots, Series, bars_of, curves, dots
 from fedbn_flwr.lab.report.page import Block, Figure, Listing, Section, Table, Text
 from fedbn_flwr.lab.report.run_files import RunFiles
-from fedbn_flwr.lab.report.shown import form_of, in_percent, scaled, title_of, with_unit_of
+from fedbn_flwr.lab.report.shown import form_of, in_percent, title_of, with_unit_of
 from fedbn_flwr.lab.report.study_files import StudyFiles
 from fedbn_flwr.lab.studies.comparisons import DIFFERENT_TESTS, LEVEL, comparisons, difference, left_out
 from fedbn_flwr.lab.studies.domain_table import FIELDS, domain_rows
-from fedbn_flwr.lab.studies.numbers import with_std
+from fedbn_flwr.lab.studies.numbers import scale_of, with_std
 from fedbn_flwr.lab.studies.rows import grouped
 from fedbn_flwr.training.tasks import quantity_of
 
@@ -92,7 +93,8 @@ def _curves(files: StudyFiles, split: str, quantity: str, runs: Mapping[str, Seq
     label = f"{title} of {len(runs)} methods over rounds. Last values: {last}."
     drawing = curves(series, with_unit_of(quantity))
     drawing["height"] = 420
-    numbers = Table(*by_round(series, lambda value: with_std(value, None, form)), f"{with_unit_of(quantity)}, mean")
+    columns = {curve.name: (curve.over[ROUNDS], curve.values) for curve in series}
+    numbers = by_round(columns, lambda value: with_std(value, None, form), f"{with_unit_of(quantity)}, mean")
     return Figure(drawing, label, title, numbers)
 
 
@@ -102,14 +104,18 @@ def _mean_curve(name: str, runs: Sequence[RunFiles], style: int) -> Series:
     Over exchanges and bytes a point stands at the mean of the runs' traffic up to its round.
     """
     rounds = _shared_rounds(runs)
-    values = [{line["round"]: scaled(run.headline, line[run.headline]) or 0.0 for line in run.measured} for run in runs]
-    columns = [[by_round[server_round] for by_round in values] for server_round in rounds]
+    by_run = []
+    for run in runs:
+        measured = {line["round"]: line[run.headline] for line in run.measured}
+        by_run.append([measured[server_round] * scale_of(run.headline) for server_round in rounds])
+    values = list(zip(*by_run, strict=True))  # of each round
     over: dict[str, Sequence[float]] = {ROUNDS: rounds}
     for unit in (EXCHANGES, BYTES):
         places = [dict(zip(run.over[ROUNDS], run.over[unit], strict=True)) for run in runs]
-        over[unit] = [round(statistics.fmean(place[r] for place in places), 6) for r in rounds]
-    low, high = ([bound(column) for column in columns] if len(runs) > 1 else () for bound in (min, max))
-    return Series(name, over, [statistics.fmean(column) for column in columns], style, low, high)
+        means = [statistics.fmean(place[server_round] for place in places) for server_round in rounds]
+        over[unit] = [round(mean, 6) for mean in means]
+    curve = Series(name, over, list(map(statistics.fmean, values)), style)
+    return curve if len(runs) == 1 else replace(curve, low=list(map(min, values)), high=list(map(max, values)))
 
 
 def _shared_rounds(runs: Sequence[RunFiles]) -> list[int]:
@@ -120,12 +126,15 @@ def _shared_rounds(runs: Sequence[RunFiles]) -> list[int]:
 
 def comparison_section(files: StudyFiles) -> Section | None:
     """Return the paired differences between methods, with their intervals; None without two seeds of a pair."""
+    blocks: list[Block] = []
+    shown: list[Row] = []
     groups = grouped(comparisons(files.rows), lambda row: (row["split"], quantity_of(row["metric"])))
-    groups = {key: rows for key, rows in groups.items() if any(row["seeds"] > 1 for row in rows)}
-    if not groups:
+    for (split, quantity), rows in groups.items():
+        if any(row["seeds"] > 1 for row in rows):
+            blocks.append(_differences(files, split, quantity, rows))
+            shown += rows
+    if not blocks:
         return None
-    blocks: list[Block] = [_differences(files, split, quantity, rows) for (split, quantity), rows in groups.items()]
-    shown = [row for rows in groups.values() for row in rows]
     text = (
         f"Final results of two methods with the same seed, which share split and initial weights. Mean difference with "
         f"its {LEVEL:.0%} interval (Student's t). * An interval that leaves out 0: these seeds show a difference. "
@@ -178,9 +187,11 @@ def _shown(row: Row) -> str:
 
 def domains_section(files: StudyFiles) -> Section | None:
     """Return the results by domain: bars for each method, and the paper's numbers in the table."""
-    runs = [(cell, run.summary) for cell, run in files.runs if run.summary and DIVERGED_AT not in run.summary]
-    pairs = grouped(runs, lambda run: (run[0].method, run[0].split))
-    rows = domain_rows(files.study, {pair: [summary for _, summary in of_pair] for pair, of_pair in pairs.items()})
+    summaries: dict[tuple[str, str], list[Row]] = {}
+    for cell, run in files.runs:
+        if run.summary and DIVERGED_AT not in run.summary:
+            summaries.setdefault((cell.method, cell.split), []).append(run.summary)
+    rows = domain_rows(files.study, summaries)
     blocks: list[Block] = []
     for (split, name), group in grouped(rows, lambda row: (row["split"], row["metric"])).items():
         blocks += _domains(files, split, name, group)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from fedbn_flwr.doctor.history import MAX_CLIENTS
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.report.curve_figures import by_round
 from fedbn_flwr.lab.report.figures import UNITS, Series
-from fedbn_flwr.lab.report.page import Block, Figure, Section, Table, Text
+from fedbn_flwr.lab.report.page import Block, Figure, Section, Text
 from fedbn_flwr.lab.report.statistics import curves_by_round, l1_means, shown
 from fedbn_flwr.lab.report.study_files import StudyFiles
 
@@ -58,10 +57,11 @@ def _figure(files: StudyFiles, methods: Mapping[str, Norms], at: int, title: str
     """Return one of the two norms of the methods."""
     series = []
     for method, (rounds, norms) in methods.items():
+        drawn = [value or None for value in norms[at]]  # 0 has no logarithm
         style = list(files.study.methods).index(method)
-        series.append(Series(method, dict.fromkeys(UNITS, rounds), norms[at], style))
-    drawn = [replace(curve, values=[value or None for value in curve.values]) for curve in series]  # 0: no logarithm
-    drawing = curves_by_round(drawn, "L1 norm", log=True)
+        series.append(Series(method, dict.fromkeys(UNITS, rounds), drawn, style))
+    drawing = curves_by_round(series, "L1 norm", log=True)
     drawing["layout"]["showlegend"] = True  # also of one method: not all have statistics
-    last = "; ".join(f"{curve.name} {shown(curve.values[-1])}" for curve in series)
-    return Figure(drawing, f"{title}. Last values: {last}.", title, Table(*by_round(series, shown)))
+    columns = {method: (rounds, norms[at]) for method, (rounds, norms) in methods.items()}
+    last = "; ".join(f"{method} {shown(values[-1])}" for method, (_, values) in columns.items())
+    return Figure(drawing, f"{title}. Last values: {last}.", title, by_round(columns, shown))

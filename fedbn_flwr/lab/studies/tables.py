@@ -52,8 +52,8 @@ def write_tables(results: StudyResults) -> str:
         write_atomically(out / "domains.csv", csv_text(BY_DOMAIN, domains))
         text += "\n" + by_domain
     if compared := comparisons(rows):
-        cells = [(split, method) for split in study.splits for method in study.methods]
-        without = left_out(rows, [(s, m) for s, m in cells if f"{m}/{s}" not in study.skip])
+        pairs_of_study = itertools.product(study.splits, study.methods)
+        without = left_out(rows, [(s, m) for s, m in pairs_of_study if f"{m}/{s}" not in study.skip])
         pairs = comparisons_markdown(study.name, compared, without)
         write_atomically(out / "comparisons.md", pairs)
         write_atomically(out / "comparisons.csv", csv_text(COMPARED, compared))
@@ -167,7 +167,7 @@ def _by_pair(results: StudyResults) -> dict[tuple[str, str], list[dict[str, Any]
     """Return the summaries of the finished runs that did not diverge, by method and split."""
     study, cells = results.study, grouped(results.study.cells(), lambda cell: (cell.method, cell.split))
     by_pair = {}
-    for method, split in ((method, split) for split in study.splits for method in study.methods):
+    for split, method in itertools.product(study.splits, study.methods):
         summaries = filter(None, map(results.summary, cells.get((method, split), ())))
         if finished := [summary for summary in summaries if DIVERGED_AT not in summary]:
             by_pair[method, split] = finished

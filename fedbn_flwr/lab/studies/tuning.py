@@ -87,7 +87,10 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
 def tuning_markdown(name: str, results: Sequence[Tuned]) -> str:
     """Return the scores as a table, the best of each row in bold."""
     trials = list(dict.fromkeys(trial for tried in results for trial in tried.scores))
-    rows = [[tried.name, tried.metric, *(_shown(tried, trial) for trial in trials)] for tried in results]
+    rows = []
+    for tried in results:
+        scores = [_shown(tried, trial) for trial in trials]
+        rows.append([tried.name, tried.metric, *scores])
     table = markdown_table(["METHOD/SPLIT", "metric", *trials], rows)
     return f"# {name}, settings chosen by validation\n\n{table}\n"
 

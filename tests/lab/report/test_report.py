@@ -29,6 +29,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.partitioned.splitting import split_to_json
 from fedbn_flwr.lab.report import figures as drawings
 from fedbn_flwr.lab.report import follow_report, write_report
+from fedbn_flwr.lab.report.client_figures import split_figures
 from fedbn_flwr.lab.report.page import (
     Code,
     Facts,
@@ -44,7 +45,6 @@ from fedbn_flwr.lab.report.page import (
 )
 from fedbn_flwr.lab.report.run import run_warnings
 from fedbn_flwr.lab.report.run_files import RunFiles
-from fedbn_flwr.lab.report.split_figures import split_figures
 from fedbn_flwr.lab.report.study import _best, split_section
 from fedbn_flwr.lab.report.study_figures import _shared_rounds
 from fedbn_flwr.lab.report.study_files import StudyFiles
