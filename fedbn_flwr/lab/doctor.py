@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.averaging import average
+from fedbn_flwr.batchnorm.averaging import State, average
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.client.saved_state import ABSENT, read_state
@@ -100,21 +101,28 @@ def _divergence(files: RunFiles) -> list[Finding]:
 
 def _of_clients(model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], known: Sequence[Finding]) -> list[Finding]:
     """Return the faults in what the clients kept, but the known ones; an equal fault of several clients is one."""
-    own = {name: value.cpu() for name, value in tensors_by_name(model.state_dict()).items()}
-    # Shared entries are 1 here: a fault in them is the model's, not the client's.
-    sound = {name: torch.ones_like(v) if v.is_floating_point() else v for name, v in own.items()}
-    found: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
+    sound: dict[str, Tensor] = {}
+    for name, value in tensors_by_name(model.state_dict()).items():
+        # Shared entries are 1 here: a fault in them is the model's, not the client's.
+        sound[name] = torch.ones_like(value.cpu()) if value.is_floating_point() else value.cpu()
+    faults: dict[tuple[str, ...], Finding] = {}
+    clients_of: dict[tuple[str, ...], list[str]] = {}
     for client, entries in kept.items():
-        for one in diagnose_state({**sound, **entries}, model=model).findings:
-            found.setdefault((one.id, *one.evidence), (one, []))[1].append(client)
-    for one in known:
-        found.pop((one.id, *one.evidence), None)
+        for finding in diagnose_state({**sound, **entries}, model=model).findings:
+            faults[finding.id, *finding.evidence] = finding
+            clients_of.setdefault((finding.id, *finding.evidence), []).append(client)
+    for finding in known:
+        faults.pop((finding.id, *finding.evidence), None)
+    named = []
+    for key, finding in faults.items():
+        clients = clients_of[key]
+        what = f"{_clients(clients)}: {finding.what[0].lower()}{finding.what[1:]}"
+        named.append(replace(finding, what=what, numbers={**finding.numbers, "clients": clients}))
+    return named
 
-    def named_with(clients: list[str], one: Finding) -> Finding:
-        what = f"Client{'s' if len(clients) > 1 else ''} {listed(clients)}: {one.what[0].lower()}{one.what[1:]}"
-        return replace(one, what=what, numbers={**one.numbers, "clients": clients})
 
-    return [named_with(clients, one) for one, clients in found.values()]
+def _clients(names: Sequence[str]) -> str:
+    return f"Client{'s' if len(names) > 1 else ''} {listed(names)}"
 
 
 def _mismatch_of_clients(
@@ -124,24 +132,22 @@ def _mismatch_of_clients(
 
     Where statistics stay with the clients these models are what is used; the average of their BatchNorm is not.
     """
-    found: dict[str, Finding] = {}
+    evidence: dict[str, str] = {}
     loss, generator = config.learning_task().loss, torch_generator(config.seed, "doctor-clients")
     for test in tests:
         if test.name not in kept or len(test) < 2:
             continue
-        own = copy.deepcopy(model)
-        load_state(own, {**own.state_dict(), **kept[test.name]})
+        of_client = copy.deepcopy(model)
+        load_state(of_client, {**of_client.state_dict(), **kept[test.name]})
         with threads(config.torch_threads):
-            gap = mismatch(on_device(own, config), [test], loss, generator)
-        if one := train_test_mismatch(Measured(gap=gap)):
-            found[test.name] = one
-    if not found:
+            gap = mismatch(on_device(of_client, config), [test], loss, generator)
+        if finding := train_test_mismatch(Measured(gap=gap)):
+            evidence[test.name] = f"Client {test.name}, its own model on its own test examples: {finding.evidence[0]}"
+    if not evidence:
         return []
-    names = [*found]
-    of = f"Client{'s' if len(names) > 1 else ''} {listed(names)}"
-    evidence = [f"Client {name}, its own model on its own test examples: {found[name].evidence[0]}" for name in names]
-    what = f"{of}: the running statistics do not fit the client's own model."
-    return [Finding("train-test-mismatch", what, evidence[:3], {"clients": names}, MISMATCH)]
+    what = f"{_clients([*evidence])}: the running statistics do not fit the client's own model."
+    lines, numbers = [*evidence.values()][:3], {"clients": [*evidence]}
+    return [Finding("train-test-mismatch", what, lines, numbers, MISMATCH)]
 
 
 def diagnose_model(
@@ -241,16 +247,15 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
             return False
         return any(settings[key] != value for key, value in asked.items())
 
-    def of(remedy: Remedy) -> Iterator[Remedy]:
-        shorter = remedy.setting.split()[0]
-        if fits(remedy.setting):
-            yield remedy
-        elif shorter != remedy.setting and fits(shorter):
-            yield replace(remedy, setting=shorter)
-        elif remedy.setting.startswith("norm=") and fits(f"strategy=fedavg {remedy.setting}"):
-            yield replace(remedy, setting=f"strategy=fedavg {remedy.setting}")
+    def fitted(remedies: Sequence[Remedy]) -> Iterator[Remedy]:
+        for remedy in remedies:
+            ways = [remedy.setting, remedy.setting.split()[0]]
+            if remedy.setting.startswith("norm="):
+                ways.append(f"strategy=fedavg {remedy.setting}")
+            if way := next(filter(fits, ways), None):
+                yield replace(remedy, setting=way)
 
-    return [replace(f, remedies=[one for remedy in f.remedies for one in of(remedy)]) for f in findings]
+    return [replace(finding, remedies=[*fitted(finding.remedies)]) for finding in findings]
 
 
 def _with_data(
@@ -282,7 +287,7 @@ def _examples_of(config: Config, max_examples: int, notes: list[str]) -> tuple[l
 
 def _drawn(config: Config, views: Mapping[str, Subset], max_examples: int) -> list[ClientData]:
     """Return up to ``max_examples`` random examples of each client that has some, on the CPU."""
-    found = []
+    drawn = []
     for name, view in views.items():
         if not len(view):
             continue
@@ -290,8 +295,8 @@ def _drawn(config: Config, views: Mapping[str, Subset], max_examples: int) -> li
         inputs, targets = view.batch(order.sort().values)
         mixed = torch.randperm(len(order), generator=torch_generator(config.seed, "doctor-order", name))
         size = min(config.batch_size or len(view), len(view))
-        found.append(ClientData(name, inputs.cpu()[mixed], targets.cpu()[mixed], size))
-    return found
+        drawn.append(ClientData(name, inputs.cpu()[mixed], targets.cpu()[mixed], size))
+    return drawn
 
 
 def training_of(config: Config, run: Path | None = None) -> Training:
@@ -340,10 +345,10 @@ def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[st
     parts = split_state(model)
     names = parts.select(absent)
     if names and kept:
-        whole = [
-            to_state({name: entries[name] for name in names}) for entries in kept.values() if {*names} <= {*entries}
-        ]
-        state = {**state, **tensors(average(whole, [1.0] * len(whole), parts))} if whole else state
+        complete = [entries for entries in kept.values() if {*names} <= {*entries}]
+        whole = [_selected(entries, names) for entries in complete]
+        if whole:
+            state = {**state, **tensors(average(whole, [1.0] * len(whole), parts))}
         notes.append(
             f"{', '.join(absent)} entries stay with the clients: the plain average of {len(whole)} clients was used."
         )
@@ -352,6 +357,10 @@ def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[st
         state = {**state, **{name: initial[name] for name in names}}
         notes.append(f"{', '.join(absent)} entries stay with the clients and are not here: initial values were used.")
     return {name: state[name] for name in parts.names}, kept, notes
+
+
+def _selected(entries: Mapping[str, Tensor], names: Sequence[str]) -> State:
+    return to_state({name: entries[name] for name in names})
 
 
 def _newest_checkpoint(run: Path) -> dict[str, Any]:
@@ -367,14 +376,11 @@ def _newest_checkpoint(run: Path) -> dict[str, Any]:
 
 def _kept_in_checkpoint(run: Path) -> dict[str, dict[str, Tensor]]:
     """Return what each client of an unfinished run kept last, where the clients share the run's disk."""
-    found: dict[str, dict[str, Tensor]] = {}
+    kept: dict[str, dict[str, Tensor]] = {}
     for folder in sorted((run / "checkpoint" / "clients").glob("*/partition-*")):
-        for path in sorted(folder.glob("*.safetensors"), reverse=True):
-            try:
+        for path in sorted(folder.glob("*.safetensors")):  # the newest one comes last
+            with suppress(StateError):
                 content = read_checked(path)
-            except StateError:
-                continue
-            if KEPT in content.get("kept", {}):
-                found[str(content["partition"])] = tensors(content["kept"][KEPT])
-                break
-    return found
+                if KEPT in content.get("kept", {}):
+                    kept[str(content["partition"])] = tensors(content["kept"][KEPT])
+    return kept

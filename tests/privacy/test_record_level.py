@@ -672,7 +672,7 @@ def test_dp_record_is_a_short_form(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=re.escape(words)):
             Config.make_of_shared(short, bad)
     file = tmp_path / "config.yaml"
-    for value in ("off", "none", "'off'"):
+    for value in ("off", "'off'"):
         file.write_text(f"dp: {value}")
         assert Config.load(file).dp == "off"
         assert Config.load(None, [f"dp={value}"]).dp == "off"

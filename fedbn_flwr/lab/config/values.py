@@ -77,9 +77,7 @@ class Values(Fields):
     def own_data(self) -> OwnData:
         """Return what the config says of own data."""
         kind, path = OwnData.parse(self.dataset)
-        keys = [name for name in OwnData.__dataclass_fields__ if name not in ("kind", "path")]
-        values: dict[str, Any] = {name: getattr(self, name) for name in keys}
-        return OwnData(kind, path, **values)
+        return OwnData(kind, path, **self.model_dump(include={*OwnData.__dataclass_fields__}))
 
     def augment_names(self) -> tuple[str, ...]:
         """Return the transforms of single images in ``augment``; () if it cannot be read, which is told elsewhere."""
@@ -228,10 +226,8 @@ class Values(Fields):
 
     def dp_settings(self) -> DPSettings:
         """Return the settings of client-level differential privacy; with record-dp the budget is not the clients'."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in DPSettings.model_fields}
-        if self.record_dp:
-            values["dp_max_epsilon"] = 0.0
-        return DPSettings(**values)
+        settings = DPSettings(**self.model_dump(include={*DPSettings.model_fields}))
+        return settings.model_copy(update={"dp_max_epsilon": 0.0}) if self.record_dp else settings
 
     def record_level(self) -> RecordLevel | None:
         """Return the settings of DP-SGD in the clients; None without it."""
@@ -246,8 +242,7 @@ class Values(Fields):
 
     def mask_settings(self) -> MaskSettings:
         """Return the settings of masked sums."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in MaskSettings.model_fields}
-        return MaskSettings(**values)
+        return MaskSettings(**self.model_dump(include={*MaskSettings.model_fields}))
 
     def freezes_bn(self) -> bool:
         """Return whether the method freezes BN in some round."""

@@ -59,11 +59,6 @@ class Checkpoint:
     run: str
     resumed_after: list[int] = field(default_factory=list)
 
-    @property
-    def resumed_after_with_this(self) -> list[int]:
-        """The rounds after which the run was resumed, this one included."""
-        return [*self.resumed_after, self.server_round]
-
 
 class Checkpoints:
     """The checkpoints in a run's folder.

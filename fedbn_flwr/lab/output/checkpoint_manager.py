@@ -34,7 +34,7 @@ class CheckpointManager:
     def __init__(self, checkpoints: Checkpoints, config: Config, strategy: Strategy, saved: Checkpoint | None) -> None:
         self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
         self._warned: set[str] = set()
-        self.resumed_after = saved.resumed_after_with_this if saved else []
+        self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
         if saved and (volatile := saved.strategy["kept"]["volatile"]):
             raise NotResumableError(
                 f"cannot resume: client(s) {', '.join(volatile)} kept their part in memory only, and it is lost. Give "

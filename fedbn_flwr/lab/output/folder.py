@@ -226,16 +226,12 @@ class RunFolder:
         Raises:
             EngineError: the line was not written, or only in part; readers ignore an incomplete line.
         """
-        self._append("metrics.jsonl", _clean(line))
+        self.append("metrics.jsonl", _clean(line))
         for tracker in self._trackers:
             tracker.add_round(line)
 
-    def add_statistics(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``statistics.jsonl``; see ``doctor.history``. Raises as ``add_round``."""
-        self._append(STATISTICS_FILE, line)
-
-    def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append a line to a file of the folder, in one write with fsync."""
+    def append(self, name: str, line: Mapping[str, Any]) -> None:
+        """Append a line to a file of the folder, in one write with fsync. Raises as ``add_round``."""
         data = (json.dumps(line) + "\n").encode()
         with self._writing():
             handle = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -257,24 +253,17 @@ class RunFolder:
                 clients.append(client)
         return clients
 
-    def save_data(self, figures: Mapping[str, Any], notes: Sequence[str], warnings: Sequence[str]) -> None:
-        """Write what was read of own data: ``data.json``."""
-        self._save("data.json", {**figures, "notes": list(notes), "warnings": list(warnings)})
-
-    def save_split(self, content: Mapping[str, Any]) -> None:
-        """Write the numbers of examples by client and class: ``split.json``."""
-        self._save("split.json", content, indent=None)
-
     def agreed(self, ask: Callable[[], Scale]) -> Scale:
         """Return the mean and std of inputs in ``scale.json``; without the file those that ``ask`` returns, written."""
         path = self.path / "scale.json"
         if path.is_file():
             return Scale(**{name: tuple(values) for name, values in read_json(path).items()})
         scale = ask()
-        self._save("scale.json", asdict(scale))
+        self.save("scale.json", asdict(scale))
         return scale
 
-    def _save(self, name: str, content: Mapping[str, Any], indent: int | None = 2) -> None:
+    def save(self, name: str, content: Mapping[str, Any], indent: int | None = 2) -> None:
+        """Write a JSON file of the folder."""
         with self._writing():
             write_atomically(self.path / name, json.dumps(_clean(content), indent=indent) + "\n")
 
@@ -287,7 +276,7 @@ class RunFolder:
             lines = read_metrics(self.path / "metrics.jsonl")
             write_atomically(self.path / "metrics.csv", _table(lines))
             write_atomically(self.path / "curves.png", draw_curves({"": lines}, scores=[self._score]))
-        self._save("summary.json", summary)
+        self.save("summary.json", summary)
         self._end_trackers(summary)
 
     def _writing(self) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ def report_data(folder: RunFolder, config: Config, data: PartitionedData | None)
     if data is None:
         return
     if split := split_to_json(data):
-        folder.save_split(split)
+        folder.save("split.json", split, indent=None)
     for line in classes_without_client(data, config):
         logger.warning("%s", line)
     if not is_own(config.dataset):
@@ -34,8 +34,8 @@ def report_data(folder: RunFolder, config: Config, data: PartitionedData | None)
     logger.info("%s", report.text())
     for warning in report.warnings:
         logger.warning("%s", warning)
-    figures = {**report.figures, "sha256": sha256_of_data(config)}
-    folder.save_data(figures, report.notes, report.warnings)
+    of_data = {"sha256": sha256_of_data(config), "notes": report.notes, "warnings": report.warnings}
+    folder.save("data.json", {**report.figures, **of_data})
 
 
 def log_feature_norm(model: nn.Module) -> None:

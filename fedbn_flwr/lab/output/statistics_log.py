@@ -11,7 +11,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.history import statistics_line, tracked_layers
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.output.folder import STATISTICS_FILE, RunFolder
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.strategies import Strategy
@@ -38,19 +38,15 @@ class StatisticsLog:
             return
         names = {*run.parts.select([Part.STATISTICS, Part.COUNTERS])}
 
-        def chosen(state: State) -> Any:
+        def of_bn(state: State) -> Any:
             return tensors({name: array for name, array in state.items() if name in names})
 
-        found = statistics_line(
-            self._layers,
-            chosen(before),
-            chosen(after),
-            [(reply.node.label, chosen(reply.state)) for reply in replies],
-        )
-        self._line = {"round": server_round, "phase": run.report.phase, **found}
+        of_replies = [(reply.node.label, of_bn(reply.state)) for reply in replies]
+        figures = statistics_line(self._layers, of_bn(before), of_bn(after), of_replies)
+        self._line = {"round": server_round, "phase": run.report.phase, **figures}
 
     def write(self) -> None:
         """Write the line of this round, if there is one."""
         if self._line:
-            self._folder.add_statistics(self._line)
+            self._folder.append(STATISTICS_FILE, self._line)
         self._line = None

@@ -30,35 +30,32 @@ def agreed_scale(grid: Grid, config: Config, timeout: float) -> Scale:
     Raises:
         ConfigError: no node has answered with its sums, or all nodes raised this error.
     """
-    asked = list(grid.get_node_ids())
-    messages = [Message(RecordDict(), node_id, MOMENTS_QUERY) for node_id in asked]
-    found: dict[int, tuple[Node, FeatureMoments]] = {}
-    problems = dict.fromkeys(asked, "no answer")
+    problems = {node_id: (Node(node_id), "no answer") for node_id in grid.get_node_ids()}
+    messages = [Message(RecordDict(), node_id, MOMENTS_QUERY) for node_id in problems]
+    received: list[tuple[Node, FeatureMoments]] = []
     errors: list[str] = []
-    nodes = {node_id: Node(node_id) for node_id in asked}
     for reply in grid.send_and_receive(messages, timeout=timeout):
         node_id = reply.metadata.src_node_id
-        nodes[node_id] = node = Node(node_id, ReplyInfo.read(reply).partition_id)
+        node = Node(node_id, ReplyInfo.read(reply).partition_id)
         if reply.has_error():
             errors.append(str(reply.error.reason))
-            problems[node_id] = errors[-1]
+            problems[node_id] = node, errors[-1]
             continue
         try:
-            found[node_id] = node, _moments(reply, config.example_shape()[0])
+            received.append((node, _moments(reply, config.example_shape()[0])))
             del problems[node_id]
         except DataError as error:
-            problems[node_id] = str(error)
-    raise_shared_config_error(errors, len(asked))
-    if not found:
-        node_id, why = next(iter(problems.items()))
+            problems[node_id] = node, str(error)
+    raise_shared_config_error(errors, len(messages))
+    if not received:
+        node, why = next(iter(problems.values()))
         raise ConfigError(
-            "standardise=federated needs the sums of the inputs of the nodes, and no node has sent them; "
-            f"{nodes[node_id]}: {why}"
+            f"standardise=federated needs the sums of the inputs of the nodes, and no node has sent them; {node}: {why}"
         )
-    for node_id, why in problems.items():
-        logger.warning("%s has no part in the mean and std of the inputs: %s", nodes[node_id], why)
-    ordered = sorted(found.values(), key=lambda pair: pair[0].order)
-    return scale_of(reduce(FeatureMoments.merged, (moments for _, moments in ordered)))
+    for node, why in problems.values():
+        logger.warning("%s has no part in the mean and std of the inputs: %s", node, why)
+    received.sort(key=lambda pair: pair[0].order)
+    return scale_of(reduce(FeatureMoments.merged, [moments for _, moments in received]))
 
 
 def _moments(reply: Message, channels: int) -> FeatureMoments:

@@ -115,7 +115,7 @@ class _Reference:
         best = start.checkpoints.best(stopping) if saved and stopping else None
         self._best: State = best.state if best else {}
         self._run = saved.run if saved else uuid4().hex[:16]
-        self.resumed_after = saved.resumed_after_with_this if saved else []
+        self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
 
     def train(self, union: Batches, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """Do the rounds that are left; return the line of the last one, ``line`` if none was left."""
@@ -183,24 +183,18 @@ def _ends(config: Config, line: Mapping[str, Any], stopping: EarlyStopping | Non
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what the optimizer keeps between steps, by number of the parameter and name; None and numbers as such."""
-    kept = optimizer.state_dict()["state"]
-    return {
-        str(number): {
-            name: value.detach().cpu().numpy().copy() if isinstance(value, torch.Tensor) else value
-            for name, value in entries.items()
-        }
-        for number, entries in kept.items()
-    }
+    state: dict[str, Any] = {}
+    for number, entries in optimizer.state_dict()["state"].items():
+        arrays = {name: value.cpu().numpy().copy() for name, value in entries.items() if torch.is_tensor(value)}
+        state[str(number)] = {**entries, **arrays}
+    return state
 
 
 def _restore(optimizer: torch.optim.Optimizer, kept: Mapping[str, Mapping[str, Any]]) -> None:
-    state = {
-        int(number): {
-            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-            for name, value in entries.items()
-        }
-        for number, entries in kept.items()
-    }
+    state = {}
+    for number, entries in kept.items():
+        arrays = {name: value for name, value in entries.items() if isinstance(value, np.ndarray)}
+        state[int(number)] = {**entries, **{name: torch.from_numpy(value.copy()) for name, value in arrays.items()}}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

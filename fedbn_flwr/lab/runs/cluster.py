@@ -83,17 +83,15 @@ class RaySession:
         """
         import ray
 
-        found: dict[tuple[DataKey, tuple[int, ...]], tuple[DataKey, DatasetInfo, tuple[int, ...], Any]] = {}
+        shared: dict[tuple[DataKey, tuple[int, ...]], tuple[DataKey, DatasetInfo, tuple[int, ...], Any]] = {}
         for config in configs:
             if config.data_on_nodes():
                 continue
             data, key = load_data(config), config.data_key()
             shape = data.train.shape if data.train.as_bytes else ()
-            if (key, shape) in found:
-                continue
-            if packed := pack(data):
-                found[key, shape] = (key, config.data_info(), shape, ray.put(packed))
-        return SharedData(tuple(found.values()))
+            if (key, shape) not in shared and (packed := pack(data)):
+                shared[key, shape] = (key, config.data_info(), shape, ray.put(packed))
+        return SharedData(tuple(shared.values()))
 
     def check_files(self, config: Config) -> None:
         """Check that every machine has the files that a run reads and writes there.
@@ -153,7 +151,7 @@ class RaySession:
         """Return the machines on which there is no such path, as text."""
         if self.address is None:
             return ""
-        return ", ".join(machine.address for machine, found in on_each(Path.exists, path.absolute()) if not found)
+        return ", ".join(machine.address for machine, there in on_each(Path.exists, path.absolute()) if not there)
 
 
 @contextmanager
@@ -193,15 +191,15 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
         ConfigError: a module cannot be imported.
     """
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for name in dict.fromkeys(config.model for config in configs if is_own_model(config.model)):
         home = _home(own_module(name).__name__)
         if any(home.is_relative_to(folder) for folder in installed):
             continue
         for other in list(sys.modules):
             if "." not in other and other != "__main__" and (path := _location(other)) and path.parent == home:
-                found[path] = None
-    return list(found)
+                files[path] = None
+    return list(files)
 
 
 def _home(module: str) -> Path:
@@ -214,8 +212,6 @@ def _home(module: str) -> Path:
 
 def _location(module: str) -> Path | None:
     """Return the file of an imported module, or the folder of a package; None for others."""
-    found = sys.modules.get(module)
-    if paths := list(getattr(found, "__path__", [])):
-        return Path(paths[0]).resolve()
-    path = getattr(found, "__file__", None)
-    return Path(path).resolve() if path else None
+    imported = sys.modules.get(module)
+    paths = [*getattr(imported, "__path__", []), getattr(imported, "__file__", None)]
+    return Path(paths[0]).resolve() if paths[0] else None

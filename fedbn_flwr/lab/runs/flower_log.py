@@ -29,8 +29,8 @@ class LogEcho:
     def __call__(self, line: str) -> None:
         """Log the line if it is of a warning or an error."""
         record = _RECORD.match(line)
-        found = record or _LINE.match(line)
-        source, text = (found["source"] or "", found["text"]) if found else ("", line)
+        parts = record or _LINE.match(line)
+        source, text = (parts["source"] or "", parts["text"]) if parts else ("", line)
         if record:
             self._levels[source] = logging.getLevelNamesMapping()[record["level"]]
         if text.startswith((*_OF_EVERY_RUN, "Traceback ")):

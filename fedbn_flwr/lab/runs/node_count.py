@@ -36,34 +36,30 @@ def count_nodes(grid: ImmediateGrid, config: Config, begun_with: int) -> int:
     wanted, network = config.num_clients or begun_with, over_network(grid)
     may_differ = begun_with > 0 and network
     grace = RETURN_GRACE if may_differ else NODE_GRACE
-    found = _wait_for_nodes(grid, wanted or 1, grace)
-    if not found:
+    connected = _wait_for_nodes(grid, wanted or 1, grace)
+    if not connected:
         raise EngineError(f"no nodes connected within {grace:g} s; start the SuperNodes first")
     if not wanted:
-        return _all_nodes(grid, config) if network else found
-    if may_differ and found < wanted == begun_with:
-        logger.warning("the run began with %d nodes and continues with %d: the others may come back", wanted, found)
-    elif may_differ and found > wanted and not config.num_clients:
-        logger.warning("the run began with %d nodes and continues with %d", wanted, found)
-    elif found != wanted:
-        raise ConfigError(
-            f"num-clients={wanted}, but the federation has {found} node(s). "
-            + (
-                f"Start {wanted} SuperNodes"
-                if network
-                else f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr run`"
-            )
-            + (f"; the run began with {begun_with}." if begun_with else "; or set num-clients=0 to take all nodes.")
-        )
+        return _all_nodes(grid, config) if network else connected
+    if may_differ and connected < wanted == begun_with:
+        logger.warning("the run began with %d nodes and continues with %d: the others may come back", wanted, connected)
+    elif may_differ and connected > wanted and not config.num_clients:
+        logger.warning("the run began with %d nodes and continues with %d", wanted, connected)
+    elif connected != wanted:
+        start = f"In simulation add --federation-config 'num-supernodes={wanted}' to `flwr run`"
+        if network:
+            start = f"Start {wanted} SuperNodes"
+        why = f"the run began with {begun_with}" if begun_with else "or set num-clients=0 to take all nodes"
+        raise ConfigError(f"num-clients={wanted}, but the federation has {connected} node(s). {start}; {why}.")
     return wanted
 
 
 def _wait_for_nodes(grid: Grid, at_least: int, grace: float) -> int:
     """Return how many nodes are connected once there are enough, at the latest after ``grace`` seconds."""
     deadline = time.monotonic() + grace
-    while (found := len(list(grid.get_node_ids()))) < at_least and time.monotonic() <= deadline:
+    while (connected := len(list(grid.get_node_ids()))) < at_least and time.monotonic() <= deadline:
         time.sleep(0.2)
-    return found
+    return connected
 
 
 def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
@@ -74,9 +70,9 @@ def _all_nodes(grid: ImmediateGrid, config: Config) -> int:
         lambda replies: any(reply.has_content() for reply in replies),
         timeout=config.round_timeout or REPLY_WAIT,
     )
-    said = [NodeProperties.read(reply).num_partitions or 0 for reply in replies if reply.has_content()]
-    parts = max(said, default=0)
-    found = _wait_for_nodes(grid, parts, NODE_GRACE)
-    if found < parts:
-        logger.warning("num-partitions=%d, and the run begins with %d node(s): the others may join", parts, found)
-    return max(found, parts)
+    answers = [NodeProperties.read(reply).num_partitions or 0 for reply in replies if reply.has_content()]
+    parts = max(answers, default=0)
+    connected = _wait_for_nodes(grid, parts, NODE_GRACE)
+    if connected < parts:
+        logger.warning("num-partitions=%d, and the run begins with %d node(s): the others may join", parts, connected)
+    return max(connected, parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,7 @@ from flwr.serverapp.strategy import Result
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import fixed_entries, tied_entries
-from fedbn_flwr.errors import (
-    ConfigError,
-    DataError,
-    DivergedError,
-    NothingTrainedError,
-)
+from fedbn_flwr.errors import ConfigError, DataError, DivergedError, NothingTrainedError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
@@ -136,8 +132,9 @@ def _serve(
         result, diverged = error.result, error
     finally:
         recorder.close()
-    diverged = diverged or _diverged_before(config, out, strategy, result)
+        strategy.on_replies = strategy.on_round_end = None  # they refer to it, which would keep the run in memory
     lines = read_metrics(out / "metrics.jsonl")
+    diverged = diverged or _diverged_before(config, lines, strategy, result)
     if not diverged and all(line.get("kept-previous") and DIVERGED_AT not in line for line in lines):
         raise NothingTrainedError(nothing_trained(config.min_replies, strategy.reports), result)
     arrays = _to_best(recorder.stopping, start.checkpoints, strategy) or result.arrays
@@ -228,9 +225,10 @@ def _to_best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy:
     return strategy.go_back(to_record(saved.state), saved.strategy, saved.server_round)
 
 
-def _diverged_before(config: Config, out: Path, strategy: Strategy, result: Result) -> DivergedError | None:
+def _diverged_before(
+    config: Config, lines: Sequence[Mapping[str, Any]], strategy: Strategy, result: Result
+) -> DivergedError | None:
     """Return the error of a run whose last round diverged before it was resumed; None if there is none."""
-    lines = read_metrics(out / "metrics.jsonl")
     if config.on_divergence != "stop" or not lines or DIVERGED_AT not in (line := lines[-1]):
         return None
     report = RoundReport(line["round"], line["phase"], diverged=line["diverged"], diverged_at=line[DIVERGED_AT])

@@ -132,31 +132,23 @@ def _write_app(folder: Path, config: Config, ray_address: str | None) -> None:
     if ray_address is not None:
         module = "fedbn_cluster"
         (folder / f"{module}.py").write_text(_CLUSTER_APP.format(address=ray_address))
-    pairs = (toml_pairs({key: value}) for key, value in config.to_mapping().items())
-    (folder / "pyproject.toml").write_text(_PYPROJECT.format(module=module) + "\n".join(pairs) + "\n")
+    settings = [toml_pairs({key: value}) for key, value in config.to_mapping().items()]
+    (folder / "pyproject.toml").write_text(_PYPROJECT.format(module=module) + "\n".join(settings) + "\n")
 
 
 def _resources(config: Config, private: bool) -> dict[str, Scalar]:
     """Return the federation config: the nodes and what each asks of Ray, a private one or that of a cluster."""
-    own = {**_actors(config), **_gpus(config)} if private else {}
-    return {"num-supernodes": config.num_clients, "client-resources-num-cpus": config.torch_threads, **own}
-
-
-def _actors(config: Config) -> dict[str, Scalar]:
-    """Return the setting for one actor per client; the channel needs all clients of a round at the same time."""
-    if not config.methods().whole.needs_all_at_once:
-        return {}
-    return {"init-args-num-cpus": config.num_clients * config.torch_threads}
-
-
-def _gpus(config: Config) -> dict[str, Scalar]:
-    """Return the part of a GPU of each client: an actor without one sees none, and would compute on the CPU."""
-    if pick_device(config.device).type != "cuda":
-        return {}
-    at_once = config.num_clients
-    if not _actors(config):
-        at_once = min(at_once, num_cores() // config.torch_threads)
-    return {"client-resources-num-gpus": gpu_share(at_once, torch.cuda.device_count())}
+    clients, threads = config.num_clients, config.torch_threads
+    resources: dict[str, Scalar] = {"num-supernodes": clients, "client-resources-num-cpus": threads}
+    if not private:
+        return resources
+    at_once = min(clients, num_cores() // threads)
+    if config.methods().whole.needs_all_at_once:
+        at_once = clients  # who wait for each other in the channel: one actor for each
+        resources["init-args-num-cpus"] = clients * threads
+    if pick_device(config.device).type == "cuda":  # an actor without a part of a GPU would compute on the CPU
+        resources["client-resources-num-gpus"] = gpu_share(at_once, torch.cuda.device_count())
+    return resources
 
 
 def _follow(path: Path, on_round: OnRound | None, ended: threading.Event) -> None:

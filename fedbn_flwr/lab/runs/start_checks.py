@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -120,10 +120,11 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
         raise NormLayerError(
             f"norm={config.norm!r} changes nothing: model {config.model!r} has no BatchNorm. Use norm='batch'."
         )
-    if found := misfits(config, model):
+    if unfit := misfits(config, model):
         ways = list(_other_settings(config))
-        ways += [] if "norm='batch'" in ways else ["another model"]
-        lines = [f"{need}; model {config.model!r} has {has or _norms(model)}." for need, has, _ in found]
+        if "norm='batch'" not in ways:
+            ways.append("another model")
+        lines = [f"{need}; model {config.model!r} has {has or _norms(model)}." for need, has, _ in unfit]
         raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
     if config.record_dp and (mixing := _mixing(config, model)):
         raise NormLayerError("\n".join(mixing) + f"\n{WAY_OUT}.")
@@ -228,10 +229,10 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
 
 def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
     """Return the buffers that a step of training changes: running statistics, or an average of a user's own."""
-    own = copy.deepcopy(model).to("cpu").train()
-    before = {name: buffer.clone() for name, buffer in own.named_buffers(remove_duplicate=False)}
-    _outputs(config, own, torch.rand(2, *config.example_shape(), generator=torch.Generator().manual_seed(0)))
-    now = own.named_buffers(remove_duplicate=False)
+    trial = copy.deepcopy(model).to("cpu").train()
+    before = {name: buffer.clone() for name, buffer in trial.named_buffers(remove_duplicate=False)}
+    _outputs(config, trial, torch.rand(2, *config.example_shape(), generator=torch.Generator().manual_seed(0)))
+    now = trial.named_buffers(remove_duplicate=False)
     return frozenset(name for name, buffer in now if not torch.equal(buffer, before[name]))
 
 
@@ -251,24 +252,25 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
         raise ConfigError(f"model {config.model!r} fails {what}: {type(error).__name__}: {error}") from error
     pixels = examples.shape[2:] if config.learning_task().by_pixel else ()
     wanted = (2, config.num_outputs(), *pixels)
-    fits = isinstance(outputs, torch.Tensor) and tuple(outputs.shape) in (wanted, (2,) if wanted == (2, 1) else wanted)
-    if not fits:
-        got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
-        raise ConfigError(
-            f"model {config.model!r} returns {got} {what}; {config.learning_task().name} needs a tensor of shape "
-            f"{wanted} (outputs without softmax)."
-        )
-    return cast(torch.Tensor, outputs)
+    got = f"a {type(outputs).__name__}"
+    if isinstance(outputs, torch.Tensor):
+        shape = tuple(outputs.shape)
+        if shape == wanted or (shape, wanted) == ((2,), (2, 1)):
+            return outputs
+        got = f"shape {shape}"
+    raise ConfigError(
+        f"model {config.model!r} returns {got} {what}; {config.learning_task().name} needs a tensor of shape "
+        f"{wanted} (outputs without softmax)."
+    )
 
 
 def _norms(model: nn.Module) -> str:
     """Return the kinds and the first paths of the model's norm layers, for messages."""
-    norms = [(path, kind) for path, module in model.named_modules() if (kind := _norm_kind(module))]
-    kinds = " and ".join(sorted({kind for _, kind in norms}))
-    return f"only {kinds} ({', '.join(path for path, _ in norms[:2])}, ...)" if norms else "no normalisation"
-
-
-def _norm_kind(module: nn.Module) -> str:
-    """Return the name of the module's normalisation class in torch; "" for other layers."""
-    names = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn")]
-    return names[0] if names and "Norm" in names[0] else ""
+    kinds: dict[str, str] = {}
+    for path, module in model.named_modules():
+        in_torch = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn")]
+        if in_torch and "Norm" in in_torch[0]:
+            kinds[path] = in_torch[0]
+    if not kinds:
+        return "no normalisation"
+    return f"only {' and '.join(sorted(set(kinds.values())))} ({', '.join([*kinds][:2])}, ...)"

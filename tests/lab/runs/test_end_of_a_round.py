@@ -22,7 +22,7 @@ def test_the_files_of_a_round_are_written_after_its_tests(quick_run, monkeypatch
         real = getattr(kind, name)
 
         def noting(self: Any, *args: Any) -> Any:
-            events.append(what(args[0]))
+            events.append(what(*args))
             return real(self, *args)
 
         monkeypatch.setattr(kind, name, noting)
@@ -38,11 +38,10 @@ def test_the_files_of_a_round_are_written_after_its_tests(quick_run, monkeypatch
         return start(self, *args, evaluate_fn=test, **named)
 
     monkeypatch.setattr(FedAvg, "start", starting)
-    note(RunFolder, "add_round", lambda line: f"line {line['round']}")
-    note(RunFolder, "add_statistics", lambda line: f"statistics {line['round']}")
-    note(Checkpoints, "save", lambda checkpoint: f"checkpoint {checkpoint.server_round}")
+    note(RunFolder, "append", lambda name, line: f"{name} {line['round']}")
+    note(Checkpoints, "save", lambda checkpoint, _: f"checkpoint {checkpoint.server_round}")
     _, out = quick_run(**{"watch-statistics": 1, "eval-every": 2, "checkpoint-every": 1})
-    ends = [[f"tested {n}", f"statistics {n}", f"line {n}", f"checkpoint {n}"] for n in (1, 2)]
+    ends = [[f"tested {n}", f"{STATISTICS_FILE} {n}", f"metrics.jsonl {n}", f"checkpoint {n}"] for n in (1, 2)]
     assert events == ["checkpoint 0", "tested 0", *ends[0], *ends[1]]
     assert returned[0] is None
     assert returned[1] is None, "this round has no test"
