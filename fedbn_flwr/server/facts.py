@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Parts
@@ -36,15 +38,20 @@ class Facts:
     num_able: int = 0
     keep: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def held(self) -> tuple[str, ...]:
         """The entries that return as they were sent; those that stay with the clients are held there."""
         return self.parts.select(self.travels.held - self.travels.local)
 
-    @property
+    @cached_property
     def local(self) -> tuple[str, ...]:
         """The entries that stay with the clients."""
         return self.parts.select(self.travels.local)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the model's entries."""
+        return {name: array.shape for name, array in self.before.items()}
 
     @property
     def total_rounds(self) -> int:

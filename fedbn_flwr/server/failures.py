@@ -11,6 +11,7 @@ from typing import Any
 from flwr.app import Message
 
 from fedbn_flwr.compat.flower import is_mod_refusal
+from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.server.report import RoundReport
 
@@ -26,9 +27,6 @@ TOO_LARGE_STEPS = (
     "Likely cause: the training steps are too large for the model. What helped in small runs: a lower learning-rate, a "
     "tenth or less; for a deep model without normalisation also norm=batch."
 )
-# The texts of all errors about NaN and infinity: of a client's error the server has only the text. If too few clients
-# are left for a synchronised step, the others' values are why.
-_NOT_FINITE = re.compile(r"not finite|holds -?(nan|inf)|clients are left for the synchronised step")
 _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
 _LONGEST = 300  # characters of a reason; the end of a traceback says most
 
@@ -46,8 +44,9 @@ def error_text(reply: Message) -> str:
 
 def all_not_finite(report: RoundReport) -> bool:
     """Return whether training gave only values that are not finite, and for this reason no reply was usable."""
-    reasons = report.rejected.values()
-    return not report.participants and bool(reasons) and all(_NOT_FINITE.search(why) for why in reasons)
+    # If too few clients are left for a synchronised step, the others' values are why.
+    codes = [report.codes.get(node_id, set()) & {NOT_FINITE, TOO_FEW_LEFT} for node_id in report.rejected]
+    return not report.participants and bool(codes) and all(codes)
 
 
 def losses_not_finite(metrics: Mapping[str, Mapping[str, Any]]) -> list[str]:

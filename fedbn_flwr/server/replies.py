@@ -14,7 +14,7 @@ from flwr.app import Message
 from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.compat.flower import is_mod_refusal
-from fedbn_flwr.errors import ClientPartError, ReplyError
+from fedbn_flwr.errors import ClientPartError, ReplyError, split_code
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, views
@@ -177,8 +177,8 @@ class Terms:
             if record:
                 check_state(record, {name: facts.before[name] for name in facts.local}, facts.parts)
         else:
-            shapes = {name: array.shape for name, array in facts.before.items()}
-            refuse_misshapen(beside.key, record, shapes if beside.size == "trainable" else channel_shapes(facts))
+            shapes = facts.shapes if beside.size == "trainable" else channel_shapes(facts)
+            refuse_misshapen(beside.key, record, shapes)
 
     def _hooks_to_apply(self) -> str:
         named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))
@@ -258,8 +258,9 @@ def read_replies(
         try:
             usable.append((node, message, read(node, message)))
         except ReplyError as error:
-            report.reject(node.node_id, f"{node}: {what}{': ' if what else ''}{error}")
-            logger.warning("round %d: %s of %s refused: %s", report.server_round, what or "reply", node, error)
+            report.reject(node.node_id, f"{node}: {what}{': ' if what else ''}{error.reason}")
+            text = split_code(str(error))[1]
+            logger.warning("round %d: %s of %s refused: %s", report.server_round, what or "reply", node, text)
             refused.append((node, message, error))
     return usable, refused
 

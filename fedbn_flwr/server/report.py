@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from fedbn_flwr.errors import split_code
+
 __all__ = ["RoundReport", "Traffic"]
 
 
@@ -57,6 +59,7 @@ class RoundReport:
         evaluate: traffic of the evaluation messages.
         participants: partition ids of the replies that were used, in order.
         rejected: node id to the reason why its reply was refused.
+        codes: node id to the codes of these reasons, where they have any.
         asked: number of clients that training messages were sent to.
         replied: number of their replies, also of those that were refused.
         kept_previous: whether the global model did not change, for too few usable replies.
@@ -74,6 +77,7 @@ class RoundReport:
     evaluate: Traffic = field(default_factory=Traffic)
     participants: list[int | None] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
+    codes: dict[int, set[str]] = field(default_factory=dict)
     asked: int = 0
     replied: int = 0
     kept_previous: bool = False
@@ -85,6 +89,9 @@ class RoundReport:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def reject(self, node_id: int, reason: str) -> None:
-        """Add the reason why a node's reply was refused to earlier reasons of this round."""
+        """Add the reason why a node's reply was refused to earlier reasons of this round; it may have a code."""
+        code, text = split_code(reason)
+        if code:
+            self.codes.setdefault(node_id, set()).add(code)
         before = self.rejected.get(node_id)
-        self.rejected[node_id] = reason if before is None else f"{before}; {reason}"
+        self.rejected[node_id] = text if before is None else f"{before}; {text}"

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import lacks_function
-from fedbn_flwr.errors import FedBNError, ReplyError
+from fedbn_flwr.errors import NOT_FINITE, FedBNError, ReplyError
 from fedbn_flwr.messages.protocol import ATTEMPT, EXCHANGE, EXCHANGE_QUERY, STEP_ONLY, UNION
 from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_record
 from fedbn_flwr.server.polling import Enough, send_until
@@ -169,7 +169,7 @@ def _sort(
             try:
                 sent[node_id] = _read(_tensors_of(reply))
             except ReplyError as error:
-                lost[node_id] = str(error)
+                lost[node_id] = error.reason
     limit = f"within {limits.exchange_timeout:g} s of the first" if sent else f"within {limits.reply_timeout:g} s"
     lost |= {node_id: f"did not answer an exchange {limit}" for node_id in left if node_id not in replies}
     odd = odd_ones(sent)
@@ -189,5 +189,5 @@ def _read(record: ArrayRecord) -> Sent:
     except Exception as error:  # bytes from outside: NumPy's parser may raise anything
         raise ReplyError(f"sent a tensor that cannot be read: {type(error).__name__}: {error}") from error
     if not bool(torch.isfinite(tensor).all()):
-        raise ReplyError(f"sent a value that is not finite in exchange '{tag}'")
+        raise ReplyError(f"sent a value that is not finite in exchange '{tag}'", code=NOT_FINITE)
     return tag, tensor

@@ -43,50 +43,13 @@ __all__ = ["Combination", "Strategy"]
 
 logger = logging.getLogger("flwr")
 
-_OLD_INTERFACE = frozenset(
-    [
-        "name",
-        "summary_line",
-        "source",
-        "Params",
-        "combine",
-        "weights",
-        "check",
-        "hooks_for",
-        "extras",
-        "run_training",
-        "begin",
-        "phase",
-        "local",
-        "needs",
-        "needs_batchnorm",
-        "needs_statistics",
-        "needs_each_reply",
-        "undoes_lost_rounds",
-        "synchronises",
-        "reestimates",
-        "freezes_bn",
-        "implicit_hooks",
-        "client_hooks",
-        "keys",
-        "checkpoint_keys",
-        "reported_metrics",
-        "not_combined_because",
-        "role",
-        "excludes",
-        "exchange_cost",
-        "extra_copies",
-        "extra_statistics",
-        "needs_all_at_once",
-        "beside_updates",
-        "divergence_advice",
-        "conflicts",
-        "warnings",
-        "unused",
-        "misfits",
-        "batch_renorm_conflict",
-    ]
-)
+_OLD_INTERFACE = """
+name summary_line source Params combine weights check hooks_for extras run_training begin phase local needs
+needs_batchnorm needs_statistics needs_each_reply undoes_lost_rounds synchronises reestimates freezes_bn implicit_hooks
+client_hooks keys checkpoint_keys reported_metrics not_combined_because role excludes exchange_cost extra_copies
+extra_statistics needs_all_at_once beside_updates divergence_advice conflicts warnings unused misfits
+batch_renorm_conflict
+"""
 
 
 @dataclass(frozen=True)
@@ -175,7 +138,7 @@ class Strategy(FlowerFedAvg):
             ConfigError: the class is written for the interface of version 0.1, which would be ignored without a word.
         """
         super().__init_subclass__(**kwargs)
-        if old := sorted(_OLD_INTERFACE & vars(cls).keys()):
+        if old := sorted(vars(cls).keys() & _OLD_INTERFACE.split()):
             raise ConfigError(
                 f"class {cls.__qualname__}: {', '.join(old)} belong to the interface of version 0.1. Write them as a "
                 "Method (travels, begin, on_clients, aggregate, problems), and the strategy as `class Mine(Strategy): "

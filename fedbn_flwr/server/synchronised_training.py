@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, split_code
 from fedbn_flwr.messages.protocol import FIRST_BATCH, NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.server.failures import MOD_ORDER
 from fedbn_flwr.server.run import Run
@@ -65,7 +65,7 @@ class Link:
         for node_id, reason in lost.items():
             node = run.nodes.node(node_id)
             run.report.reject(node_id, f"{node}: {reason}")
-            logger.warning("round %d: %s %s", run.report.server_round, node, reason)
+            logger.warning("round %d: %s %s", run.report.server_round, node, split_code(reason)[1])
         return [reply for reply in step.replies if _is_read(reply, step)]
 
     def _step(self, run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:

@@ -24,7 +24,7 @@ and the final model hold the re-estimated ones.
 ## Differs from the paper
 
 The paper averages batch means and variances. Here the moments of all clients are merged exactly
-(`server/recalibration.py`), the variance with torch's $n/(n-1)$. Inference on batch statistics, the paper's
+(`server/reestimation.py`), the variance with torch's $n/(n-1)$. Inference on batch statistics, the paper's
 alternative, is `eval-on=global-batch-statistics`.
 
 ## Law
