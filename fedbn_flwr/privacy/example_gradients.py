@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.nn import functional
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.privacy.called_with import call_with
 from fedbn_flwr.training.losses import LossFn
 
 __all__ = ["ClippedSum", "clipped_sum"]
@@ -82,7 +83,7 @@ def _gradient_of_each(
 
     def of_one(values: Mapping[str, Tensor], example: Tensor, target: Tensor) -> Any:
         with torch.autocast(example.device.type, torch.bfloat16) if amp else nullcontext():
-            outputs = functional_call(model, {**buffers, **values}, (example[None],))
+            outputs = call_with(model, {**buffers, **values}, example[None])
             found = loss(outputs, target[None])
         return found, (found, outputs[0])
 

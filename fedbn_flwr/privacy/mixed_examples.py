@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.privacy.called_with import call_with
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
 from fedbn_flwr.training.wrappers import unwrap
@@ -56,7 +56,7 @@ def try_two_examples(model: nn.Module, two: Tensor) -> None:
     for pair in (two, two[[0, 0]]):
         buffers = {name: value.clone() for name, value in model.named_buffers()}
         with torch.no_grad(), seeded(0):
-            outputs.append(functional_call(model, buffers, (pair,))[0].double())
+            outputs.append(call_with(model, buffers, pair)[0].double())
     if (outputs[1] - outputs[0]).abs().max() > 1e-3 * outputs[0].abs().max():
         raise NormLayerError(
             "record-level privacy: the model's output for an example depends on the others of its batch, and DP-SGD "

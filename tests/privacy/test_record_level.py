@@ -395,6 +395,50 @@ def test_layers_that_mix_the_examples_are_refused_by_name() -> None:
         DPSGD(RecordLevel(1.0), 4, 2).backward(wrapped, F.cross_entropy, torch.ones(2, 5), torch.ones(2).long())
 
 
+class Twice(nn.Module):
+    """One BatchNorm layer that is called twice, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.again = self.norm
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.last(self.again(self.norm(self.first(inputs)).relu()))
+        return found
+
+
+def twice() -> nn.Module:
+    """Such a model, with gamma, beta and statistics as after some training; float64."""
+    torch.manual_seed(0)
+    model = Twice().double()
+    for value in (*model.norm.parameters(), *model.norm.buffers()):
+        value.data = value.data + torch.rand(value.shape).to(value.dtype)
+    return model
+
+
+def test_a_batchnorm_that_is_called_twice_trains_frozen_as_in_ordinary_training(points: Any) -> None:
+    """Both calls add to its gradient, which is clipped once for each example; in train mode it is refused by name."""
+    data = points(9, 1)
+    dp = DPSGD(RecordLevel(0.0, 1e9, noise=SeededNoise(0)), 9, 4)
+    found = trained(twice(), data, dp, [FreezeBN(affine=False)])
+    batches = [torch.tensor(asked, dtype=torch.int64) for asked in data.asked]
+    plain = trained(twice(), data, SameBatches(batches, 4), [FreezeBN(affine=False)])
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: name + text)
+    start = twice().state_dict()
+    assert not torch.equal(found["norm.weight"], start["norm.weight"])
+    assert all(torch.equal(found[f"norm.{leaf}"], start[f"norm.{leaf}"]) for leaf in ("running_mean", "running_var"))
+    model, (inputs, targets) = twice().eval(), data.batch(torch.arange(9))
+    each = [flat(gradients) for gradients in each_gradient(model, inputs, targets)]
+    c = float(torch.stack([one.norm() for one in each]).median())
+    slow = torch.stack([one * min(1.0, c / float(one.norm())) for one in each]).sum(0)
+    total, *_ = clipped_sum(model, F.cross_entropy, inputs, targets, c)
+    torch.testing.assert_close(flat(total.values()), slow, rtol=1e-12, atol=1e-12)
+    with pytest.raises(NormLayerError, match=r"norm \(BatchNorm1d\) normalises an example with the others"):
+        trained(twice(), data, dp, [])
+
+
 class Average(nn.Module):
     """Assigns a buffer in every forward pass, in eval mode as well."""
 

@@ -181,8 +181,8 @@ def test_a_second_start_equals_a_new_strategys_run(federation: Open, case: str) 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(federation: Open, case: str) -> None:
-    """From a copy of the state as a file holds it. After the checkpoint client 2 joins, at first without the others."""
-    rounds, saved_after, away = 5, 2, {1: {2}, 2: {2}, 3: {0, 1}, 4: {0}}
+    """From a copy of the state as a file holds it. After it client 2 joins, at first alone, and client 1 is gone."""
+    rounds, saved_after, away = 5, 2, {1: {2}, 2: {2}, 3: {0, 1}, 4: {1}, 5: {1}}
     with federation(case) as clients:
         whole = clients.start(made(case), rounds, away)
     strategy, again = made(case), made(case)
