@@ -250,7 +250,7 @@ def _check_data(cells: Sequence[Cell]) -> None:
 def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
     """Raise ConfigError if own data have changed since runs of the study: a table would compare results of both."""
     if other := [cell.name for cell in done if has_other_data(cell.folder(out), cell.config)]:
-        shown = ", ".join(other[:3]) + ", ..." * (len(other) > 3)
+        shown = ", ".join(other[:3] + (["..."] if len(other) > 3 else []))
         raise ConfigError(
             f"{len(other)} finished runs of the study in {out} ({shown}) are of other data: those of dataset have "
             "changed since, or are divided in another way. Restore the data, or choose another --out."
