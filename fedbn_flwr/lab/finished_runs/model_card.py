@@ -178,7 +178,9 @@ def _metrics(run: Path) -> dict[str, Any]:
         return {"final": {}}
     final, definitions = summary["final"], summary.get("definitions", {})
     lines = read_metrics(run / "metrics.jsonl")
-    tested = next((line.get("clients", {}) for line in lines if line["round"] == final.get("round")), {})
+    tested: dict[str, dict[str, Any]] = next(
+        (line.get("clients", {}) for line in lines if line["round"] == final.get("round")), {}
+    )
     names = sorted({name for metrics in tested.values() for name in metrics if name.startswith(("own-", "global-"))})
     metrics = [
         (name, _shown(value), definitions.get(name, ""))

@@ -60,7 +60,8 @@ def write_tables(results: StudyResults) -> str:
         text += "\n" + pairs
     begun = ((cell, history) for cell in study.cells() if (history := results.history(cell)))  # seed by seed
     _, of_first_seed = next(itertools.groupby(begun, lambda pair: pair[0].seed), (0, ()))
-    curves, scores, main = {}, {}, {}
+    curves, main = {}, {}
+    scores: dict[str, None] = {}
     for cell, history in of_first_seed:
         name = f"{cell.method}, {cell.split}"
         curves[name], main[name] = history, headlines(cell.config)[0]
