@@ -17,7 +17,7 @@ from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.studies.cell import Cell
 from fedbn_flwr.lab.studies.study_checks import load_study
-from fedbn_flwr.lab.studies.sweep import Follower, sweep
+from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 
 __all__ = ["demo"]
 
@@ -60,7 +60,7 @@ def demo(out: Path) -> int:
     return 0 if hashes[0] == hashes[1] else 1
 
 
-class _Printer(Follower):
+class _Printer(LogFollower):
     """Prints a line when a run begins."""
 
     def __init__(self, console: Console) -> None:

@@ -30,6 +30,6 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
         for form in KINDS.values():
             name, _, what = form.partition(", ")
             rows.append((name, what, "own data"))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    names, texts, _ = zip(*rows, strict=True)
     for name, what, source in rows:
-        say(f"{name:<{widths[0]}}  {what:<{widths[1]}}  {source}")
+        say(f"{name.ljust(len(max(names, key=len)))}  {what.ljust(len(max(texts, key=len)))}  {source}")

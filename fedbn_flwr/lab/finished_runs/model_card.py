@@ -113,7 +113,7 @@ def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[s
         yield "inputs", f"float32 {shape}; normalised before the model"
     if taken.mean:
         x, what = ("pixels / 255", "channel") if taken.as_bytes else ("x", "feature")
-        mean, std = ([round(value, 6) for value in values] for values in (taken.mean, taken.std))
+        mean, std = [round(value, 6) for value in taken.mean], [round(value, 6) for value in taken.std]
         where = "in" if normalise else "not in"
         yield f"normalisation, {where} the file", f"({x} - mean) / std, mean {mean}, std {std} per {what}"
     elif scaled_by_client:
@@ -178,14 +178,19 @@ def _metrics(run: Path) -> dict[str, Any]:
         return {"final": {}}
     final, definitions = summary["final"], summary.get("definitions", {})
     lines = read_metrics(run / "metrics.jsonl")
-    tested = next((line.get("clients", {}) for line in lines if line["round"] == final.get("round")), {})
+    tested: dict[str, dict[str, Any]] = next(
+        (line.get("clients", {}) for line in lines if line["round"] == final.get("round")), {}
+    )
     names = sorted({name for metrics in tested.values() for name in metrics if name.startswith(("own-", "global-"))})
     metrics = [
         (name, _shown(value), definitions.get(name, ""))
         for name, value in final.items()
         if isinstance(value, (int, float)) and name != "round"
     ]
-    by_client = [[client, *(_shown(of_client.get(name)) for name in names)] for client, of_client in tested.items()]
+    by_client = []
+    for client, of_client in tested.items():
+        cells = [_shown(of_client.get(name)) for name in names]
+        by_client.append([client, *cells])
     return {"final": final, "metrics": metrics, "names_by_client": names, "by_client": by_client}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fedbn_flwr.lab.output.definitions import CLIENTS, HELD_OUT
 from fedbn_flwr.lab.report.figures import UNITS, Mark, Series, curves
@@ -16,7 +17,7 @@ from fedbn_flwr.training.tasks import quantity_of
 
 __all__ = ["SWITCH", "by_round", "curves_section", "marks", "test_of"]
 
-Column = tuple[Sequence[int], Sequence[float | None]]
+Column = tuple[Sequence[Any], Sequence[float | None]]
 SWITCH = Switch([(unit, unit) for unit in UNITS])
 _TESTS = ("test-", "personal-", f"{VALIDATION}-", f"{HELD_OUT}-", "train-")
 

@@ -301,7 +301,7 @@ def dots(rows: Sequence[Dots], title: str, interval: str, form: str) -> Drawing:
     runs = [(row, value, seed) for row in rows for value, seed in zip_longest(row.values, row.hover, fillvalue="")]
     means = [row for row in rows if row.mean is not None]
     papers = [row for row in rows if row.paper is not None]
-    data = [
+    data: list[Drawing] = [
         {
             "name": "each run",
             "x": [value for _, value, _ in runs],

@@ -200,8 +200,8 @@ def _runs_of(files: StudyFiles, cells: list[Cell]) -> list[Block]:
     blocks: list[Block] = [Table(head, rows)]
     if begun:
         config = begun[0].config
-        text = Text(f"{method_name(config)}, {config.model} on {config.dataset}.")
-        blocks = [text, *blocks, Code(command(begun[0]))]
+        what = Text(f"{method_name(config)}, {config.model} on {config.dataset}.")
+        blocks = [what, *blocks, Code(command(begun[0]))]
     if warned:
         blocks.append(Listing([f"Seed {', '.join(seeds)}: {text}" for text, seeds in warned.items()]))
     return blocks

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedbn_flwr.lab.report.page import Cell, Link, Section, Table, Text
-from fedbn_flwr.lab.report.shown import MEBIBYTE, form_of, in_percent, unit_of
+from fedbn_flwr.lab.report.shown import MEBIBYTE, form_of, in_percent, with_unit_of
 from fedbn_flwr.lab.report.study_figures import dots_figures
 from fedbn_flwr.lab.report.study_files import StudyFiles
 from fedbn_flwr.lab.studies.numbers import with_std
@@ -73,8 +73,8 @@ def _columns(files: StudyFiles) -> tuple[Columns, Columns]:
             ("difference", number("difference", sign="+")),
         ]
     if len({row["metric"] for row in rows}) > 1:
-        mixed = len(shares) > 1
-        results.append(("metric", lambda row: (row["metric"] or "-") + unit_of(row["metric"] or "") * mixed))
+        name = with_unit_of if len(shares) > 1 else str
+        results.append(("metric", lambda row: name(row["metric"]) if row["metric"] else "-"))
     costs = [*about, ("rounds", count("rounds")), ("exchanges", count("exchanges"))]
     costs.append(("MiB of floats", number("megabytes", form=",.2f")))
     if any(row["target"] is not None for row in rows):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from typing import Protocol
 
 import yaml
 
@@ -34,25 +35,38 @@ from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.lab.studies.tables import write_tables
 from fedbn_flwr.lab.studies.tuning import tuned, tuning_markdown
 
-__all__ = ["Follower", "Runner", "in_series", "sweep"]
+__all__ = ["Follower", "LogFollower", "Runner", "in_series", "sweep"]
 
 logger = logging.getLogger("flwr")
 
 _BETWEEN_TABLES = 30.0  # seconds: tables are for readers, and drawing them takes time from the runs
 
 
-class Follower:
-    """Is told what happens in a sweep, and logs the runs that failed."""
+class Follower(Protocol):
+    """Is told what happens in a sweep."""
 
     def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
         """Take note of all runs of a phase, and of those that are left to do."""
 
     def begin(self, cell: Cell) -> OnRound | None:
         """Take note that a run begins; the return value is called with each new line of its ``metrics.jsonl``."""
-        return None
 
     def end(self, cell: Cell, error: str) -> None:
         """Take note that a run ended; ``error`` is "" if it is finished."""
+
+
+class LogFollower:
+    """A follower that logs the runs that failed."""
+
+    def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
+        """Do nothing."""
+
+    def begin(self, cell: Cell) -> OnRound | None:
+        """Return None."""
+        return None
+
+    def end(self, cell: Cell, error: str) -> None:
+        """Log the error, if there is one."""
         if error:
             logger.error("%s: %s", cell.name, error)
 
@@ -76,7 +90,7 @@ def sweep(
         out: folder of all runs; ``write_tables`` names the files of results. ``study.yaml`` is the study with the
             settings of the command and the tuned ones.
         runner: does the runs; ``in_series()`` by default, ``parallel.in_parallel`` on several cores.
-        follower: is told what happens; by default one that logs failed runs.
+        follower: is told what happens; by default a ``LogFollower``.
         selection: the runs to do now. The tables show all that the folder has.
 
     Raises:
@@ -87,7 +101,7 @@ def sweep(
             "stop". All other runs are finished, and the error holds the tables. The same call tries the failed ones
             again.
     """
-    runner, follower = runner or in_series(), follower or Follower()
+    runner, follower = runner or in_series(), follower or LogFollower()
     selection.check(study)
     _log_dropped(study, selection)
     with lock_folder(out, "study"):
@@ -250,7 +264,7 @@ def _check_data(cells: Sequence[Cell]) -> None:
 def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
     """Raise ConfigError if own data have changed since runs of the study: a table would compare results of both."""
     if other := [cell.name for cell in done if has_other_data(cell.folder(out), cell.config)]:
-        shown = ", ".join(other[:3]) + ", ..." * (len(other) > 3)
+        shown = ", ".join(other[:3] + (["..."] if len(other) > 3 else []))
         raise ConfigError(
             f"{len(other)} finished runs of the study in {out} ({shown}) are of other data: those of dataset have "
             "changed since, or are divided in another way. Restore the data, or choose another --out."

@@ -60,7 +60,8 @@ def write_tables(results: StudyResults) -> str:
         text += "\n" + pairs
     begun = ((cell, history) for cell in study.cells() if (history := results.history(cell)))  # seed by seed
     _, of_first_seed = next(itertools.groupby(begun, lambda pair: pair[0].seed), (0, ()))
-    curves, scores, main = {}, {}, {}
+    curves, main = {}, {}
+    scores: dict[str, None] = {}
     for cell, history in of_first_seed:
         name = f"{cell.method}, {cell.split}"
         curves[name], main[name] = history, headlines(cell.config)[0]
@@ -126,7 +127,7 @@ def _row(method: str, split: str, metric: str | None, ended: Sequence[Row], num_
     one: Row = shown[0] if shown else dict.fromkeys(FIELDS)
     stated = all(row["paper"] is not None for row in shown)  # of domains: in each run
     paper, paper_std = (one["paper"], one["paper-std"]) if stated else (None, None)
-    rounds, exchanges, moved = (mean_std(row[key] for row in shown)[0] for key in ("rounds", "exchanges", "bytes"))
+    moved = _mean(shown, "bytes")
     return {
         "method": method,
         "split": split,
@@ -140,16 +141,20 @@ def _row(method: str, split: str, metric: str | None, ended: Sequence[Row], num_
         "std": std,
         "best-mean": best,
         "best-std": best_std,
-        "rounds": rounds,
+        "rounds": _mean(shown, "rounds"),
         "megabytes": None if moved is None else moved / 2**20,
-        "exchanges": exchanges,
+        "exchanges": _mean(shown, "exchanges"),
         "target": one["target"],
         "reached": None if one["target"] is None or lost else len(reached),
-        **{key: mean_std(row[key] for row in reached)[0] for key in _TARGETS},
+        **{key: _mean(reached, key) for key in _TARGETS},
         "paper": paper,
         "paper-std": paper_std,
         "difference": None if paper is None or mean is None else mean - paper,
     }
+
+
+def _mean(rows: Sequence[Row], key: str) -> float | None:
+    return mean_std(row[key] for row in rows)[0]
 
 
 def shown_runs(row: Row) -> str:
@@ -180,12 +185,16 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
     aims = any(row["target"] is not None for row in rows)
     paper = any(row["paper"] is not None for row in rows)
     head = ["method", "split", "metric", f"final{unit}", f"best{unit}", "rounds", "exchanges", "MB of floats", "runs"]
-    head += ["target", "rounds to it", "exchanges to it", "MB to it", "reached"] * aims
-    head += [f"paper{unit}", "difference"] * paper
+    if aims:
+        head += ["target", "rounds to it", "exchanges to it", "MB to it", "reached"]
+    if paper:
+        head += [f"paper{unit}", "difference"]
     lines = []
     for row, share in zip(rows, shares, strict=True):
         form = ".2f" if share else ".4f"
-        metric = (row["metric"] or "-") + ", %" * (mixed and share)
+        metric = row["metric"] or "-"
+        if mixed and share:
+            metric += ", %"
         cells = [row["method"], row["split"], metric, with_std(row["mean"], row["std"], form)]
         cells += [with_std(row["best-mean"], None, form)]
         cells += [with_std(row[key], None, cost_form) for key, cost_form in _COSTS]

@@ -67,10 +67,10 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
         results.append(Tuned(name, validation_metric(config), scores, best, rejected))
         if lost := [trial for trial in scores if rejected[trial]]:
             logger.warning(
-                "%s: replies of clients were lost or refused in the trial%s %s: its score is not one of all clients. "
+                "%s: replies of clients were lost or refused in the %s %s: its score is not one of all clients. "
                 "To repeat the trial, remove its folder.",
                 name,
-                "s" * (len(lost) > 1),
+                "trial" if len(lost) == 1 else "trials",
                 ", ".join(lost),
             )
         if best is None:

@@ -35,7 +35,7 @@ from fedbn_flwr.lab.studies import parallel
 from fedbn_flwr.lab.studies.cell import Cell
 from fedbn_flwr.lab.studies.parallel import in_parallel
 from fedbn_flwr.lab.studies.study_checks import load_study
-from fedbn_flwr.lab.studies.sweep import Follower, sweep
+from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 from tests.support.ray_nodes import can_hide, two_nodes
 
 ABOUT = ("name", "num_classes", "mean", "std", "group_names", "class_names")
@@ -269,7 +269,7 @@ def test_files_of_a_whole_run_that_a_machine_does_not_see_are_refused(
 
     def begin(**settings: Any) -> None:
         runner = in_parallel(ray_address="host:1")
-        next(runner([Cell("m", "s", 0, settings, SMALL)], tmp_path / "out", Follower()))
+        next(runner([Cell("m", "s", 0, settings, SMALL)], tmp_path / "out", LogFollower()))
 
     named = {lacking: str(tmp_path / seen[lacking])}
     session.check_files(Config.make({**SMALL, **named}))  # of one run the clients alone are on other machines

@@ -26,7 +26,7 @@ from fedbn_flwr.lab.studies.results import StudyResults
 from fedbn_flwr.lab.studies.selection import Selection
 from fedbn_flwr.lab.studies.study import Study, Tuning
 from fedbn_flwr.lab.studies.study_checks import load_study
-from fedbn_flwr.lab.studies.sweep import Follower, sweep
+from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 from fedbn_flwr.lab.studies.tables import table_rows
 from tests.support.pictures import drawn
 
@@ -45,7 +45,7 @@ paper: {FedAvg/iid: 91.35}
 """
 
 
-class Noted(Follower):
+class Noted(LogFollower):
     """Notes the runs that began, their rounds, and their ends."""
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path:
     class Cut(KeyboardInterrupt):
         pass
 
-    class Cutting(Follower):
+    class Cutting(LogFollower):
         def begin(self, cell: Cell):
             def on_round(line):
                 if line["round"] == 2:
