@@ -105,9 +105,9 @@ def _arrays(samples: Samples) -> _Arrays:
 
 
 def _samples(arrays: _Arrays, channels: int) -> Samples:
-    found = {name: _tensor(array) for name, array in arrays.items()}
-    inputs = found.pop("inputs")
-    return Samples(inputs.expand(-1, channels, -1, -1) if channels else inputs, **found)
+    parts = {name: _tensor(array) for name, array in arrays.items()}
+    inputs = parts.pop("inputs")
+    return Samples(inputs.expand(-1, channels, -1, -1) if channels else inputs, **parts)
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Tensor:

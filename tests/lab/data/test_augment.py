@@ -65,36 +65,29 @@ def test_every_offset_and_both_flips_occur_and_the_input_is_unchanged() -> None:
     assert torch.equal(inputs, before)
 
 
-@pytest.mark.parametrize("text", ["", "  "])
-def test_an_empty_text_gives_no_augmentation(text: str) -> None:
-    assert Augment.parse(text) is None
-
-
-def test_spaces_and_order_do_not_matter() -> None:
+def test_spaces_and_order_do_not_matter_and_an_empty_text_is_none() -> None:
     assert Augment.parse(" flip , crop4") == Augment.parse("crop4,flip") == Augment(crop=4, flip=True)
+    assert Augment.parse("") is Augment.parse("  ") is None
 
 
 @pytest.mark.parametrize(
     ("text", "entry"),
     [
-        ("crop", "'crop' is"),
-        ("crop0", "'crop0' is"),
-        ("crop-1", "'crop-1' is"),
-        ("flop", "'flop' is"),
-        ("flip,", "'' is"),
+        ("crop", "crop"),
+        ("crop0", "crop0"),
+        ("crop-1", "crop-1"),
+        ("flop", "flop"),
+        ("flip,", ""),
+        ("flip,flip", "flip"),
+        ("crop2,crop2", "crop2"),
+        ("crop2,crop4", "crop4"),
     ],
 )
-def test_unknown_entries_are_refused(text: str, entry: str) -> None:
-    with pytest.raises(ConfigError, match=f"{entry} unknown. Allowed: .*cropN.*flip"):
-        Augment.parse(text)
-
-
-@pytest.mark.parametrize("text", ["flip,flip", "crop2,crop2", "crop2,crop4"])
-def test_repeated_entries_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is there twice"):
+def test_unknown_and_repeated_entries_are_refused(text: str, entry: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{entry}' is"):
         Augment.parse(text)
 
 
 def test_a_crop_as_large_as_the_image_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"crop4 could miss an image of 4x9 pixels altogether. Use crop1 to crop3"):
+    with pytest.raises(ConfigError, match="crop3"):
         Augment(crop=4)(images(1, 1, 4, 9), torch.Generator())

@@ -115,9 +115,9 @@ def test_npz_files_and_folders_together_in_grey(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda root: (root / "webcam/mug/image_001.png").write_bytes(b"text"), r"image_001.png cannot be read"),
-        (lambda root: np.savez(root / "dslr.npz", x_train=np.zeros(2)), "dslr.npz lacks x_test, y_test, y_train"),
-        (lambda root: write_npz(root / "dslr.npz", TWO_IMAGES, np.array([0, 10])), "labels run from 0 to 10; 0 to 9"),
+        (lambda root: (root / "webcam/mug/image_001.png").write_bytes(b"text"), "image_001.png"),
+        (lambda root: np.savez(root / "dslr.npz", x_train=np.zeros(2)), "dslr.npz .*x_test, y_test, y_train"),
+        (lambda root: write_npz(root / "dslr.npz", TWO_IMAGES, np.array([0, 10])), "0 to 10; 0 to 9"),
         (lambda root: write_npz(root / "dslr.npz", TWO_IMAGES, np.array([0])), "one uint8 each"),
         (lambda root: write_npz(root / "dslr.npz", TWO_IMAGES / 255, np.array([0, 1])), "float64 images"),
         (lambda root: write_npz(root / "dslr.npz", TWO_IMAGES[..., None, None], np.array([0, 1])), "H, W, 3. needed"),
@@ -127,7 +127,7 @@ def test_npz_files_and_folders_together_in_grey(tmp_path: Path) -> None:
         (lambda root: [p.unlink() for p in (root / "webcam/mug").iterdir()], "webcam/mug has no image files"),
     ],
     ids=["image", "keys", "labels", "lengths", "floats", "axes", "channels", "npz", "domain", "class"],
-)  # fmt: skip
+)
 def test_a_wrong_domain_is_named(tmp_path: Path, spoil, message: str) -> None:
     write_folders(tmp_path, *OFFICE_CALTECH10, each=5)
     spoil(tmp_path)
@@ -166,12 +166,12 @@ def test_digits_five_takes_the_domains_that_are_present(tmp_path: Path, monkeypa
 
 
 def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="none of the domains mnist, svhn, usps, synth-digits, mnist-m is present"):
+    with pytest.raises(DataError, match="mnist, svhn, usps, synth-digits, mnist-m"):
         load_dataset("digits-five", tmp_path)
     assert list(tmp_path.iterdir()) == []
     for name in ("a", "b"):
         write_npz(tmp_path / f"usps/{name}.npz", random_images(0, 2, 4, 4), np.arange(2))
-    with pytest.raises(DataError, match=r"domain 'usps' has 2 npz files in .*usps; one needed"):
+    with pytest.raises(DataError, match="'usps' has 2 "):
         load_dataset("digits-five", tmp_path)
 
 

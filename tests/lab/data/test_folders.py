@@ -94,9 +94,7 @@ def test_tiny_imagenet_names_absent_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"val_1.JPEG cannot be read: .*No such file"):
         load_dataset("tiny-imagenet", tmp_path)
     (tmp_path / "val/val_annotations.txt").unlink()
-    with pytest.raises(
-        DataError, match=r"No such file.*val_annotations.txt'. Expected in the folder: tiny-imagenet-200/"
-    ):
+    with pytest.raises(DataError, match=r"val_annotations.txt'.*tiny-imagenet-200/"):
         load_dataset("tiny-imagenet", tmp_path)
 
 
@@ -118,16 +116,12 @@ def test_imagenet_in_its_layout(tmp_path: Path) -> None:
         load_dataset("imagenet", tmp_path, size=6)
 
 
-def test_too_many_classes_are_refused(tmp_path: Path) -> None:
+def test_folders_of_classes_that_do_not_fit_are_named(tmp_path: Path) -> None:
     for number in range(201):
         (tmp_path / f"train/n{number}").mkdir(parents=True)
-    with pytest.raises(DataError, match="has 201 class folders; 1 to 200 needed"):
+    with pytest.raises(DataError, match=r"201 .*1 to 200"):
         load_dataset("tiny-imagenet", tmp_path)
-
-
-def test_a_class_without_a_folder_or_images(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    with pytest.raises(DataError, match=r"a has no image files \(.bmp, .jpeg"):
-        files_of_classes(tmp_path, ["a"])
+    with pytest.raises(DataError, match=r"n0 has no image files \(.bmp, .jpeg"):
+        files_of_classes(tmp_path / "train", ["n0"])
     with pytest.raises(DataError, match=r"folder .*b is absent"):
         files_of_classes(tmp_path, ["b"])

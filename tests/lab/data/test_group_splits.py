@@ -46,9 +46,7 @@ def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(share: flo
     several = domain(groups, 6, share)
     for which in (0, 1):
         shares = several[which::2]
-        assert np.array_equal(
-            np.sort(np.concatenate(shares)), parts[which]
-        )  # the share is the domain's, not a client's
+        assert np.array_equal(np.sort(np.concatenate(shares)), parts[which]), "the share is the domain's"
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
@@ -59,35 +57,39 @@ def test_which_examples_of_a_domain_are_used_is_drawn() -> None:
     assert set(first[0]) <= set(np.flatnonzero(groups == 0))
 
 
-@pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan"), float("inf")])
-def test_shares_must_be_fractions_or_whole_numbers(share: float) -> None:
-    with pytest.raises(ConfigError, match=f"domain-share={share}: a fraction in "):
-        domain(shuffled([5, 5]), 2, share)
-
-
-def test_domain_names_the_number_that_is_too_small() -> None:
-    groups = shuffled([40, 5, 5])
-    with pytest.raises(ConfigError, match=r"num-clients=2 is fewer than the 3 domains \(.+, .+, .+\). Use 3 or more"):
-        domain(groups, 2)
-    with pytest.raises(DataError, match=r"domain-share=6: domain 1 has only 5 training examples. Use 5 or fewer"):
-        domain(groups, 3, 6)
-    with pytest.raises(DataError, match=r"domain-share=0.2 leaves 1 of the 5 examples of domain 1 for its 2 clients"):
-        domain(groups, 6, 0.2)
+@pytest.mark.parametrize(
+    ("clients", "share", "error", "numbers"),
+    [
+        (3, 0, ConfigError, "domain-share=0:"),
+        (3, -0.5, ConfigError, "domain-share=-0.5:"),
+        (3, 1.5, ConfigError, "domain-share=1.5:"),
+        (3, float("nan"), ConfigError, "domain-share=nan:"),
+        (3, float("inf"), ConfigError, "domain-share=inf:"),
+        (2, 1.0, ConfigError, "num-clients=2 .* 3 or more"),
+        (3, 6, DataError, "domain-share=6: domain 1 .* 5 or fewer"),
+        (6, 0.2, DataError, "domain-share=0.2 leaves 1 of the 5 examples of domain 1 for its 2 clients"),
+    ],
+)
+def test_domain_names_the_number_that_does_not_fit(
+    clients: int, share: float, error: type[Exception], numbers: str
+) -> None:
+    with pytest.raises(error, match=numbers):
+        domain(shuffled([40, 5, 5]), clients, share)
 
 
 def test_natural_gives_a_client_per_group_that_has_examples() -> None:
     groups = np.array([4, 1, 4, 0, 1, 4])
     parts = make_partition("natural", np.zeros(6, np.int64), 3, seed=0, groups=groups)
     assert [part.tolist() for part in parts] == [[3], [1, 4], [0, 2, 5]]
-    with pytest.raises(ConfigError, match=r"of the 3 groups with training examples \(0, 1, 4\); num-clients=5"):
+    with pytest.raises(ConfigError, match=r"3 .*\(0, 1, 4\); num-clients=5"):
         make_partition("natural", np.zeros(6, np.int64), 5, seed=0, groups=groups)
 
 
 @pytest.mark.parametrize("name", ["domain", "natural"])
 def test_groups_are_needed_and_must_fit(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"partition '{name}' needs a data set with groups .*'digits-domains'"):
+    with pytest.raises(ConfigError, match=f"'{name}'.*'digits-domains'"):
         make_partition(name, np.zeros(6, np.int64), 3, seed=0)
-    with pytest.raises(DataError, match=r"groups of shape \(5,\) for 6 training examples: one each needed"):
+    with pytest.raises(DataError, match=r"\(5,\) for 6"):
         make_partition(name, np.zeros(6, np.int64), 3, seed=0, groups=np.zeros(5, np.int64))
 
 
@@ -126,7 +128,7 @@ def test_one_group_gives_the_same_bits_as_no_groups() -> None:
 
 
 def test_the_test_set_needs_both_groups_or_neither() -> None:
-    with pytest.raises(DataError, match="needs the groups of training and test examples, or neither"):
+    with pytest.raises(DataError, match="neither"):
         partition_test_set([np.arange(3)], np.zeros(3), np.zeros(3), 0, np.zeros(3, np.int64))
 
 
@@ -160,7 +162,7 @@ def test_743_real_digits_per_domain() -> None:
     train, test = split_dataset(data, "domain", 6, seed=0, domain_share=743)
     assert [len(part) for part in train] == [372, 372, 372, 371, 371, 371]
     assert [len(test[i]) + len(test[i + 3]) for i in range(3)] == [10_000, 2_007, 2_000]
-    with pytest.raises(DataError, match=r"domain-share=7438: domain usps has only 7291 training examples"):
+    with pytest.raises(DataError, match=r"usps .* 7291 "):
         split_dataset(data, "domain", 3, seed=0, domain_share=7438)
 
 

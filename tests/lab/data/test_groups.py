@@ -53,24 +53,19 @@ def test_groups_are_one_integer_each(groups: Tensor) -> None:
         Samples(images(2), torch.arange(2), groups)
 
 
-def test_groups_and_names_belong_together() -> None:
+def test_groups_and_names_belong_together_and_every_group_has_a_name() -> None:
     plain, with_groups = Samples(images(2), torch.arange(2)), grouped([0, 1])
-    data = Dataset("x", with_groups, grouped([1]), 2, (0.5,), (0.5,), ("a", "b"))
-    assert data.group_names == ("a", "b")
+    assert Dataset("x", with_groups, grouped([1]), 2, (0.5,), (0.5,), ("a", "b")).group_names == ("a", "b")
     assert Dataset("x", plain, plain, 2, (0.5,), (0.5,)).group_names == ()
-    for train, test, names in (
-        (plain, plain, ("a",)),
-        (with_groups, plain, ("a", "b")),
-        (with_groups, grouped([0]), ()),
+    for train, test, names, fact in (
+        (plain, plain, ("a",), "1 names"),
+        (with_groups, plain, ("a", "b"), "2 names"),
+        (with_groups, grouped([0]), (), "0 names"),
+        (with_groups, grouped([0, 2]), ("a", "b"), "test samples .* 0 to 2; .* 0 to 1"),
+        (with_groups, grouped([-1, 1]), ("a", "b"), "test samples .* -1 to 1"),
     ):
-        with pytest.raises(DataError, match=r"data set 'x': \d names of groups, but the .* Give both or neither"):
+        with pytest.raises(DataError, match=fact):
             Dataset("x", train, test, 2, (0.5,), (0.5,), names)
-
-
-@pytest.mark.parametrize(("groups", "found"), [([0, 2], "from 0 to 2"), ([-1, 1], "from -1 to 1")])
-def test_every_group_has_a_name(groups: list[int], found: str) -> None:
-    with pytest.raises(DataError, match=rf"groups of the test samples run {found}; the 2 names allow 0 to 1"):
-        Dataset("x", grouped([0, 1]), grouped(groups), 2, (0.5,), (0.5,), ("a", "b"))
 
 
 def test_classes_of_pixels_are_bytes_in_memory_and_integers_in_a_batch() -> None:

@@ -33,40 +33,27 @@ def labels_of(sizes: list[int], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
 
 
+EACH_FIVE = labels_of([5] * 10)
+
+
 def assert_valid(partition: list[np.ndarray], used: np.ndarray) -> None:
     """Sorted int64 vectors which together are ``used``, each index once."""
     assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in partition)
     assert np.array_equal(np.sort(np.concatenate(partition)), used)
 
 
+@pytest.mark.parametrize("sizes", [[5000] * 10, MNIST_CLASSES], ids=["cifar10", "mnist"])
 @pytest.mark.parametrize("k", APPENDIX_D)
-def test_appendix_d_on_cifar10(k: int) -> None:
-    labels = labels_of([5000] * 10)
+def test_appendix_d(k: int, sizes: list[int]) -> None:
+    """A class is shared evenly by its holders: with classes of one size each entry is 1/k of a client's examples."""
+    labels = labels_of(sizes)
     partition = make_partition("classes", labels, 5, seed=1, classes_per_client=k)
     counts = partition_counts(partition, labels, 10)
-    held = np.array([[mark == "x" for mark in row] for row in APPENDIX_D[k]])
-    holders = held.sum(0)
-    assert np.array_equal(counts > 0, held)
-    assert_valid(partition, np.arange(50_000))
-    # Each entry is 1/k of the client's 10,000 = 5,000 / holders, to the nearest whole example above or below.
-    assert (holders == k // 2).all()
-    low = 5000 // (k // 2)
-    assert set(counts[held].tolist()) <= {low, low + 1}
-    assert (counts.sum(0) == 5000).all()
-    if 5000 % (k // 2) == 0:
-        assert np.array_equal(counts, np.where(held, 10_000 // k, 0))
-
-
-@pytest.mark.parametrize("k", APPENDIX_D)
-def test_appendix_d_on_mnist_with_its_unequal_classes(k: int) -> None:
-    labels = labels_of(MNIST_CLASSES)
-    partition = make_partition("classes", labels, 5, seed=1, classes_per_client=k)
-    counts = partition_counts(partition, labels, 10)
-    held = np.array([[mark == "x" for mark in row] for row in APPENDIX_D[k]])
-    assert np.array_equal(counts > 0, held)
-    assert_valid(partition, np.arange(60_000))
-    for column, size in zip(counts.T, MNIST_CLASSES, strict=True):
+    assert np.array_equal(counts > 0, np.array([[mark == "x" for mark in row] for row in APPENDIX_D[k]]))
+    assert_valid(partition, np.arange(sum(sizes)))
+    for column, size in zip(counts.T, sizes, strict=True):
         assert column.sum() == size
+        assert np.count_nonzero(column) == k // 2
         assert np.ptp(column[column > 0]) <= 1
 
 
@@ -170,53 +157,41 @@ def test_dirichlet_draws_more_often_than_the_partitioner() -> None:
     assert_valid(partition, np.arange(1000))
 
 
-def test_dirichlet_gives_up_and_names_the_small_partitions() -> None:
-    with pytest.raises(DataError, match=r"in each of 220 draws .* fewer than 10 examples \(in one: partition \d+: \d"):
-        make_partition("dirichlet", labels_of([20] * 10), 15, seed=0, alpha=0.01)
+REFUSED = {
+    "alpha 0": (ConfigError, "partition-alpha=0.0", {"name": "dirichlet", "alpha": 0.0}),
+    "alpha below 0": (ConfigError, "partition-alpha=-1.0", {"name": "dirichlet-equal", "alpha": -1.0}),
+    "alpha NaN": (ConfigError, "partition-alpha=nan", {"name": "dirichlet-equal", "alpha": float("nan")}),
+    "alpha infinite": (ConfigError, "partition-alpha=inf", {"name": "dirichlet", "alpha": float("inf")}),
+    "draws": (
+        DataError,
+        r"220 draws .* 10 examples .*partition \d+: \d",
+        {"name": "dirichlet", "labels": labels_of([20] * 10), "num_clients": 15, "alpha": 0.01},
+    ),
+    "minimum": (DataError, "10 .* 6 .* 50.* 5 clients", {"name": "dirichlet", "labels": EACH_FIVE, "num_clients": 6}),
+    "no class": (ConfigError, "classes-per-client=0", {"name": "classes", "classes_per_client": 0}),
+    "too many classes": (ConfigError, "classes-per-client=11", {"name": "classes", "classes_per_client": 11}),
+    "an empty part": (
+        DataError,
+        r"partition 3: 0 examples; the other 3 share 4\)",
+        {"name": "classes", "labels": [0, 0, 0, 1], "num_clients": 4, "num_classes": 2, "classes_per_client": 1},
+    ),
+    "an absent class": (
+        DataError,
+        "partition 1: 0 examples",
+        {"name": "classes", "labels": [0] * 5, "num_classes": 2, "classes_per_client": 1},
+    ),
+    "more clients than examples": (DataError, "num-clients=4.* 3 ", {"labels": [0, 1, 2], "num_clients": 4}),
+    "no clients": (ConfigError, "num-clients=0", {"num_clients": 0}),
+    "unknown": (ConfigError, "'dirichlet'", {"name": "dirichlett"}),
+    "labels": (DataError, "0 to 5.* 0 to 2", {"labels": [0, 5], "num_clients": 1, "num_classes": 3}),
+}
 
 
-@pytest.mark.parametrize("name", ["dirichlet", "dirichlet-equal"])
-@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
-def test_alpha_must_be_a_positive_number(alpha: float, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"partition-alpha={alpha}: a number above 0 needed"):
-        make_partition(name, labels_of([50] * 10), 2, seed=0, alpha=alpha)
-
-
-def test_dirichlet_needs_its_minimum_for_each_client() -> None:
-    with pytest.raises(
-        DataError, match=r"needs 10 examples for each of 6 clients; there are 50. Use at most 5 clients"
-    ):
-        make_partition("dirichlet", labels_of([5] * 10), 6, seed=0)
-
-
-@pytest.mark.parametrize("wanted", [0, 11])
-def test_classes_per_client_must_fit(wanted: int) -> None:
-    with pytest.raises(ConfigError, match=f"classes-per-client={wanted}: 1 to 10 allowed, the number of classes"):
-        make_partition("classes", labels_of([50] * 10), 2, seed=0, classes_per_client=wanted)
-
-
-def test_an_empty_partition_is_named() -> None:
-    with pytest.raises(DataError, match=r"\(partition 3: 0 examples; the other 3 share 4\). Use fewer clients"):
-        make_partition("classes", np.array([0, 0, 0, 1]), 4, seed=0, num_classes=2, classes_per_client=1)
-
-
-def test_a_class_absent_from_the_labels_may_leave_its_holder_empty() -> None:
-    with pytest.raises(DataError, match="partition 1: 0 examples"):
-        make_partition("classes", np.zeros(5, np.int64), 2, seed=0, num_classes=2, classes_per_client=1)
-
-
-def test_more_clients_than_examples() -> None:
-    with pytest.raises(DataError, match=r"num-clients=4: more than the 3 training examples. Use fewer clients"):
-        make_partition("iid", np.array([0, 1, 2]), 4, seed=0)
-
-
-def test_no_clients_unknown_kinds_and_wrong_labels_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num-clients=0: at least 1 needed"):
-        make_partition("iid", np.array([0, 1]), 0, seed=0)
-    with pytest.raises(ConfigError, match=r"unknown partition 'dirichlett'. Did you mean 'dirichlet'"):
-        make_partition("dirichlett", np.array([0, 1]), 1, seed=0)
-    with pytest.raises(DataError, match="labels run from 0 to 5; num-classes=3 allows 0 to 2"):
-        make_partition("iid", np.array([0, 5]), 1, seed=0, num_classes=3)
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_impossible_split_is_refused_and_names_the_numbers(case: str) -> None:
+    error, problem, arguments = REFUSED[case]
+    with pytest.raises(error, match=problem):
+        make_partition(**{"name": "iid", "labels": labels_of([50] * 10), "num_clients": 2, "seed": 0, **arguments})
 
 
 def slow_test_counts(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
@@ -295,10 +270,8 @@ def test_splits_print_nothing_and_write_no_file(tmp_path: Path, at_once: dict[st
     (home / "mpl").mkdir(parents=True)
     environment = at_once | {"HOME": str(home), "TMPDIR": str(tmp_path), "MPLCONFIGDIR": str(home / "mpl")}
     environment |= {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        ["python", "-c", code],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    command = ["python", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "20 20\n"
     assert "min_partition_size" not in done.stderr
     assert "%|" not in done.stderr

@@ -139,12 +139,12 @@ def test_what_follows_the_volumes_stays(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="num_nodes=1: a federation needs 2 nodes or more"):
+    with pytest.raises(ConfigError, match="num_nodes=1"):
         files_for_nodes(ROOT, 1)
     with pytest.raises(ConfigError, match=r"docker-compose\.yml cannot be read"):
         files_for_nodes(tmp_path, 3)
     (tmp_path / "docker-compose.yml").write_text("services: {}\n")
-    with pytest.raises(ConfigError, match="has no 'volumes:': it is not the compose file of a checkout"):
+    with pytest.raises(ConfigError, match="'volumes:'"):
         files_for_nodes(tmp_path, 3)
 
 

@@ -38,7 +38,7 @@ def test_a_used_folder_keeps_the_addresses_in_its_certificates(tmp_path: Path) -
     again.layout.save()
     as_keyed = Federation(ROOT / "docker-compose.yml", 3, folder=tmp_path)
     assert as_keyed.layout.addresses == first.layout.addresses, "as many as there are keys, not as were up last"
-    with pytest.raises(ConfigError, match="has keys for 3 nodes, but 4 are asked for"):
+    with pytest.raises(ConfigError, match="3 nodes, but 4"):
         Federation(ROOT / "docker-compose.yml", 4, folder=tmp_path)
 
 
@@ -67,40 +67,34 @@ def test_a_variable_of_the_environment_without_a_value_is_passed_on_if_it_is_set
     assert service.environment == {"A": "x", "B": "secret"}
 
 
-@pytest.mark.parametrize("text", ["${NEEDED:?say where}", "${NEEDED?say where}"])
-def test_a_variable_that_must_be_set(text: str, tmp_path: Path) -> None:
-    path = compose(tmp_path, f'services: {{one: {{command: ["{text}"]}}}}')
-    with pytest.raises(ConfigError, match="NEEDED is not set: say where"):
-        read_services(path, {})
-
-
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "fact"),
     [
-        ("services: {one: {command: flwr run}}", "command='flwr run' must be a list of words"),
-        ("services: [", "cannot be read as a compose file"),
-        ("volumes: {}", "cannot be read as a compose file"),
+        ('services: {one: {command: ["${NEEDED:?say where}"]}}', "NEEDED .*say where"),
+        ('services: {one: {command: ["${NEEDED?say where}"]}}', "NEEDED .*say where"),
+        ("services: {one: {command: flwr run}}", "command='flwr run'"),
+        ("services: [", "compose.yml"),
+        ("volumes: {}", "compose.yml"),
+        ("services: {a: {depends_on: {b: {}}}, b: {depends_on: {a: {}}}}", "a -> b -> a"),
     ],
 )
-def test_unknown_forms_are_an_error(text: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
-        read_services(compose(tmp_path, text), {})
-
-
-def test_services_that_need_each_other_are_an_error(tmp_path: Path) -> None:
-    needs = "depends_on: {%s: {condition: service_started}}"
-    path = compose(tmp_path, f"services: {{a: {{{needs % 'b'}}}, b: {{{needs % 'a'}}}}}")
-    with pytest.raises(ConfigError, match="services need each other: a -> b -> a"):
-        start_order(read_services(path, {}))
+def test_a_file_that_cannot_be_followed_is_an_error(text: str, fact: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=fact):
+        start_order(read_services(compose(tmp_path, text), {}))
 
 
 def test_only_hosts_and_paths_are_replaced(layout: Layout, tmp_path: Path) -> None:
     original, placed = read_services(layout.definition, {}), layout.services()
     a, state = layout.addresses, tmp_path / "state"
     assert placed["superlink"].command == (
-        *("flower-superlink", f"--host={a['superlink']}", "--port=8000"),
-        *(f"--ssl-{kind}file={tmp_path}/certs/superlink/{name}" for kind, name in CERTIFICATES.items()),
-        *("--enable-supernode-auth", "--isolation=process"),
+        "flower-superlink",
+        f"--host={a['superlink']}",
+        "--port=8000",
+        f"--ssl-ca-certfile={tmp_path}/certs/superlink/ca.crt",
+        f"--ssl-certfile={tmp_path}/certs/superlink/server.crt",
+        f"--ssl-keyfile={tmp_path}/certs/superlink/server.key",
+        "--enable-supernode-auth",
+        "--isolation=process",
         f"--superexec-auth-secret-file={tmp_path}/certs/superlink/superexec.secret",
         f"--database={state}/superlink/state/superlink.db",
     )
@@ -116,9 +110,6 @@ def test_only_hosts_and_paths_are_replaced(layout: Layout, tmp_path: Path) -> No
         if name in original:
             assert len(service.command) == len(original[name].command)
             assert service.needs == original[name].needs
-
-
-CERTIFICATES = {"ca-cert": "ca.crt", "cert": "server.crt", "key": "server.key"}
 
 
 def test_nodes_that_are_not_in_the_file_are_copies_of_its_first(layout: Layout, tmp_path: Path) -> None:
@@ -177,9 +168,7 @@ def test_the_home_folder_in_a_mount_is_that_of_the_user(layout: Layout, monkeypa
 
 @pytest.mark.parametrize("source", ["data/site", "site", "C"])
 def test_a_relative_path_is_not_taken_for_a_volume(layout: Layout, source: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"'{source}' for /data is no volume of .*yml. Write './{source}' or an absolut"
-    ):
+    with pytest.raises(ConfigError, match=f"'{source}' for /data .*'./{source}'"):
         replace(layout, variables={"NODE_4_DATA": source}).services()
 
 
@@ -208,7 +197,9 @@ def test_make_reads_the_variables_of_the_environment_and_of_the_env_file(tmp_pat
     assert given_variables(tmp_path / "compose.yml", 5, env) == (
         {
             "NODE_5_DATA": "/a#b c",
-            **{"NODE_1_DATA": "/from/env", "NODE_2_DATA": "/a b", "NODE_4_CONFIG": "partition-id=9"},
+            "NODE_1_DATA": "/from/env",
+            "NODE_2_DATA": "/a b",
+            "NODE_4_CONFIG": "partition-id=9",
             "NODE_3_CONFIG": "partition-id=5 data-path='/data/x'",
         },
         ["CERTS", "NODE_CPUS"],
@@ -270,24 +261,18 @@ def test_a_line_of_the_env_file_that_is_not_read_is_named(line: str, tmp_path: P
 
 def test_set_variables_that_no_service_uses_are_named() -> None:
     given = {
-        **{
-            "NODE_2_DATA": "/b",
-            "NODE_3_DATA": "/c",
-            "NODE_4_CONFIG": "partition-id=3",
-            "NODE1_CONFIG": "partition-id=0",
-        },
-        **{"NODE_1_DATAS": "/a", "NODE_CPUS": "4", "NODE_PATH": "/js", "NODE_5_DATA": ""},
-        **{"SUPERLINK": "fl.example.org:8000", "CHANNEL_ADDRESS": "fl.example.org:9200"},
+        "NODE_2_DATA": "/b",
+        "NODE_3_DATA": "/c",
+        "NODE_4_CONFIG": "partition-id=3",
+        "NODE_5_DATA": "",
+        "NODE1_CONFIG": "partition-id=0",
+        "NODE_1_DATAS": "/a",
+        "NODE_CPUS": "4",
+        "NODE_PATH": "/js",
+        "SUPERLINK": "fl.example.org:8000",
+        "CHANNEL_ADDRESS": "fl.example.org:9200",
     }
-    unused = [
-        "CHANNEL_ADDRESS",
-        "NODE1_CONFIG",
-        "NODE_1_DATAS",
-        "NODE_3_DATA",
-        "NODE_4_CONFIG",
-        "NODE_CPUS",
-        "SUPERLINK",
-    ]
+    unused = sorted(given.keys() - {"NODE_2_DATA", "NODE_5_DATA", "NODE_PATH"})
     assert given_variables(ROOT / "docker-compose.yml", 2, given) == ({"NODE_2_DATA": "/b"}, unused)
 
 

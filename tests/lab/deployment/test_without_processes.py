@@ -53,7 +53,7 @@ def test_a_run_is_told_from_one_that_somebody_else_began_meanwhile(runs) -> None
 @pytest.mark.parametrize("others", [[], [{"run-id": 333, "status": "running"}, {"run-id": 4, "status": "running"}]])
 def test_a_run_that_flower_refused_is_an_error_with_its_log(runs, others) -> None:
     runs([], others, ["no such app"])
-    with pytest.raises(EngineError, match=r"refused by Flower. The last lines of its log:\nno such app"):
+    with pytest.raises(EngineError, match="no such app"):
         flower.run_app(LAYOUT, "")
 
 
@@ -63,7 +63,7 @@ def test_a_run_that_flower_refused_is_an_error_with_its_log(runs, others) -> Non
 )
 def test_a_key_that_the_app_lacks_is_named_before_the_run(runs, wrong: Any) -> None:
     runs([], [], [])
-    with pytest.raises(ConfigError, match=r"unknown config key 'strateg[.a]*'. Did you mean 'strategy'"):
+    with pytest.raises(ConfigError, match=r"'strateg[.a]*'.*'strategy'"):
         flower.run_app(LAYOUT, wrong)
 
 

@@ -73,7 +73,7 @@ def test_another_head_stays_as_it_was_and_is_named(tmp_path: Path, trained: Stat
     assert "fc3.weight (10, 84) there, (3, 84) here" in str(report)
 
 
-def test_batchnorm_in_the_file_has_no_place_in_another_norm(tmp_path: Path, trained: State) -> None:
+def test_batchnorm_on_one_side_has_no_place_in_another_norm(tmp_path: Path, trained: State) -> None:
     """GroupNorm's gamma and beta have the names and shapes of BatchNorm's."""
     torch.save(trained, tmp_path / "a.pt")
     model, fresh = lenet(norm="group"), lenet(norm="group").state_dict()
@@ -82,12 +82,9 @@ def test_batchnorm_in_the_file_has_no_place_in_another_norm(tmp_path: Path, trai
     assert list(report.missing) == affine == equal(model, fresh)
     assert report.unused == tuple(name for name in trained if name.startswith("norm"))
     assert report.batchnorm == ("norm1", "norm2")
-    assert "BatchNorm on one side only, so left at their initial values: norm1, norm2" in str(report)
-
-
-def test_group_norm_in_the_file_has_no_place_in_batchnorm(tmp_path: Path) -> None:
-    torch.save(lenet(norm="group").state_dict(), tmp_path / "a.pt")
-    assert load_initial(lenet(), str(tmp_path / "a.pt"), "lenet", 1).batchnorm == ("norm1", "norm2")
+    assert "norm1, norm2" in str(report)
+    torch.save(lenet(norm="group").state_dict(), tmp_path / "b.pt")
+    assert load_initial(lenet(), str(tmp_path / "b.pt"), "lenet", 1).batchnorm == ("norm1", "norm2"), "and back"
 
 
 @pytest.mark.parametrize(
@@ -126,25 +123,25 @@ def test_published_weights_of_torchvision_from_its_cache(tmp_path: Path, monkeyp
         raise OSError("Name or service not known")
 
     monkeypatch.setattr("torch.hub.download_url_to_file", offline)
-    with pytest.raises(ConfigError, match=r"init=torchvision:resnet18.*could not be fetched.*Name or service.*init=/"):
+    with pytest.raises(ConfigError, match=r"Name or service.*init=/"):
         load_initial(model, "torchvision:resnet18", name, 3)
 
 
 @pytest.mark.parametrize(
     ("init", "problem"),
     [
-        ("{}/absent.pt", "is not a file"),
-        ("{}/a.onnx", r"neither a file .*\.safetensors, \.pt or \.pth"),
+        ("{}/absent.pt", "absent.pt"),
+        ("{}/a.onnx", r"\.safetensors"),
         ("{}/object.pt", r"torch\.save\(model\.state_dict\(\)"),
         ("{}/noise.safetensors", "could not be read"),
-        ("{}/other.pt", r"no parameter of model 'lenet'.*there: blocks\.0.*here: conv1\.weight"),
+        ("{}/other.pt", r"blocks\.0.*conv1\.weight"),
         ("{}/nan.pt", r"not finite.*conv1\.weight"),
         ("{}/empty.pt", "holds no tensors"),
-        ("torchvision", "model 'lenet' has no published weights in torchvision"),
-        ("torchvision:resnet81", "unknown .*'resnet81'. Did you mean 'resnet18'"),
-        ("torchvision:resnet18.V9", "unknown weights of torchvision:resnet18 'V9'.*IMAGENET1K_V1"),
-        ("timm", "init=timm is for models timm:NAME"),
-        ("smp", "init=smp is for models smp:ARCHITECTURE/ENCODER"),
+        ("torchvision", "'lenet'"),
+        ("torchvision:resnet81", "'resnet18'"),
+        ("torchvision:resnet18.V9", "IMAGENET1K_V1"),
+        ("timm", "timm:NAME"),
+        ("smp", "smp:ARCHITECTURE/ENCODER"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(init: str, problem: str, tmp_path: Path, trained: State) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.models import MODELS, build_model, input_shape, model_info
+from fedbn_flwr.lab.models import build_model, input_shape, model_info
 from fedbn_flwr.lab.models.resnet import SmallResNet
 from fedbn_flwr.norms import batchnorm_places, replace_norm
 
@@ -54,30 +54,14 @@ def test_two_of_the_digits_networks_norms_are_1d() -> None:
     assert [type(layer) for layer in layers] == [nn.BatchNorm2d] * 3 + [nn.BatchNorm1d] * 2
 
 
-@pytest.mark.parametrize(("name", "depth"), [("resnet32", 32), ("resnet44", 44), ("resnet56", 56)])
-def test_deeper_residual_networks(name: str, depth: int) -> None:
-    model, _ = on_meta(name)
+@pytest.mark.parametrize(("depth", "parameters"), [(32, 464_154), (44, 658_586), (56, 853_018)])
+def test_deeper_residual_networks(depth: int, parameters: int) -> None:
+    """He et al. 2016, Table 6, rounds the parameters to 0.46, 0.66 and 0.85 million."""
+    model, _ = on_meta(f"resnet{depth}")
     assert isinstance(model, SmallResNet)
     assert len(batchnorm_places(model)) == depth - 1
     assert sum(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules()) == depth
-
-
-@pytest.mark.parametrize(
-    ("name", "native", "wanted"),
-    [
-        ("digits-cnn", (1, 16), (3, 28)),
-        ("digits-cnn", (3, 32), (3, 28)),
-        ("alexnet-bn", (1, 28), (3, 64)),
-        ("alexnet-bn", (3, 256), (3, 256)),
-        ("alexnet-bn-small", (3, 64), (3, 64)),
-        ("fedbs-mnist", (3, 32), (1, 28)),
-        ("fedbs-cifar", (1, 28), (3, 32)),
-        ("resnet56", (3, 16), (3, 32)),
-        ("torchvision-seg:fcn_resnet50", (3, 32), (3, 64)),
-    ],
-)
-def test_input_shapes(name: str, native: tuple[int, int], wanted: tuple[int, int]) -> None:
-    assert input_shape(name, *native) == wanted == input_shape(name, *wanted)
+    assert sum(p.numel() for p in model.parameters()) == parameters
 
 
 # (layer, operation order) of what FedBN's and FedBS's papers print, from the forward pass.
@@ -130,7 +114,7 @@ def test_options_of_norms_reach_the_layers_that_take_them() -> None:
     assert model.conv1.gain is None
     assert model.conv1.gamma == pytest.approx(1.5925, abs=1e-4)
     assert build_model("lenet", norm="group+ws", norm_options=options, norm_groups=1, **settings).norm1.num_groups == 1
-    with pytest.raises(ConfigError, match=r"unknown option of a norm 'rmx'. Did you mean 'rmax'\?"):
+    with pytest.raises(ConfigError, match="'rmax'"):
         build_model("lenet", norm="batch", norm_options={"rmx": 2}, **settings)
 
 
@@ -143,11 +127,3 @@ def test_segmenters_return_logits_for_every_pixel(name: str) -> None:
     assert logits.shape == (2, 4, 64, 64)
     logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_segmenters_names() -> None:
-    with pytest.raises(ConfigError, match=r"unknown torchvision segmenter 'deeplabv3'"):
-        input_shape("torchvision-seg:deeplabv3", 3, 64)
-    with pytest.raises(ConfigError, match=r"Did you mean 'torchvision-seg:fcn_resnet50'\?"):
-        model_info("fcn_resnet50")
-    assert MODELS["torchvision-seg:<name>"].source == "torchvision.models.segmentation"

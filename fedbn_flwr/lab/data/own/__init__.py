@@ -1,6 +1,6 @@
 """Own data without code: ``dataset=folder:PATH``, ``npz:PATH``, ``csv:PATH`` or ``hf:NAME``.
 
-Each kind has a reader, which returns what it ``Found``; what follows from it is the same for all kinds.
+Each kind has a reader, which returns ``Records``; what follows from them is the same for all kinds.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.own.features import note_of_filled, problem_of_numbers
-from fedbn_flwr.lab.data.own.found import Found, Inputs, Targets
+from fedbn_flwr.lab.data.own.records import Inputs, Records, Targets
 from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
 from fedbn_flwr.lab.data.own.targets import read_targets
 from fedbn_flwr.lab.data.readers import READ_ERRORS
@@ -20,7 +20,7 @@ __all__ = ["as_inputs", "as_tests", "read_arrays"]
 _KNOWN = ("x", "y", "client", "group", "split")
 
 
-def read_arrays(request: OwnData) -> Found:
+def read_arrays(request: OwnData) -> Records:
     """Return the arrays of an npz file.
 
     ``x``: uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels; or numbers: features (N, F), signals (N, C, L),
@@ -38,7 +38,7 @@ def read_arrays(request: OwnData) -> Found:
     y = arrays["y"]
     targets = _pixels(request, inputs, y) if y.ndim == 3 else read_targets(request, y, "y")
     clients, client_names = numbered(arrays["client"].tolist()) if "client" in arrays else (None, ())
-    return Found(
+    return Records(
         inputs=inputs,
         targets=targets,
         clients=clients,

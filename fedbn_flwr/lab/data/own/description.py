@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.own.features import stated_features
-from fedbn_flwr.lab.data.own.found import Targets
 from fedbn_flwr.lab.data.own.reading import load, read, stamp_of
+from fedbn_flwr.lab.data.own.records import Targets
 from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, warning_of_gaps
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import IMAGENET, DatasetInfo
@@ -38,29 +38,29 @@ def own_info(request: OwnData) -> DatasetInfo:
 
 @functools.lru_cache(maxsize=8)
 def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
-    found = read(request, stamp)
-    inputs, targets, channels = found.inputs, found.targets, found.inputs.channels
+    records = read(request, stamp)
+    inputs, targets, channels = records.inputs, records.targets, records.inputs.channels
     mean, std = (per_channel(values, channels) for values in IMAGENET)
     return DatasetInfo(
         request.name,
         num_classes=targets.num_classes,
         channels=channels,
         size=min(inputs.size[0], _LARGEST) if channels else 0,
-        summary=f"{len(found):,} examples of own data",
+        summary=f"{len(records):,} examples of own data",
         source="own data",
         loader=functools.partial(load, request, stamp),
         files="",
         mean=mean,
         std=std,
-        grouped=found.clients is not None,
+        grouped=records.clients is not None,
         task=targets.task,
         downloads=False,
         input_shape=() if channels else inputs.shape,
         class_names=targets.class_names,
         feature_names=inputs.feature_names,
-        client_names=found.client_names,
+        client_names=records.client_names,
         by_file=not isinstance(inputs.values, Tensor),
-        notes=(*found.notes, *targets.notes, *inputs.notes, *_note_of_positive(request, targets)),
+        notes=(*records.notes, *targets.notes, *inputs.notes, *_note_of_positive(request, targets)),
         warnings=(*inputs.warnings, *targets.warnings, *_warning_of_gaps(request, targets)),
     )
 

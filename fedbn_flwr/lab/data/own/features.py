@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.own.found import Inputs
+from fedbn_flwr.lab.data.own.records import Inputs
 from fedbn_flwr.lab.data.own.request import OwnData, is_number, listed, numbered, oddly_written, shown
 
 __all__ = [

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data.image_files.inspection import first_of, look_at_files
 from fedbn_flwr.lab.data.own.folder_layout import PARTS, FolderFiles, find_images
-from fedbn_flwr.lab.data.own.found import Found, Inputs, Targets
+from fedbn_flwr.lab.data.own.records import Inputs, Records, Targets
 from fedbn_flwr.lab.data.own.request import (
     OwnData,
     chosen_task,
@@ -27,7 +27,7 @@ from fedbn_flwr.lab.data.own.request import (
 __all__ = ["read_folder"]
 
 
-def read_folder(request: OwnData) -> Found:
+def read_folder(request: OwnData) -> Records:
     """Return the image files of a folder and what their paths say.
 
     Raises:
@@ -52,7 +52,7 @@ def read_folder(request: OwnData) -> Found:
     clients, client_names = numbered([place.client for place in files.places])
     with Image.open(files.paths[0]) as first:
         width, height = first.size
-    return Found(
+    return Records(
         inputs=Inputs(files.paths, size=(height, width)),
         targets=_segmentation(request, files.masks, values) if files.by_pixel else _classes(request, files),
         clients=None if client_names == ("",) else clients,

@@ -11,7 +11,7 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data.image_files import MODES
 from fedbn_flwr.lab.data.own.arrays import as_inputs
 from fedbn_flwr.lab.data.own.features import features_of, numbered_column, stated_features, with_numbers
-from fedbn_flwr.lab.data.own.found import Found, Inputs, Targets
+from fedbn_flwr.lab.data.own.records import Inputs, Records, Targets
 from fedbn_flwr.lab.data.own.request import OwnData, shown
 from fedbn_flwr.lab.data.own.targets import read_targets
 
@@ -20,7 +20,7 @@ __all__ = ["read_hub"]
 _LABELS = ("label", "labels", "fine_label", "target", "digit", "y")
 
 
-def read_hub(request: OwnData) -> Found:
+def read_hub(request: OwnData) -> Records:
     """Return the splits "train" and "test" (or "validation") of a data set of the hub.
 
     A column of images gives the inputs; without one the columns are features, as in a table.
@@ -39,7 +39,7 @@ def read_hub(request: OwnData) -> Found:
     inputs = _images(request, _column(rows, image)) if image else _features(request, label, parts, tests)
     client, group = request.client_column, request.group_column
     clients, client_names = numbered_column(request, client, _column(rows, client)) if client else (None, ())
-    return Found(
+    return Records(
         inputs=inputs,
         targets=targets,
         clients=clients,

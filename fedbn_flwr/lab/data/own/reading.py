@@ -16,8 +16,8 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.image_files import hold
 from fedbn_flwr.lab.data.own.arrays import read_arrays
 from fedbn_flwr.lab.data.own.folder import read_folder
-from fedbn_flwr.lab.data.own.found import Found
 from fedbn_flwr.lab.data.own.hub import read_hub
+from fedbn_flwr.lab.data.own.records import Records
 from fedbn_flwr.lab.data.own.request import OwnData
 from fedbn_flwr.lab.data.own.table import read_table
 from fedbn_flwr.lab.data.readers import Loaded
@@ -28,7 +28,7 @@ from fedbn_flwr.lab.data.validation import split_off
 
 __all__ = ["OwnRows", "load", "own_rows", "own_sha256", "read", "stamp_of"]
 
-_READERS: dict[str, Callable[[OwnData], Found]] = {
+_READERS: dict[str, Callable[[OwnData], Records]] = {
     "folder": read_folder,
     "npz": read_arrays,
     "csv": read_table,
@@ -38,7 +38,7 @@ _TEST_SEED = 0  # all runs and seeds have the same test examples
 
 
 @functools.lru_cache(maxsize=8)
-def read(request: OwnData, stamp: tuple[int, ...]) -> Found:
+def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
     """Return what the reader of the data's kind finds; data with another stamp are read again.
 
     Raises:
@@ -64,22 +64,22 @@ def stamp_of(request: OwnData) -> tuple[int, ...]:
 def load(request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape) -> Loaded:
     """Return the training and the test examples: a reader of ``data.loading``."""
     del folder
-    found = read(request, stamp)
-    parts = parts_of(request, found)
+    records = read(request, stamp)
+    parts = parts_of(request, records)
     train, test = (
-        samples.regrouped(_numbers(found.clients, part), _numbers(found.units, part))
-        for samples, part in zip(_examples(found, parts, shape), parts, strict=True)
+        samples.regrouped(_numbers(records.clients, part), _numbers(records.units, part))
+        for samples, part in zip(_examples(records, parts, shape), parts, strict=True)
     )
-    return Loaded(train, test, found.client_names)
+    return Loaded(train, test, records.client_names)
 
 
 def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:
     return None if numbers is None else torch.from_numpy(numbers[part])
 
 
-def _examples(found: Found, parts: Sequence[Indices], shape: Shape) -> Sequence[Examples]:
+def _examples(records: Records, parts: Sequence[Indices], shape: Shape) -> Sequence[Examples]:
     """Return the examples of each part: arrays in memory as they are, image files in this shape."""
-    inputs, targets = found.inputs.values, found.targets.values
+    inputs, targets = records.inputs.values, records.targets.values
     if isinstance(inputs, Tensor):
         if not isinstance(targets, Tensor):
             raise TypeError("arrays have arrays of targets")
@@ -91,27 +91,27 @@ def _examples(found: Found, parts: Sequence[Indices], shape: Shape) -> Sequence[
     return hold(paths, [0] * len(order), lengths, shape, masks=[targets[at] for at in order], checked=True)
 
 
-def parts_of(request: OwnData, found: Found) -> tuple[Indices, Indices]:
+def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
     """Return the numbers of the training and of the test examples.
 
     Raises:
         ConfigError: the units of one patient are on both sides of the split that the data have.
     """
-    everything, tests = np.arange(len(found), dtype=np.int64), found.tests
+    everything, tests = np.arange(len(records), dtype=np.int64), records.tests
     if tests is not None:
-        both = () if found.units is None else np.intersect1d(found.units[tests], found.units[~tests])
+        both = () if records.units is None else np.intersect1d(records.units[tests], records.units[~tests])
         if len(both):
             raise ConfigError(
                 f"dataset={request.name!r}: {len(both)} values of the group column are on both sides of the split "
                 "that the data have. Correct the split, or leave split-column out: then a split by group is made."
             )
         return everything[~tests], everything[tests]
-    targets, cells = found.targets.values, np.zeros(len(found), np.int64)
+    targets, cells = records.targets.values, np.zeros(len(records), np.int64)
     if isinstance(targets, Tensor) and targets.dtype == torch.int64:
         cells = targets.numpy()
-    if found.clients is not None:  # every client has its share of test examples
-        cells = cells * len(found.client_names) + found.clients
-    return split_off(everything, cells, request.test_share, _TEST_SEED, found.units)
+    if records.clients is not None:  # every client has its share of test examples
+        cells = cells * len(records.client_names) + records.clients
+    return split_off(everything, cells, request.test_share, _TEST_SEED, records.units)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,14 +140,14 @@ def own_rows(request: OwnData) -> OwnRows:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    found = read(request, stamp_of(request))
-    column, names = "row", list[int | str](range(len(found)))
-    if not isinstance(found.inputs.values, Tensor):
-        column, names = "file", list(_relative(request, found.inputs.values))
-    elif request.kind == "csv" and Path(request.path).is_dir() and found.clients is not None:
-        starts = np.unique(found.clients, return_index=True)[1]  # the tables follow one another, in any order
-        names = [f"{found.client_names[c]}:{at - starts[c]}" for at, c in enumerate(found.clients)]
-    return OwnRows(column, names, *parts_of(request, found), found.tests is not None)
+    records = read(request, stamp_of(request))
+    column, names = "row", list[int | str](range(len(records)))
+    if not isinstance(records.inputs.values, Tensor):
+        column, names = "file", list(_relative(request, records.inputs.values))
+    elif request.kind == "csv" and Path(request.path).is_dir() and records.clients is not None:
+        starts = np.unique(records.clients, return_index=True)[1]  # the tables follow one another, in any order
+        names = [f"{records.client_names[c]}:{at - starts[c]}" for at, c in enumerate(records.clients)]
+    return OwnRows(column, names, *parts_of(request, records), records.tests is not None)
 
 
 def _relative(request: OwnData, paths: Sequence[Path]) -> list[str]:
@@ -168,16 +168,16 @@ def own_sha256(request: OwnData) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
-    found, digest = read(request, stamp), hashlib.sha256()
-    for part in (found.inputs.values, found.targets.values):
+    records, digest = read(request, stamp), hashlib.sha256()
+    for part in (records.inputs.values, records.targets.values):
         if isinstance(part, Tensor):
             digest.update(part.contiguous().numpy().tobytes())
         else:
             names = zip(_relative(request, part), part, strict=True)
             digest.update("\n".join(f"{name} {path.stat().st_size}" for name, path in names).encode())
-    for rows in parts_of(request, found):
+    for rows in parts_of(request, records):
         digest.update(rows.tobytes())
-    if found.clients is not None:
-        digest.update(found.clients.tobytes())
-    digest.update("\n".join(found.client_names).encode())
+    if records.clients is not None:
+        digest.update(records.clients.tobytes())
+    digest.update("\n".join(records.client_names).encode())
     return digest.hexdigest()

@@ -21,7 +21,7 @@ from fedbn_flwr.lab.data.own.features import (
     row_of,
     stated_features,
 )
-from fedbn_flwr.lab.data.own.found import Found, Targets
+from fedbn_flwr.lab.data.own.records import Records, Targets
 from fedbn_flwr.lab.data.own.request import OwnData, listed, shown
 from fedbn_flwr.lab.data.own.table_files import notes_of_others, read_tables
 from fedbn_flwr.lab.data.own.targets import read_targets
@@ -32,7 +32,7 @@ __all__ = ["read_table"]
 _NAMELESS = re.compile(r"Unnamed: \d+|__index_level_\d+__")  # pandas' names; as a rule the numbers of the rows
 
 
-def read_table(request: OwnData) -> Found:
+def read_table(request: OwnData) -> Records:
     """Return the rows of a table.
 
     Numbers are features as they are, text becomes a feature 0 or 1 for each category. ``client-column``, or the name of
@@ -67,7 +67,7 @@ def read_table(request: OwnData) -> Found:
     inputs = features_of(request, table, stated or [(name, ()) for name in free if name not in nameless], tests)
     clients, client_names = _numbered(request, table, FILE if from_files else request.client_column)
     notes = [f"column {name!r} has no name in the file and is left out" for name in nameless]
-    return Found(
+    return Records(
         inputs=inputs,
         targets=targets,
         clients=clients,

@@ -10,7 +10,7 @@ import torch
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.own.features import as_text
-from fedbn_flwr.lab.data.own.found import Targets
+from fedbn_flwr.lab.data.own.records import Targets
 from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, listed, numbered_classes, oddly_written, shown
 
 __all__ = ["read_targets"]

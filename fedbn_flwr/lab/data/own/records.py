@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbn_flwr.training.tasks import Task
 
-__all__ = ["Found", "Inputs", "Targets"]
+__all__ = ["Inputs", "Records", "Targets"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +69,8 @@ class Targets:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Found:
-    """Own data as they were found, N examples.
+class Records:
+    """Own data as a reader returns them, N examples.
 
     Attributes:
         inputs: the inputs.
