@@ -1,4 +1,4 @@
-"""What a reply tells of a client's classes, under each protection: the attack of ``fedbn_flwr.privacy.leakage``.
+"""What a reply tells of a client's classes, under each protection: the attack of ``class_mix_attack``.
 
     python benchmarks/leakage.py                                              # digits, some minutes on one core
     python benchmarks/leakage.py --data-dir DIR --write docs/results/privacy.md     # and MNIST
@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from class_mix_attack import ClassMixAttack, class_mix, shadow_clients
 from measure import facts, table, write_block
 
 from fedbn_flwr import global_state
@@ -34,7 +35,6 @@ from fedbn_flwr.lab.setup import local_training, make_model
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.privacy.clipping import clipped
 from fedbn_flwr.privacy.coordinates import Coordinates
-from fedbn_flwr.privacy.leakage import ClassMixAttack, class_mix, shadow_clients
 from fedbn_flwr.privacy.noise import SystemNoise
 from fedbn_flwr.seeds import numpy_generator, torch_generator
 from fedbn_flwr.training import train

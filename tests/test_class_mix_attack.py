@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-
-from fedbn_flwr.privacy.leakage import ClassMixAttack, Leakage, class_mix, shadow_clients
+from class_mix_attack import ClassMixAttack, Leakage, class_mix, shadow_clients
 
 CLASSES = 4
 
