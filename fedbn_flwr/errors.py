@@ -189,7 +189,7 @@ def split_code(reason: str) -> tuple[str | None, str]:
 
 def code_of(reason: str) -> str | None:
     """Return the code in the text of an error, such as the reason of an error reply; None without one."""
-    return found[1] if (found := _CODE.search(reason)) else None
+    return match[1] if (match := _CODE.search(reason)) else None
 
 
 def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:

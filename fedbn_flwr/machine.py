@@ -59,10 +59,10 @@ def keep_freed_memory() -> None:
 def _limits(name: str) -> Iterator[str]:
     """Yield a limit of this process's control group and of those above it (version 2), where there is one."""
     try:
-        own = next(line for line in _OWN.read_text().splitlines() if line.startswith("0::"))
+        group_line = next(line for line in _OWN.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
         return
-    group = _GROUPS / own.removeprefix("0::").strip("/")
+    group = _GROUPS / group_line.removeprefix("0::").strip("/")
     for folder in (group, *group.parents):
         try:
             limit = (folder / name).read_text().strip()

@@ -210,8 +210,8 @@ def _mixed(w: float, first: Pair, second: Pair) -> Pair:
 
 
 def _mixture(by: TestBN, stored: Pair) -> Rule:
-    def rule(own: Pair, x: Tensor) -> Pair:
-        return _mixed(by.prior / (by.prior + len(x)) if by.alpha is None else by.alpha, stored, own)
+    def rule(of_batch: Pair, x: Tensor) -> Pair:
+        return _mixed(by.prior / (by.prior + len(x)) if by.alpha is None else by.alpha, stored, of_batch)
 
     return rule
 
@@ -219,10 +219,10 @@ def _mixture(by: TestBN, stored: Pair) -> Rule:
 def _moving(tau: float, path: str) -> Rule:
     last: list[Pair] = []
 
-    def rule(own: Pair, x: Tensor) -> Pair:
+    def rule(of_batch: Pair, x: Tensor) -> Pair:
         if not last or not tau:
             _refuse_one_value(path, x)
-        last[:] = [_mixed(tau, last[0], own) if last else own]
+        last[:] = [_mixed(tau, last[0], of_batch) if last else of_batch]
         return last[0]
 
     return rule
@@ -236,9 +236,9 @@ def _watch(layer: _BatchNorm, note: Callable[[Tensor], None]) -> Callable[[], No
 def _put(mean: Tensor, var: Tensor, rule: Rule, x: Tensor) -> None:
     """Let the layer normalise a batch with the statistics of the rule."""
     with torch.no_grad():
-        found_mean, found_var = rule(batch_statistics(x), x)
-        mean.copy_(found_mean)
-        var.copy_(found_var)
+        new_mean, new_var = rule(batch_statistics(x), x)
+        mean.copy_(new_mean)
+        var.copy_(new_var)
 
 
 def _refuse_one_value(path: str, x: Tensor) -> None:

@@ -5,8 +5,9 @@ Sums are accumulated in float64 in the order given. Callers sort by partition id
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -68,8 +69,8 @@ def _add_up(rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[
     are two operations: a fused one, as torch's, rounds once instead of twice, on some machines only.
     """
     sizes = [array.size for array in sums]
-    flat = [[array.reshape(-1) for array in row] for row in rows]
-    flat_sums = [array.reshape(-1) for array in sums]
+    flat = list(map(_flat, rows))
+    flat_sums = _flat(sums)
     buffers = np.empty((2, min(_BLOCK, sum(sizes))), wide_type(sums[0]) if sums else np.float64)
     for block in _blocks(sizes):
         total, term = buffers[:, : sum(part.stop - part.start for _, part in block)]
@@ -83,6 +84,10 @@ def _add_up(rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[
             stop = start + part.stop - part.start
             flat_sums[k][part] = total[start:stop]
             start = stop
+
+
+def _flat(arrays: Iterable[Array]) -> list[Array]:
+    return [array.reshape(-1) for array in arrays]
 
 
 def _blocks(sizes: Sequence[int]) -> Iterator[list[tuple[int, slice]]]:
@@ -121,8 +126,8 @@ def average(
     """
     p, first = to_shares(weights), states[0]
     pairs = list(parts.moments()) if variance == "pooled" else []
-    pairs = [pair for pair in pairs if all(name in first and first[name].dtype.kind in "fc" for name in pair)]
-    pooled = {name for pair in pairs for name in pair}  # their averages stay wide until the spread is added
+    pairs = [pair for pair in pairs if _all_floating(first, pair)]
+    pooled = set(itertools.chain(*pairs))  # their averages stay wide until the spread is added
     result: dict[str, Array] = {}
     for name, array in first.items():
         if array.dtype.kind in "fc":
@@ -131,8 +136,17 @@ def average(
             result[name] = np.asarray(np.maximum.reduce([state[name] for state in states]))
     for kind in "fc":
         names = [name for name, array in first.items() if array.dtype.kind == kind]
-        _add_up([[state[name] for name in names] for state in states], p, [result[name] for name in names])
+        rows = [_select(state, names) for state in states]
+        _add_up(rows, p, _select(result, names))
     return result | _with_spread(states, p, pairs, {name: result[name] for name in pooled})
+
+
+def _select(state: State, names: Iterable[str]) -> list[Array]:
+    return [state[name] for name in names]
+
+
+def _all_floating(state: State, names: Iterable[str]) -> bool:
+    return all(name in state and state[name].dtype.kind in "fc" for name in names)
 
 
 def _with_spread(

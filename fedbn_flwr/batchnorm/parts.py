@@ -76,8 +76,8 @@ class Parts:
     @cached_property
     def part_of(self) -> Mapping[str, Part]:
         """The part of each entry."""
-        found = {name: _part_of_leaf(leaf) for layer in self.layers for leaf, name in layer.entries.items()}
-        return {name: found.get(name, Part.REST) for name in self.names}
+        parts = {name: _part_of_leaf(leaf) for layer in self.layers for leaf, name in layer.entries.items()}
+        return {name: parts.get(name, Part.REST) for name in self.names}
 
     def select(self, parts: Iterable[Part]) -> tuple[str, ...]:
         """Return the names of the entries in ``parts``, in the state dict's order."""
@@ -126,16 +126,16 @@ def fixed_entries(model: nn.Module) -> frozenset[str]:
     """Return the entries that local training does not change (see ``train_only``).
 
     These are parameters without ``requires_grad``, the statistics and counters of layers that are kept in eval mode,
-    and floating buffers: a constant window, a mask. The buffers of layers with running statistics and of spectral norm
-    are none of them. A buffer that the model changes in a way of its own is: leave it out.
+    and floating buffers: a constant window, a mask. Excluded: buffers that training moves, of layers with running
+    statistics and of spectral norm. A buffer with its own update rule is wrongly included; remove it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     fixed = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     parts = split_state(model)
     for path, module in modules.items():
-        own = dict(module.named_buffers(recurse=False))
-        if not _moves_buffers(module, own):
-            constant = (leaf for leaf, b in own.items() if b.is_floating_point() or b.is_complex())
+        buffers = dict(module.named_buffers(recurse=False))
+        if not _moves_buffers(module, buffers):
+            constant = (leaf for leaf, b in buffers.items() if b.is_floating_point() or b.is_complex())
             fixed.update({entry_name(path, leaf) for leaf in constant} & parts.part_of.keys())
     for layer in parts.layers:
         if holds_eval(modules[layer.path]):
@@ -143,11 +143,11 @@ def fixed_entries(model: nn.Module) -> frozenset[str]:
     return frozenset(fixed)
 
 
-def _moves_buffers(module: nn.Module, own: Mapping[str, Any]) -> bool:
+def _moves_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> bool:
     """Return whether a module's buffers move in training: running statistics, or the vectors of spectral norm."""
     hooks = module._forward_pre_hooks.values()
     spectral = isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
-    return spectral or any(leaf.startswith("running_") for leaf in own)
+    return spectral or any(leaf.startswith("running_") for leaf in buffers)
 
 
 def tied_entries(model: nn.Module) -> dict[str, str]:
@@ -163,11 +163,12 @@ def learning_parts(model: nn.Module) -> Parts:
     The ``fixed_entries`` are in REST.
     """
     parts, fixed = split_state(model), fixed_entries(model)
-    kept = (
-        (layer.path, {leaf: name for leaf, name in layer.entries.items() if name not in fixed})
-        for layer in parts.layers
-    )
-    return Parts(parts.names, tuple(BatchNormLayer(path, entries) for path, entries in kept if entries))
+    layers = []
+    for layer in parts.layers:
+        learning = {leaf: name for leaf, name in layer.entries.items() if name not in fixed}
+        if learning:
+            layers.append(BatchNormLayer(layer.path, learning))
+    return Parts(parts.names, tuple(layers))
 
 
 def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
@@ -202,9 +203,9 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
 
 def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the leaves of parametrized entries by the path of their module, if BatchNorm has such an entry."""
-    found: dict[str, list[str]] = {}
+    leaves: dict[str, list[str]] = {}
     for name in names:
         path, mark, leaf = f".{name}".partition(f".{_PARAMETRIZED}")
         if mark and leaf.partition(".")[0] in _LEAF:
-            found.setdefault(path.removeprefix("."), []).append(_PARAMETRIZED + leaf)
-    return found
+            leaves.setdefault(path.removeprefix("."), []).append(_PARAMETRIZED + leaf)
+    return leaves

@@ -84,13 +84,13 @@ def merge(moments: Sequence[Moments]) -> Moments:
     """
     if len(moments) == 1:
         return moments[0]
-    count, first = sum(own.count for own in moments), moments[0].mean
+    count, first = sum(one.count for one in moments), moments[0].mean
     if not count:
         raise ValueError("no values, so no mean: give merge() moments of at least one value")
-    counts = first.new_tensor([[own.count] for own in moments])
-    apart = torch.stack([own.mean for own in moments]) - first  # from one of the means: the numbers stay small
+    counts = first.new_tensor([[one.count] for one in moments])
+    apart = torch.stack([one.mean for one in moments]) - first  # from one of the means: the numbers stay small
     shift = (counts * apart).sum(0) / count
-    m2 = torch.stack([own.m2 for own in moments]).sum(0) + (counts * (apart - shift).square()).sum(0)
+    m2 = torch.stack([one.m2 for one in moments]).sum(0) + (counts * (apart - shift).square()).sum(0)
     return Moments(count, first + shift, m2)
 
 
@@ -98,18 +98,18 @@ class GatheredMoments:
     """The moments of layers' inputs, of all calls. Many are merged together: few operations, few kept."""
 
     def __init__(self) -> None:
-        self._found: dict[nn.Module, list[Moments]] = {}
+        self._moments: dict[nn.Module, list[Moments]] = {}
 
     def gather(self, layer: nn.Module, moments: Moments) -> None:
         """Add the moments of a call of ``layer``."""
-        own = self._found.setdefault(layer, [])
-        own.append(moments)
-        if len(own) == _KEPT:
-            own[:] = [merge(own)]
+        waiting = self._moments.setdefault(layer, [])
+        waiting.append(moments)
+        if len(waiting) == _KEPT:
+            waiting[:] = [merge(waiting)]
 
     def by_path(self, model: nn.Module) -> dict[str, Moments]:
         """Return the moments by layer path or paths; layers without a call are left out."""
-        merged = {layer: merge(moments) for layer, moments in self._found.items()}
+        merged = {layer: merge(moments) for layer, moments in self._moments.items()}
         return {
             path: merged[module] for path, module in model.named_modules(remove_duplicate=False) if module in merged
         }
@@ -128,7 +128,7 @@ def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> 
     """
     if weights is None:
         return merge(moments)
-    count = sum(own.count for own in moments)
+    count = sum(one.count for one in moments)
     mean, variance = mixture(moments, weights)
     return Moments(count, mean, count * variance)
 
@@ -141,9 +141,9 @@ def mixture(moments: Sequence[Moments], weights: Sequence[float], *, spread: boo
         weights: p_i, or in proportion to them, in the same order.
         spread: whether the variance sum p_i (var_i + (mean_i - mean)^2) has its second term.
     """
-    pairs = [(weight / sum(weights), own) for weight, own in zip(weights, moments, strict=True)]
-    mean = torch.stack([p * own.mean for p, own in pairs]).sum(0)
-    terms = [p * (own.m2 / own.count + ((own.mean - mean).square() if spread else 0.0)) for p, own in pairs]
+    pairs = [(weight / sum(weights), one) for weight, one in zip(weights, moments, strict=True)]
+    mean = torch.stack([p * one.mean for p, one in pairs]).sum(0)
+    terms = [p * (one.m2 / one.count + ((one.mean - mean).square() if spread else 0.0)) for p, one in pairs]
     return mean, torch.stack(terms).sum(0)
 
 
@@ -207,10 +207,10 @@ def reestimate_statistics(
         NormLayerError: TorchScript holds a layer.
     """
     refuse_scripted(model, "re-estimated statistics")
-    found = GatheredMoments()
+    gathered = GatheredMoments()
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.gather(layer, moments_of(args[0] if args else kwargs["input"]))
+        gathered.gather(layer, moments_of(args[0] if args else kwargs["input"]))
 
     with kept_modes(model), torch.no_grad():
         model.train(layers is None)
@@ -221,7 +221,7 @@ def reestimate_statistics(
         with _watched(tracking_layers(model) if layers is None else layers, note), seeded(seed):
             for _, (inputs, _) in with_positions(data, batches):
                 model(prepared(inputs))
-    return found.by_path(model)
+    return gathered.by_path(model)
 
 
 def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
@@ -231,10 +231,10 @@ def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
         model: changed in place.
         moments: by layer path, as ``reestimate_statistics`` returns them.
     """
-    for path, found in moments.items():
+    for path, of_layer in moments.items():
         layer: Any = model.get_submodule(path)
-        layer.running_mean.copy_(found.mean)
-        layer.running_var.copy_(found.m2 / found.count)
+        layer.running_mean.copy_(of_layer.mean)
+        layer.running_var.copy_(of_layer.m2 / of_layer.count)
 
 
 def _positions(model: nn.Module, data: Batches, batch_size: int, prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:

@@ -118,9 +118,11 @@ def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], Non
     return undo_all
 
 
-def _forward(layer: _BatchNorm, own: Callable[[Tensor], Tensor], compute: ForwardFunction, input: Tensor) -> Tensor:
+def _forward(
+    layer: _BatchNorm, original: Callable[[Tensor], Tensor], compute: ForwardFunction, input: Tensor
+) -> Tensor:
     if not (layer.training and layer.track_running_stats):
-        return own(input)
+        return original(input)
     layer._check_input_dim(input)  # type: ignore[no-untyped-call]
     return compute(layer, input)
 
@@ -131,11 +133,11 @@ def watch_inputs(layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]) 
     Not a hook of torch's: a compiled model does not look for hooks that come after its compilation. It runs ``note``
     between its compiled parts.
     """
-    own, noted = layer.forward, not_compiled(note)
+    original, noted = layer.forward, not_compiled(note)
 
     def forward(input: Tensor) -> Tensor:
         noted(layer, input)
-        return own(input)
+        return original(input)
 
     return replace_method(layer, "forward", _Forward(layer, forward))
 

@@ -39,8 +39,8 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
         DataError: the data set has no length, or the sampler's choice is not known (``LoadedBatches``).
     """
     size = num_examples(loader)
-    own, parts = partition_of(context), num_partitions_of(context)
-    properties = NodeProperties(own, size, min(first_batch(loader) or size, size), num_partitions=parts)
+    partition_id, parts = partition_of(context), num_partitions_of(context)
+    properties = NodeProperties(partition_id, size, min(first_batch(loader) or size, size), num_partitions=parts)
     return Message(RecordDict(dict(properties.write())), reply_to=message)
 
 
@@ -69,9 +69,9 @@ def answer_statistics(message: Message, context: Context, model: nn.Module, load
     received = next(iter(message.content.array_records.values()))
     load_state(view_with_names(model, received), tensors(from_record(received)))
     data = LoadedBatches(loader)
-    found = reestimate_statistics(unwrap(model), data, batch_size=data.batch_size)
+    moments = reestimate_statistics(unwrap(model), data, batch_size=data.batch_size)
     prefix = wrapper_prefix(received, unwrap(model).state_dict())
-    entries = {prefix + name: entry for name, entry in encode_moments(found, unwrap(model).state_dict()).items()}
+    entries = {prefix + name: entry for name, entry in encode_moments(moments, unwrap(model).state_dict()).items()}
     key = next(iter(message.content.array_records))
     metrics = MetricRecord({NUM_EXAMPLES: len(data)})
     return Message(RecordDict({key: to_record(to_state(entries)), METRICS: metrics}), reply_to=message)

@@ -57,8 +57,8 @@ class SizedApp(ClientApp):
         """
         if config:
             raise NotImplementedError("the client must try what the method needs")
-        own, parts = int(context.node_config[PARTITION_ID]), num_partitions_of(context)
-        return NodeProperties(own, self.num_examples(context), num_partitions=parts)
+        partition_id, parts = int(context.node_config[PARTITION_ID]), num_partitions_of(context)
+        return NodeProperties(partition_id, self.num_examples(context), num_partitions=parts)
 
 
 def client_app(
@@ -130,24 +130,24 @@ class _ClientMessages:
         """Return the metrics of the client's tests."""
         client = self._client(context)
         only_reads = _only_reads(client.evaluate, TorchClient.evaluate)
-        found = client.evaluate(*open_message(message, copy=not only_reads))
-        return reply_to_evaluate(message, *checked(found, "evaluate"))
+        result = client.evaluate(*open_message(message, copy=not only_reads))
+        return reply_to_evaluate(message, *checked(result, "evaluate"))
 
     @NamedConfigErrors()
     def properties(self, message: Message, context: Context) -> Message:
         """Return the client's properties, or why it cannot take part."""
-        said: dict[str, Any] = {}
+        info: dict[str, Any] = {}
         try:
             properties = self._client(context).get_properties(merged_config(message))
         except (DataError, NormLayerError) as error:  # an answer: the server reports it and goes on with the others
-            properties, said = {NUM_EXAMPLES: 0}, {UNUSABLE: str(error)}
-        own: dict[str, Any] = {PARTITION_ID: partition_of(context), NUM_PARTITIONS: num_partitions_of(context)}
-        properties = {**own, **properties}
+            properties, info = {NUM_EXAMPLES: 0}, {UNUSABLE: str(error)}
+        node: dict[str, Any] = {PARTITION_ID: partition_of(context), NUM_PARTITIONS: num_partitions_of(context)}
+        properties = {**node, **properties}
         if DATA_REPORT in properties:
-            said[DATA_REPORT] = str(properties[DATA_REPORT])
+            info[DATA_REPORT] = str(properties[DATA_REPORT])
         reply = describe(message, properties)
-        if said:
-            reply.content[INFO] = ConfigRecord(said)
+        if info:
+            reply.content[INFO] = ConfigRecord(info)
         return reply
 
     @NamedConfigErrors()
@@ -161,8 +161,8 @@ class _ClientMessages:
     @NamedConfigErrors()
     def moments(self, message: Message, context: Context) -> Message:
         """Return the sums of a ``TorchClient``'s training inputs, or why there are none."""
-        own = partition_of(context)
-        info = ConfigRecord({} if own is None else {PARTITION_ID: own})
+        partition_id = partition_of(context)
+        info = ConfigRecord({} if partition_id is None else {PARTITION_ID: partition_id})
         content = RecordDict({INFO: info})
         try:
             client = self._client(context)

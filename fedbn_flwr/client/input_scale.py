@@ -28,12 +28,12 @@ def scaled(sets: Mapping[str, Batches], mean: Sequence[float], std: Sequence[flo
     Raises:
         DataError: data are not in memory, so that they cannot be scaled.
     """
-    found: dict[str, Batches] = {}
+    scaled_sets: dict[str, Batches] = {}
     for name, data in sets.items():
         if not isinstance(data, ScalableBatches):
             raise DataError(
                 f"the server sends one mean and std for the inputs of all clients, and the {name} data are a "
                 f"{type(data).__name__}; fedbn_flwr.data.Subset needed"
             )
-        found[name] = data.scaled(mean, std)
-    return found
+        scaled_sets[name] = data.scaled(mean, std)
+    return scaled_sets

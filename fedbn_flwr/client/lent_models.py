@@ -88,8 +88,8 @@ def lender(
     the function that builds it. ``memory_format`` and ``example`` are those of ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
-        own = functools.cache(lambda: _lendable(model, memory_format, example))
-        return lambda: nullcontext(own())
+        given = functools.cache(lambda: _lendable(model, memory_format, example))
+        return lambda: nullcontext(given())
     return lambda: _built(model, memory_format, example)
 
 

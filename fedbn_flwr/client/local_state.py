@@ -36,7 +36,7 @@ from fedbn_flwr.messages.records import from_record, state_sha256, to_record
 __all__ = ["LocalState"]
 
 _VERSION = 1
-_RECORDS = (KEPT, KEPT_BY_HOOKS, KEPT_ABOUT)
+_ASIDE = {key: f"{KEPT_BEFORE}/{key}" for key in (KEPT, KEPT_BY_HOOKS, KEPT_ABOUT)}  # before the round
 
 
 class LocalState:
@@ -53,10 +53,16 @@ class LocalState:
         self, context: Context | None, parts: Parts, state: Mapping[str, Any], start_id: str | None = None
     ) -> None:
         self._context = context
+        self._without_context = RecordDict()
         self._parts = parts
         self._folder: Folder | None = None
         self._start_id = start_id
         self._fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in state.items()})
+
+    @property
+    def _state(self) -> RecordDict:
+        """``Context.state``; not stored, because a mod or an app may replace it."""
+        return self._without_context if self._context is None else self._context.state
 
     def attach(self, root: Path | OpenFolder, continuity: Continuity, partition_id: int) -> None:
         """Write copies to the state folder ``root`` from now on; see ``StateFolder``."""
@@ -77,8 +83,12 @@ class LocalState:
         if self._start_id is not None and self._holds() and self._about().get(START_ID) != self._start_id:
             self._replace(None)
         self._restore(expected)
-        if used is not None and self._context is not None:
-            self._undo(used, self._context.state)
+        if used is None:
+            return
+        if used != self.sha256():
+            self._replace(self._earlier(used))
+        if self._folder is None:
+            self._set_aside()
 
     def _restore(self, expected: str | None) -> None:
         if expected is None and (self._folder is None or self._holds()):
@@ -89,31 +99,31 @@ class LocalState:
             if expected:
                 raise StateError(self._lost(expected, "no state folder (state-dir)"))
             return
-        found = self._folder.newest() if expected is None else self._folder.find(expected)
-        if expected and found is None:
+        content = self._folder.newest() if expected is None else self._folder.find(expected)
+        if expected and content is None:
             raise StateError(self._lost(expected, f"no good file with it in {self._folder.path}"))
-        self._replace(found)
+        self._replace(content)
 
-    def _undo(self, used: str, state: RecordDict) -> None:
-        """Go back to the state ``used``. Without a state folder copy it: the coming round may have to be undone."""
+    def _earlier(self, used: str) -> dict[str, Any] | None:
+        """Return the kept state ``used``, from the state folder or as it was set aside; None if it is gone."""
         if self._folder is not None:
-            if used != self.sha256():
-                found = self._folder.find(used)  # and removes the files of what is undone
-                if found and not used:  # of an earlier run: the hooks' entries belong to that run's server
-                    found = {**found, "kept": {key: found["kept"][key] for key in (KEPT,) if key in found["kept"]}}
-                self._replace(found)
-            return
-        before = {key: f"{KEPT_BEFORE}/{key}" for key in _RECORDS}
-        if used != self.sha256():
-            about: Any = state.get(before[KEPT_ABOUT], {})
-            self._replace(None)
-            if used and about.get(LOCAL_SHA256) == used:
-                state.update({key: state[name] for key, name in before.items() if name in state})
+            content = self._folder.find(used)  # and removes the files of what is undone
+            if content and not used:  # of an earlier run: the hooks' entries belong to that run's server
+                content["kept"].pop(KEPT_BY_HOOKS, None)
+            return content
+        aside: dict[str, Any] = {key: self._state[name] for key, name in _ASIDE.items() if name in self._state}
+        about = aside.pop(KEPT_ABOUT, {})
+        if not used or about.get(LOCAL_SHA256) != used:
+            return None
+        return {"round": about[SERVER_ROUND], "kept": {key: from_record(record) for key, record in aside.items()}}
+
+    def _set_aside(self) -> None:
+        """Name the kept records once more, so that the coming round can be undone; they share their arrays."""
         self.sha256()  # the copy has it
-        for key, name in before.items():
-            state.pop(name, None)
-            if key in state:
-                state[name] = state[key]
+        for key, name in _ASIDE.items():
+            self._state.pop(name, None)
+            if key in self._state:
+                self._state[name] = self._state[key]
 
     def save(self, server_round: int, keep_last: bool = False) -> None:
         """Write the kept state to the state folder, if there is one.
@@ -161,9 +171,9 @@ class LocalState:
     def sha256(self) -> str:
         """Return the SHA-256 of the kept state; "" if nothing is kept."""
         kept = {f"{key}/{name}": array for key in (KEPT, KEPT_BY_HOOKS) for name, array in self._read(key).items()}
-        if not kept or self._context is None:
+        if not kept:
             return ""
-        about = self._context.state.config_records[KEPT_ABOUT]
+        about = self._state.config_records[KEPT_ABOUT]
         if LOCAL_SHA256 not in about:
             about[LOCAL_SHA256] = state_sha256(kept)
         return str(about[LOCAL_SHA256])
@@ -174,16 +184,16 @@ class LocalState:
         return ReplyInfo(local_sha256=self.sha256(), durable=self._folder is not None, began=began).write()
 
     def _read(self, key: str) -> Mapping[str, Array]:
-        if self._context is None or key not in self._context.state:
+        if key not in self._state:
             return {}
-        about = self._context.state.config_records[KEPT_ABOUT]
+        about = self._state.config_records[KEPT_ABOUT]
         if about[VERSION] != _VERSION or about[FINGERPRINT] != self._fingerprint:
             raise StateError(
                 f"what this client kept (version {about[VERSION]!s}, round {about[SERVER_ROUND]!s}) belongs to "
                 f"another model: its names, layer types or shapes changed (its first entry is now "
                 f"'{self._parts.names[0]}'). Start a new run, or use the earlier model again."
             )
-        return from_record(self._context.state.array_records[key])
+        return from_record(self._state.array_records[key])
 
     def _write(self, key: str, entries: State, server_round: int) -> None:
         if self._context is None:
@@ -200,12 +210,12 @@ class LocalState:
             )
             raise StateError(coded(NOT_FINITE, text))
         begun = self._begun(server_round) if self._holds() else server_round
-        self._context.state[key] = to_record(entries)
+        self._state[key] = to_record(entries)
         self._describe(server_round, begun)
 
     def _holds(self) -> bool:
         """Return whether anything is kept."""
-        return self._context is not None and any(key in self._context.state for key in (KEPT, KEPT_BY_HOOKS))
+        return KEPT in self._state or KEPT_BY_HOOKS in self._state
 
     def _begun(self, server_round: int) -> int:
         """Return the round in which the kept state began, if this is that round, else 0."""
@@ -213,25 +223,22 @@ class LocalState:
         return int(about.get(BEGUN, 0)) if about.get(SERVER_ROUND) == server_round else 0
 
     def _about(self) -> Any:
-        return self._context.state.get(KEPT_ABOUT, {}) if self._context is not None else {}
+        return self._state.get(KEPT_ABOUT, {})
 
-    def _replace(self, found: Mapping[str, Any] | None) -> None:
+    def _replace(self, content: Mapping[str, Any] | None) -> None:
         """Replace what is kept with the content of a file of the state folder; None = nothing."""
-        if self._context is None:
-            return
-        for key in _RECORDS:
-            self._context.state.pop(key, None)
-        for key, record in (found or {}).get("kept", {}).items():
-            self._context.state[key] = to_record(record)
-        if found:
-            self._describe(int(found["round"]), begun=0)
+        for key in _ASIDE:
+            self._state.pop(key, None)
+        if content:
+            for key, entries in content["kept"].items():
+                self._state[key] = to_record(entries)
+            self._describe(int(content["round"]), begun=0)
 
     def _describe(self, server_round: int, begun: int) -> None:
-        if self._context is not None:
-            about: dict[str, int | str] = {VERSION: _VERSION, FINGERPRINT: self._fingerprint}
-            if self._start_id is not None:
-                about[START_ID] = self._start_id
-            self._context.state[KEPT_ABOUT] = ConfigRecord({**about, SERVER_ROUND: server_round, BEGUN: begun})
+        about: dict[str, int | str] = {VERSION: _VERSION, FINGERPRINT: self._fingerprint}
+        if self._start_id is not None:
+            about[START_ID] = self._start_id
+        self._state[KEPT_ABOUT] = ConfigRecord({**about, SERVER_ROUND: server_round, BEGUN: begun})
 
     @staticmethod
     def _lost(expected: str, why: str) -> str:

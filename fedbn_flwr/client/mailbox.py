@@ -26,10 +26,10 @@ def records_in(context: Context | None, box: str) -> dict[str, ArrayRecord]:
 
 def take_records(context: Context, box: str) -> dict[str, ArrayRecord]:
     """Return the records of ``box`` (INBOX or OUTBOX) by name, and remove them from the context."""
-    found = records_in(context, box)
-    for name in found:
+    records = records_in(context, box)
+    for name in records:
         del context.state[f"{box}/{name}"]
-    return found
+    return records
 
 
 def open_outbox(context: Context) -> None:
@@ -48,5 +48,6 @@ def fill_outbox(context: Context, metrics: Mapping[str, Any], hooks: Iterable[Cl
     if OUTBOX not in context.state:  # without the mod nobody would empty it
         return
     context.state[OUTBOX] = ConfigRecord(dict(metrics))
-    for record, entries in ((r, e) for hook in hooks for r, e in hook.reply().items()):
-        context.state[f"{OUTBOX}/{record}"] = to_record(to_state(entries))
+    for hook in hooks:
+        for record, entries in hook.reply().items():
+            context.state[f"{OUTBOX}/{record}"] = to_record(to_state(entries))

@@ -167,29 +167,29 @@ def _received(message: Message, context: Context) -> tuple[str, State]:
 def _masked(message: Message, content: RecordDict, key: str, before: State, masking: _Masking) -> RecordDict:
     """Return what the server may see of a reply."""
     records, metrics = content.array_records, content.metric_records
-    found: RecordDict = RecordDict({key: ArrayRecord()})
+    seen: RecordDict = RecordDict({key: ArrayRecord()})
     if EXCHANGE in records:
         sent = views(records[EXCHANGE])
-        found[EXCHANGE] = to_record({str(tag): masking.exchange(tag, array) for tag, array in sent.items()})
+        seen[EXCHANGE] = to_record({str(tag): masking.exchange(tag, array) for tag, array in sent.items()})
     counts = [int(record[NUM_EXAMPLES]) for record in metrics.values() if NUM_EXAMPLES in record]  # type: ignore[arg-type]
     if records.get(key):
         if not masking.equal and [masking.weight] != counts:
             raise MaskingError(
                 f"the server gives this client the weight {masking.weight:g}, and it has trained on {counts} examples"
             )
-        own = views(records[key])
+        entries = views(records[key])
         if message.metadata.message_type == STATISTICS_QUERY:
-            vector = masking.statistics(own, counts[0], before)
+            vector = masking.statistics(entries, counts[0], before)
         else:
-            vector = masking.update(own, before, views(records[MOMENTUM]) if MOMENTUM in records else None)
-        found[key] = to_record({str(MASKED): vector})
+            vector = masking.update(entries, before, views(records[MOMENTUM]) if MOMENTUM in records else None)
+        seen[key] = to_record({str(MASKED): vector})
     if masking.config.get(MASK_METRICS):
-        found.metric_records.update(metrics)
+        seen.metric_records.update(metrics)
     elif counts:
-        found[METRICS] = MetricRecord({NUM_EXAMPLES: counts[0]})
+        seen[METRICS] = MetricRecord({NUM_EXAMPLES: counts[0]})
     info: Mapping[str, Any] = content.config_records.get(INFO, {})
-    found[INFO] = ConfigRecord({name: info[name] for name in _IN_THE_CLEAR if name in info})
-    return found
+    seen[INFO] = ConfigRecord({name: info[name] for name in _IN_THE_CLEAR if name in info})
+    return seen
 
 
 def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> Message:

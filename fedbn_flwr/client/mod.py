@@ -198,9 +198,9 @@ def _answered(query: Message, reply: Message) -> Message:
 
 def _sign(reply: Message, context: Context) -> Message:
     """Add this client's partition id to the reply."""
-    own = partition_of(context)
-    if reply.has_content() and own is not None:
-        _add_info(reply, {PARTITION_ID: own})
+    partition_id = partition_of(context)
+    if reply.has_content() and partition_id is not None:
+        _add_info(reply, {PARTITION_ID: partition_id})
     return reply
 
 

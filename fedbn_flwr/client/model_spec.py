@@ -48,9 +48,9 @@ class StateLocation:
             return None
         if (root := state_dir(context)) is None:
             return None
-        if (own := partition_of(context)) is None:
+        if (partition_id := partition_of(context)) is None:
             raise StateError("state-dir needs a partition id: give the SuperNode one in --node-config")
-        return cls(root, continuity, own)
+        return cls(root, continuity, partition_id)
 
     @property
     def path(self) -> Path:

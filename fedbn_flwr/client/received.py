@@ -66,33 +66,35 @@ def load_received(lent: LentModel, parameters: list[Array], config: Config, kept
     Raises:
         StateError: an entry is missing, is not the model's, or has another shape.
     """
-    own = lent.state
-    names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(own)
+    model = lent.state
+    names = json.loads(config[ARRAY_NAMES]) if ARRAY_NAMES in config else list(model)
     if len(names) != len(parameters):
         raise StateError(
-            f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(own)}. Build the "
+            f"received {len(parameters)} arrays for {len(names)} entries; the model has {len(model)}. Build the "
             "client's model as the server's initial arrays were built."
         )
     received = dict(zip(names, parameters, strict=True))
     further: dict[str, dict[str, Tensor]] = {}
-    for name in [name for name in received if name not in own and "/" in name]:
+    for name in [name for name in received if name not in model and "/" in name]:
         record, _, entry = name.partition("/")
         further.setdefault(record, {})[entry] = tensors({entry: received.pop(name)})[entry]
-    prefix = wrapper_prefix(received, own)
+    prefix = wrapper_prefix(received, model)
     state = {**{name.removeprefix(prefix): array for name, array in received.items()}, **kept}
-    if extra := [name for name in state if name not in own]:
+    if extra := [name for name in state if name not in model]:
         raise StateError(
             f"received {len(extra)} entries the model does not have ('{extra[0]}', ...). Build the client's model "
             "as the server's initial arrays were built."
         )
-    if missing := [name for name in own if name not in state]:
+    if missing := [name for name in model if name not in state]:
         raise StateError(
             f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
             "client; the server will send the whole state again"
         )
-    lent.load(tensors({name: _fit(name, state[name], own[name]) for name in own}))
-    plain = {r: {n.removeprefix(prefix): t for n, t in entries.items()} for r, entries in further.items()}
-    return Received(plain, prefix)
+    lent.load(tensors({name: _fit(name, state[name], model[name]) for name in model}))
+    extras = {}
+    for record, entries in further.items():
+        extras[record] = {name.removeprefix(prefix): entry for name, entry in entries.items()}
+    return Received(extras, prefix)
 
 
 def _fit(name: str, array: Array, like: Tensor) -> Array:

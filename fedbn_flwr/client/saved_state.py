@@ -136,7 +136,7 @@ def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client:
             f"{run}: model.safetensors does not say what its clients kept. The run kept nothing with them (leave "
             "--state-dir out), or it is of an older version (continue the run, or start it again)."
         )
-    found: dict[int, Path] = {}
+    files: dict[int, Path] = {}
     entries: dict[int, dict[str, torch.Tensor]] = {}
     others: list[str] = []
     for path in sorted(Path(state_dir).glob("*/partition-*/*.safetensors")):
@@ -151,20 +151,20 @@ def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client:
         except StateError as error:
             others.append(str(error))
             continue
-        found[content["partition"]] = path
+        files[content["partition"]] = path
         entries[content["partition"]] = tensors(content["kept"].get(KEPT, {}))
-    if client is None and len(found) > 1:
-        here = ", ".join(map(str, sorted(found)))
+    if client is None and len(files) > 1:
+        here = ", ".join(map(str, sorted(files)))
         raise ConfigError(f"{state_dir} has what several clients of this run kept: {here}. Choose one with --client.")
-    chosen = next(iter(found), None) if client is None else client
-    if chosen is None or chosen not in found:
+    chosen = next(iter(files), None) if client is None else client
+    if chosen is None or chosen not in files:
         who = "a client" if client is None else f"client={client}"
-        why = "\n".join(others) or f"It has no file EXPERIMENT/partition-P/*.safetensors. Clients here: {len(found)}."
+        why = "\n".join(others) or f"It has no file EXPERIMENT/partition-P/*.safetensors. Clients here: {len(files)}."
         raise StateError(
             f"{state_dir} has nothing that {who} kept at the end of the run in {run}. Give the state folder of the "
             f"node that took part in this run, and the model.safetensors of this run.\n{why}"
         )
-    return SiteState({**state, **entries[chosen]}, chosen, found[chosen])
+    return SiteState({**state, **entries[chosen]}, chosen, files[chosen])
 
 
 def metadata(run: str | Path) -> Mapping[str, str]:

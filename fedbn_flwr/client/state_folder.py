@@ -138,8 +138,13 @@ class StateFolder:
 
     def _standing(self, files: Iterable[_File], committed: int) -> _File | None:
         """Return the file for a resume from this round: this run's newest up to it, else another run's newest."""
-        own = (f for f in files if f.run == self._continuity.run and f.server_round <= committed)
-        return next(own, next((f for f in files if f.run != self._continuity.run), None))
+        of_others = None
+        for file in files:  # newest first
+            if file.run != self._continuity.run:
+                of_others = of_others or file
+            elif file.server_round <= committed:
+                return file
+        return of_others
 
     def _remove_after(self, sequence: int) -> None:
         for file in self._files():
@@ -148,9 +153,11 @@ class StateFolder:
 
     def _files(self) -> list[_File]:
         """Return the files, newest first."""
-        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
-        found = [(match, name) for name in names if (match := _FILE.fullmatch(name))]
-        files = [_File(int(m["sequence"]), m["run"], int(m["round"]), self.path / name) for m, name in found]
+        files = []
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            match = _FILE.fullmatch(path.name)
+            if match:
+                files.append(_File(int(match["sequence"]), match["run"], int(match["round"]), path))
         return sorted(files, reverse=True)
 
     def _readable(self) -> Iterator[tuple[_File, dict[str, Any]]]:

@@ -350,8 +350,8 @@ class TorchClient(NumPyClient):
             prefix = self._load(lent, parameters, config, sent).prefix
             seed = self._stream(sent, "statistics").initial_seed()
             batch_size = self.settings.batch_size
-            found = reestimate_statistics(lent.plain, self.train_data, batch_size=batch_size, seed=seed)
-            entries = to_state(encode_moments(found, lent.state))
+            moments = reestimate_statistics(lent.plain, self.train_data, batch_size=batch_size, seed=seed)
+            entries = to_state(encode_moments(moments, lent.state))
         names = json.dumps([prefix + name for name in entries])
         return list(entries.values()), len(self.train_data), {ARRAY_NAMES: names}
 
@@ -402,24 +402,23 @@ class TorchClient(NumPyClient):
         return load_received(lent, parameters, config, store.load(entries_that_stay(lent, sent.local_entries)))
 
 
-def _keep(store: LocalState, own: State, hooks: Iterable[ClientHook], sent: TrainConfig) -> None:
+def _keep(store: LocalState, kept: State, hooks: Iterable[ClientHook], sent: TrainConfig) -> None:
     """Keep the client's own entries of the model and those of its hooks until the next round."""
-    if own:
-        store.keep(own, sent.server_round)
+    if kept:
+        store.keep(kept, sent.server_round)
     store.save_hook_state({type(hook).__name__: to_state(hook.keep()) for hook in hooks}, sent.server_round)
     store.save(sent.server_round, sent.used_sha256 is not None)
 
 
 def _metrics(result: TrainResult) -> Config:
     """Return what a reply says of the training."""
-    return {
-        TRAIN_LOSS: result.loss,
-        **({} if result.accuracy is None else {TRAIN_ACCURACY: result.accuracy}),
-        EXAMPLES_PROCESSED: result.num_processed,
-        STEPS: result.num_steps,
-        DROPPED_BATCHES: result.num_dropped,
-        **result.metrics,
-    }
+    metrics: Config = {TRAIN_LOSS: result.loss}
+    if result.accuracy is not None:
+        metrics[TRAIN_ACCURACY] = result.accuracy
+    metrics[EXAMPLES_PROCESSED] = result.num_processed
+    metrics[STEPS] = result.num_steps
+    metrics[DROPPED_BATCHES] = result.num_dropped
+    return {**metrics, **result.metrics}
 
 
 def _returned(state: State, local: Collection[str], hooks: Iterable[ClientHook], prefix: str) -> dict[str, Array]:

@@ -66,9 +66,9 @@ def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallab
     """Return the mods between a mod and the app's function, outermost first, and that function."""
     mods = []
     while isinstance(call_next, FunctionType) and call_next.__code__ is _CHAINED:
-        found = inspect.getclosurevars(call_next).nonlocals
-        mods.append(found["_mod"])
-        call_next = found["_ffn"]
+        variables = inspect.getclosurevars(call_next).nonlocals
+        mods.append(variables["_mod"])
+        call_next = variables["_ffn"]
     return mods, call_next
 
 
@@ -118,10 +118,10 @@ def copied_message(message: Message) -> Message:
 
 def copied_context(context: Context) -> Context:
     """Return an equal context with records and configs of its own, which may be changed."""
-    own = copy.copy(context)  # with the attributes that an app may have added
-    own.state = _copied(context.state)
-    own.node_config, own.run_config = dict(context.node_config), dict(context.run_config)
-    return own
+    copied = copy.copy(context)  # with the attributes that an app may have added
+    copied.state = _copied(context.state)
+    copied.node_config, copied.run_config = dict(context.node_config), dict(context.run_config)
+    return copied
 
 
 def _copied(records: RecordDict) -> RecordDict:
@@ -161,8 +161,8 @@ class BufferArray(Array):
 
     def __eq__(self, other: object) -> bool:
         """Compare as Array does, also with a plain one."""
-        mine = (self.dtype, self.shape, self.stype, self.data)
-        return isinstance(other, Array) and mine == (other.dtype, other.shape, other.stype, other.data)
+        array = (self.dtype, self.shape, self.stype, self.data)
+        return isinstance(other, Array) and array == (other.dtype, other.shape, other.stype, other.data)
 
     __hash__ = None  # type: ignore[assignment]
 

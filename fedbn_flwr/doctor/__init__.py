@@ -2,7 +2,7 @@
 
 Measurements are pure functions: ``distances``, ``by_batch``, ``by_example``, ``heterogeneity``, ``gradients``,
 ``mismatch``, ``state``, ``history``, ``trends``; ``measuring`` calls them in order. ``model_rules`` and ``data_rules``
-turn them into findings, with the numbers in ``thresholds`` and the texts in ``remedies``. ``diagnose`` is the whole.
+turn them into findings, with the numbers in ``thresholds`` and the texts in ``remedies``. ``diagnose`` does all of it.
 """
 
 from fedbn_flwr.doctor.diagnose import diagnose, diagnose_state

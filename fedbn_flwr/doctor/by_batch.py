@@ -65,11 +65,11 @@ def normalising_by_batch(model: nn.Module) -> nn.Module:
 
     Held layers use their running statistics, as in training.
     """
-    found, held = copy.deepcopy(model).eval(), held_layers(model)
-    for path, layer in layers_of(found).items():
+    copied, held = copy.deepcopy(model).eval(), held_layers(model)
+    for path, layer in layers_of(copied).items():
         if path not in held:
             layer.training, layer.track_running_stats = True, False
-    return found
+    return copied
 
 
 def splits(model: nn.Module, data: ClientData, batch_size: int) -> list[Tensor]:
@@ -93,7 +93,7 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
     # Before the hooks: counting the values of a batch of one is a pass, too.
     batches = splits(working, data, max(2, data.batch_size))
     usable = [b for b in batches if len(b) > 1 or takes_one_example(working, prepared(data.inputs[b]))]
-    found: dict[str, list[Moments]] = {path: [] for path in layers if usable}
+    by_path: dict[str, list[Moments]] = {path: [] for path in layers if usable}
     calls = dict[str, list[Moments]]()  # of one pass: a layer may be called more than once
 
     def note(path: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -108,11 +108,11 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
         for positions in usable:
             calls.clear()
             working(prepared(data.inputs[positions]))
-            for path, own in calls.items():
-                found[path].append(merge(own))
+            for path, of_pass in calls.items():
+                by_path[path].append(merge(of_pass))
     for handle in handles:
         handle.remove()
-    return found
+    return by_path
 
 
 def pooled(moments: Sequence[Moments]) -> Statistics:

@@ -184,8 +184,8 @@ def chosen_channels(count: int) -> Tensor:
 
 def _all_zero(settings: tuple[str, ...], args: tuple[Any, ...], kwargs: Any) -> bool:
     """Return whether a call has 0 for each of these settings, by position or by name."""
-    found = [args[place] if len(args) > place else kwargs.get(name) for place, name in enumerate(settings, 1)]
-    return all(isinstance(value, (int, float)) and value == 0 for value in found)
+    values = [args[place] if len(args) > place else kwargs.get(name) for place, name in enumerate(settings, 1)]
+    return all(isinstance(value, (int, float)) and value == 0 for value in values)
 
 
 class _Watch(TorchFunctionMode):
@@ -238,12 +238,12 @@ class _Watch(TorchFunctionMode):
         self._outputs[path] = Range.of(output).joined(self._outputs.get(path))
 
     def layers(self, count: int) -> dict[str, LayerFeatures]:
-        found = {}
+        by_path = {}
         for path, pieces in self._seen.items():
             first, second = (torch.cat(column) for column in zip(*pieces, strict=True))
             if path in self.refused or len(first) != count:
                 self.refused.setdefault(path, "not called in every pass")
                 continue
             ranges = self._inputs[path], self._outputs[path]
-            found[path] = LayerFeatures(self._centre[path].cpu(), first, second, *ranges, path in self._relu)
-        return found
+            by_path[path] = LayerFeatures(self._centre[path].cpu(), first, second, *ranges, path in self._relu)
+        return by_path

@@ -97,7 +97,8 @@ def read_clients(loaders: Loaders, max_examples: int, empty: list[str] | None = 
         DataError: a loader yields no pairs of tensors, or batches that cannot be joined.
     """
     named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
-    found, without = list[ClientData](), [] if empty is None else empty
+    clients: list[ClientData] = []
+    without = [] if empty is None else empty
     with seeded(0):
         for name, loader in named:
             with _own_generators_kept(loader):
@@ -105,8 +106,8 @@ def read_clients(loaders: Loaders, max_examples: int, empty: list[str] | None = 
             if client is None:
                 without.append(str(name))
             else:
-                found.append(client)
-    return found
+                clients.append(client)
+    return clients
 
 
 @contextmanager

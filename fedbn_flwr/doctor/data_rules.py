@@ -165,7 +165,7 @@ def train_test_mismatch(m: Measured) -> Finding | None:
         f"{running} under running statistics, {batch} under those of mixed test batches: the same {gap.examples} "
         f"examples, the same weights (z = {max(gap.z, gap.accuracy_z):.1f})."
     ]
-    finite = {path: found for path, found in m.running.items() if math.isfinite(found.mean + found.variance)}
+    finite = {path: far for path, far in m.running.items() if math.isfinite(far.mean + far.variance)}
     if finite:
         worst = max(finite, key=lambda path: max(finite[path].mean, finite[path].variance))
         _, mean, variance = finite[worst]
@@ -189,30 +189,30 @@ def train_test_mismatch(m: Measured) -> Finding | None:
 
 def unanswered(m: Measured) -> list[str]:
     """Return what the measurements cannot tell, one line each."""
-    found = []
+    lines = []
     if m.shift is not None and m.skew is None:
-        found.append("label skew: the targets are not one class an example.")
+        lines.append("label skew: the targets are not one class an example.")
     if m.within is not None and m.within.share < MIN_SHARE:
-        found.append(
+        lines.append(
             f"feature shift apart from label skew: the clients' classes overlap by {m.within.share:.0%} only (100 % = "
             "all have the same mix), so the same class can hardly be compared between clients."
         )
-    return found
+    return lines
 
 
 def remarks(m: Measured) -> list[str]:
     """Return what a reader of an answer without a finding must know, one line each."""
-    found = []
+    lines = []
     if m.held:
-        found.append(
+        lines.append(
             f"{len(m.held)} of {m.num_layers} BatchNorm layers are held in eval mode ({listed(m.held)}): in training "
             "they normalise by fixed statistics, so what is said of batches and of clients leaves them out."
         )
     skew, shift = m.skew, m.shift
     if skew is None or shift is None or not _skewed(skew) or (_affects(shift) and _with_classes(m)):
-        return found
+        return lines
     return [
-        *found,
+        *lines,
         f"the clients hold different classes (total variation {skew.mean:.2f}, by chance {skew.by_chance:.2f}), but "
         f"BatchNorm's statistics hardly differ with them ({_by_classes(m):.2f} standard deviations above chance). It "
         "is not BatchNorm that this skew harms.",
@@ -224,9 +224,16 @@ def _by_classes(m: Measured, layer: str = "") -> float:
 
     "" = of all layers together.
     """
-    free, within = (0.0 if s is None else s.excess_in(layer) if layer else s.excess for s in (m.shift, m.within))
-    known = m.within is not None and m.within.share >= MIN_SHARE
-    return math.sqrt(max(0.0, free**2 - within**2)) if known else free
+    free = _excess(m.shift, layer)
+    if m.within is None or m.within.share < MIN_SHARE:
+        return free
+    return math.sqrt(max(0.0, free**2 - _excess(m.within, layer) ** 2))
+
+
+def _excess(shift: Shift | None, layer: str) -> float:
+    if shift is None:
+        return 0.0
+    return shift.excess_in(layer) if layer else shift.excess
 
 
 def _with_classes(m: Measured) -> bool:

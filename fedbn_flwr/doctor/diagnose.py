@@ -166,9 +166,9 @@ def diagnose_clients(
     notes = [*notes, *_notes_of_loss(loss)]
     if not tests:
         notes.append("training and test were compared on training examples: pass test_loaders for others.")
-    found, handled = findings(m)
+    of_rules, handled = findings(m)
     lacking += [*measuring.lacking, *unanswered(m)]
-    return Diagnosis(about, found, measures, lacking, [*notes, *measuring.notes, *handled, *remarks(m)])
+    return Diagnosis(about, of_rules, measures, lacking, [*notes, *measuring.notes, *handled, *remarks(m)])
 
 
 def _chosen_loss(loss: Loss, clients: Sequence[ClientData]) -> Loss:
@@ -226,12 +226,12 @@ def diagnose_state(
 
 def _counts(m: Measured) -> dict[str, dict[str, int]]:
     """Return the figures of the state by layer: channels with an extreme variance or gamma; no other layer."""
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     for path, (low, high, _) in m.extremes.items():
-        found[path] = {"variances-below-eps": low, "variances-above-1e8": high}
+        counts[path] = {"variances-below-eps": low, "variances-above-1e8": high}
     for path, (zero, _) in m.gammas.items():
-        found.setdefault(path, {})["gammas-of-0"] = zero
-    return found
+        counts.setdefault(path, {})["gammas-of-0"] = zero
+    return counts
 
 
 def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
@@ -240,13 +240,13 @@ def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str,
     Raises:
         StateError: they do not fit the model, or the model's layers have no shapes yet.
     """
-    own = tensors_by_name(model.state_dict())
-    if empty := [name for name, value in own.items() if is_lazy(value)]:
+    entries = tensors_by_name(model.state_dict())
+    if empty := [name for name, value in entries.items() if is_lazy(value)]:
         raise StateError(
             f"{len(empty)} entries of the model have no shape yet ({listed(empty)}): its layers are lazy. Run one "
             "batch through it first."
         )
-    return own if state is None else named(tensors_by_name(state), own)
+    return entries if state is None else named(tensors_by_name(state), entries)
 
 
 def _of_clients(names: Sequence[str]) -> str:

@@ -37,9 +37,9 @@ class Distance(NamedTuple):
     variance: float
 
 
-def distance(found: Statistics, reference: Statistics, eps: float) -> Distance:
+def distance(statistics: Statistics, reference: Statistics, eps: float) -> Distance:
     """Return the distances of statistics from the reference, computed in float64; ``eps`` is the layer's."""
-    mean, variance = (values.double() for values in found)
+    mean, variance = (values.double() for values in statistics)
     mean_0, variance_0 = (values.double() for values in reference)
     l1 = (mean - mean_0).abs().sum() + (variance - variance_0).abs().sum()
     shift = ((mean - mean_0).abs() / (variance_0.clamp(min=0) + eps).sqrt()).mean()

@@ -73,26 +73,14 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values; null for a number that is not finite."""
-        findings = [
-            {
-                "id": finding.id,
-                "what": finding.what,
-                "evidence": [*finding.evidence],
-                "numbers": dict(finding.numbers),
-                "remedies": [vars(remedy) for remedy in finding.remedies],
-            }
-            for finding in self.findings
-        ]
-        found: dict[str, Any] = _plain(
-            {
-                "about": self.about,
-                "findings": findings,
-                "measures": self.measures,
-                "not-measured": [*self.not_measured],
-                "notes": [*self.notes],
-            }
-        )
-        return found
+        entries: dict[str, Any] = {
+            "about": self.about,
+            "findings": [{**vars(finding), "remedies": list(map(vars, finding.remedies))} for finding in self.findings],
+            "measures": self.measures,
+            "not-measured": self.not_measured,
+            "notes": self.notes,
+        }
+        return {key: _plain(value) for key, value in entries.items()}
 
     def save(self, out: str | Path) -> list[Path]:
         """Write ``doctor.json``, ``doctor.md`` and the pictures into a folder; return the files.
@@ -116,26 +104,30 @@ class Diagnosis:
         return [folder / name for name in files]
 
     def _written(self, heading: str, finding: str, remedy: str) -> str:
+        """Return the diagnosis in Markdown if ``heading`` is the mark of its headings, else (no mark) as plain text."""
+        gap = "\n\n" if heading else "\n"  # Markdown needs an empty line before a list
         number = len(self.findings)
-        verdict = f"{number} finding{'s' if number > 1 else ''}, the cause first." if number else "Nothing found."
-        blocks = [f"{self.about}\n{verdict}" if not heading else f"{self.about}\n\n**{verdict}**"]
+        verdict = "Nothing found."
+        if number:
+            verdict = f"{number} finding{'s' if number > 1 else ''}, the cause first."
+        blocks = [f"{self.about}{gap}**{verdict}**" if heading else f"{self.about}{gap}{verdict}"]
         for index, one in enumerate(self.findings, 1):
-            bullets = "\n".join(_wrapped(f"- {text}", "  ") for text in one.evidence)
-            tries = "\n".join(
-                _wrapped(remedy.format(place, r.setting, r.why), "   ") for place, r in enumerate(one.remedies, 1)
-            )
-            tries = tries and f"\n\nTry, in order:\n\n{tries}"
             title = finding.format(index, one.what)
-            title = title if heading else _wrapped(title, "")  # a heading of Markdown is one line
-            blocks.append(f"{title}\n\n{bullets}{tries}")
+            pieces = [title if heading else _wrapped(title, "")]  # a heading of Markdown is one line
+            if one.evidence:
+                pieces.append(_bullets(one.evidence))
+            if one.remedies:
+                tries = [remedy.format(place, r.setting, r.why) for place, r in enumerate(one.remedies, 1)]
+                pieces += ["Try, in order:", "\n".join(_wrapped(text, "   ") for text in tries)]
+            blocks.append(gap.join(pieces))
         for title, lines in (("Not measured", self.not_measured), ("Notes", self.notes)):
             if lines:
-                rows = "\n".join(_wrapped(f"- {line}", "  ") for line in lines)
-                blocks.append(f"{heading}{title}{'' if heading else ':'}\n\n{rows}" if heading else f"{title}:\n{rows}")
-        text = "\n\n".join(blocks)
-        return (
-            text if heading else text.replace("\n\n- ", "\n- ").replace(":\n\n1)", ":\n1)").replace("\n\nTry", "\nTry")
-        )
+                blocks.append((f"{heading}{title}" if heading else f"{title}:") + gap + _bullets(lines))
+        return "\n\n".join(blocks)
+
+
+def _bullets(lines: Sequence[str]) -> str:
+    return "\n".join(_wrapped(f"- {line}", "  ") for line in lines)
 
 
 def _wrapped(text: str, indent: str) -> str:

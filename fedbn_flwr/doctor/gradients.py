@@ -56,11 +56,11 @@ def deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[D
 
 
 def _deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[Deviation]:
-    own = [_gradient(_training_copy(model), batch, loss) for batch in batches]
+    local = [_gradient(_training_copy(model), batch, loss) for batch in batches]
     together = _synchronised_gradients(model, batches, loss)
     return [
         Deviation(float((alone - shared).norm()), float(shared.norm()))
-        for alone, shared in zip(own, together, strict=True)
+        for alone, shared in zip(local, together, strict=True)
     ]
 
 
@@ -72,10 +72,10 @@ def regrouped(batches: Sequence[Batch], generator: torch.Generator) -> list[Batc
 
 
 def _training_copy(model: nn.Module) -> nn.Module:
-    found, held = copy.deepcopy(model).eval(), held_layers(model)
-    for path, layer in layers_of(found).items():
+    copied, held = copy.deepcopy(model).eval(), held_layers(model)
+    for path, layer in layers_of(copied).items():
         layer.train(path not in held)
-    return found
+    return copied
 
 
 def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
@@ -84,8 +84,8 @@ def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
     trained = [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad():  # the caller may be in torch.no_grad()
         outputs = outputs_of(model, inputs_for(model)(inputs))
-        found = torch.autograd.grad(loss(outputs, targets.to(outputs.device)), trained, allow_unused=True)
-    flat = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
+        gradients = torch.autograd.grad(loss(outputs, targets.to(outputs.device)), trained, allow_unused=True)
+    flat = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, gradients, strict=True)]
     return torch.cat([g.flatten().double().cpu() for g in flat])
 
 
@@ -114,9 +114,9 @@ def _synchronised_gradients(model: nn.Module, batches: Sequence[Batch], loss: Lo
         try:
             working, size = _training_copy(model), sizes[client]
             with synchronised(working, reducer(client), batch_size=size, union_batch_size=sum(sizes)):
-                found = _gradient(working, batches[client], loss)
-            gather(client, "end", found)  # so nobody waits for a client that calls fewer layers
-            return found
+                gradient = _gradient(working, batches[client], loss)
+            gather(client, "end", gradient)  # so nobody waits for a client that calls fewer layers
+            return gradient
         except BaseException:
             barrier.abort()  # the others must not wait
             raise

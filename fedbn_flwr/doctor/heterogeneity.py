@@ -90,8 +90,8 @@ class Shift:
 
 def total_variation(counts: Tensor) -> Tensor:
     """Return 1/2 sum_c abs(p_kc - p_c) of each client, (K,), given the examples by client and class, (K, classes)."""
-    own = counts / counts.sum(1, keepdim=True)
-    return (own - counts.sum(0) / counts.sum()).abs().sum(1) / 2
+    shares = counts / counts.sum(1, keepdim=True)
+    return (shares - counts.sum(0) / counts.sum()).abs().sum(1) / 2
 
 
 def class_skew(classes: Tensor, owner: Tensor, generator: torch.Generator) -> ClassSkew:
@@ -102,9 +102,9 @@ def class_skew(classes: Tensor, owner: Tensor, generator: torch.Generator) -> Cl
     def measured(order: Tensor) -> Tensor:
         return total_variation(torch.bincount(order * width + known, minlength=clients * width).view(clients, width))
 
-    found = measured(owner)
-    chance = _chance(found.mean()[None], lambda: measured(shuffled(owner, None, generator)).mean()[None])
-    return ClassSkew(found.tolist(), float(chance.mean()), _p_values(found.mean()[None], chance)[0])
+    skews = measured(owner)
+    chance = _chance(skews.mean()[None], lambda: measured(shuffled(owner, None, generator)).mean()[None])
+    return ClassSkew(skews.tolist(), float(chance.mean()), _p_values(skews.mean()[None], chance)[0])
 
 
 def units(layer: LayerFeatures, eps: float) -> Tensor:
@@ -152,14 +152,14 @@ def shift(
         scaled = (sizes / len(order)).sqrt() * means
         return torch.stack([part.square().mean() for part in torch.split(scaled, widths, 1)])
 
-    found = squares(owner) * clients
-    chance = _chance(found, lambda: squares(shuffled(owner, classes, generator)) * clients)
+    observed = squares(owner) * clients
+    chance = _chance(observed, lambda: squares(shuffled(owner, classes, generator)) * clients)
     by_chance = chance.mean(0)
     return Shift(
-        dict(zip(rows, found.sqrt().tolist(), strict=True)),
+        dict(zip(rows, observed.sqrt().tolist(), strict=True)),
         dict(zip(rows, by_chance.sqrt().tolist(), strict=True)),
-        float((found.mean() - by_chance.mean()).clamp(min=0).sqrt()),
-        *_p_values(found, chance),
+        float((observed.mean() - by_chance.mean()).clamp(min=0).sqrt()),
+        *_p_values(observed, chance),
         share,
     )
 
@@ -185,9 +185,9 @@ def shuffled(owner: Tensor, classes: Tensor | None, generator: torch.Generator) 
     # Sorting by class first, then by a random number, gives a random order within each class.
     random = torch.rand(len(owner), generator=generator, dtype=torch.float64)
     mixed, places = torch.argsort(random), torch.argsort(classes, stable=True)
-    found = torch.empty_like(owner)
-    found[places] = owner[mixed[torch.argsort(classes[mixed], stable=True)]]
-    return found
+    drawn = torch.empty_like(owner)
+    drawn[places] = owner[mixed[torch.argsort(classes[mixed], stable=True)]]
+    return drawn
 
 
 def regroupings(sizes: Sequence[int], most: int) -> int:
@@ -207,25 +207,25 @@ def _without_class_means(values: Tensor, classes: Tensor) -> Tensor:
     return values - members @ ((members.T @ values) / members.sum(0)[:, None])
 
 
-def _chance(found: Tensor, draw: Callable[[], Tensor]) -> Tensor:
+def _chance(observed: Tensor, draw: Callable[[], Tensor]) -> Tensor:
     """Return the regroupings' values (R, L), given those of the data (L,)."""
     with threads(1):
         rows = [draw() for _ in range(REGROUPINGS[0])]
-        if 0 in _reached(found, torch.stack(rows)):
+        if 0 in _reached(observed, torch.stack(rows)):
             rows += [draw() for _ in range(REGROUPINGS[1] - len(rows))]
         return torch.stack(rows)
 
 
-def _p_values(found: Tensor, chance: Tensor) -> tuple[float, float]:
-    of_mean, of_peak = ((1 + reached) / (1 + len(chance)) for reached in _reached(found, chance))
+def _p_values(observed: Tensor, chance: Tensor) -> tuple[float, float]:
+    of_mean, of_peak = ((1 + reached) / (1 + len(chance)) for reached in _reached(observed, chance))
     return of_mean, of_peak
 
 
-def _reached(found: Tensor, chance: Tensor) -> tuple[int, int]:
+def _reached(observed: Tensor, chance: Tensor) -> tuple[int, int]:
     """Return how many regroupings reach the mean over the L, and how many the largest excess of one of the L."""
     usual = chance.mean(0)
     mean, peak = (
-        chance.mean(1) < found.mean() * (1 - 1e-6),
-        (chance - usual).amax(1) < (found - usual).max() * (1 - 1e-6),
+        chance.mean(1) < observed.mean() * (1 - 1e-6),
+        (chance - usual).amax(1) < (observed - usual).max() * (1 - 1e-6),
     )
     return int((~mean).sum()), int((~peak).sum())  # NaN counts as reached

@@ -86,8 +86,10 @@ class Tracked(NamedTuple):
 
 def tracked_layers(model: nn.Module) -> list[Tracked]:
     """Return the BatchNorm layers of a model that have running statistics, by type; in the order of the model."""
-    found = ((p, m) for p, m in model.named_modules(remove_duplicate=False) if isinstance(m, _BatchNorm))
-    return [Tracked(path, layer.eps, layer.momentum) for path, layer in found if layer.running_mean is not None]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers = {path: module for path, module in modules.items() if isinstance(module, _BatchNorm)}
+    tracking = ((path, layer) for path, layer in layers.items() if layer.running_mean is not None)
+    return [Tracked(path, layer.eps, layer.momentum) for path, layer in tracking]
 
 
 def weight(momentum: float | None, before: int | None, after: int | None) -> float:
@@ -135,14 +137,14 @@ def statistics_line(
         after: the global state after the round.
         replies: the label and the state of each client, in order.
     """
-    sent = [layer for layer in layers if all(layer.entry("running_mean") in state for _, state in replies)]
     few = len(replies) <= MAX_CLIENTS
     states = [state for _, state in replies]
-    return {
-        "num-clients": len(replies),
-        "clients": [label for label, _ in replies] if few else None,
-        "layers": {layer.path: _layer(layer, before, after, states, few) for layer in sent},
-    }
+    of_layers = {}
+    for layer in layers:
+        if all(layer.entry("running_mean") in state for state in states):
+            of_layers[layer.path] = _layer(layer, before, after, states, few)
+    clients = [label for label, _ in replies] if few else None
+    return {"num-clients": len(replies), "clients": clients, "layers": of_layers}
 
 
 def _layer(
@@ -151,23 +153,30 @@ def _layer(
     reference, seen = layer.statistics(before), layer.steps(before)
     line: dict[str, Any] = {"change": _named(distance(layer.statistics(after), reference, layer.eps))}
     weights = [weight(layer.momentum, seen, layer.steps(reply)) for reply in replies]
-    found = [
-        local_statistics(reference, layer.statistics(reply), w) if w > 0 else None
-        for reply, w in zip(replies, weights, strict=True)
-    ]
-    rows = [distance(local, reference, layer.eps) if local else None for local in found]
-    columns = {name: [row and getattr(row, name) for row in rows] for name in Distance._fields}
+    local: list[Statistics | None] = []
+    for reply, w in zip(replies, weights, strict=True):
+        local.append(local_statistics(reference, layer.statistics(reply), w) if w > 0 else None)
+    distances = [statistics and distance(statistics, reference, layer.eps) for statistics in local]
     if not few:
-        return {**line, "quantiles": {name: _quantiles(values) for name, values in columns.items()}}
+        quantiles = {name: _quantiles(_column(distances, name)) for name in Distance._fields}
+        return {**line, "quantiles": quantiles}
     channels = sample(len(reference.mean))
-    line["clients"] = {name: [_shown(value) for value in values] for name, values in columns.items()}
-    line["clients"]["weight"] = [_shown(w) for w in weights]
-    chosen = {name: [local and _row(getattr(local, name)[channels]) for local in found] for name in Statistics._fields}
-    return {**line, "sample": {"channels": channels, **chosen}}
+    line["clients"] = {name: list(map(_shown, _column(distances, name))) for name in Distance._fields}
+    line["clients"]["weight"] = list(map(_shown, weights))
+    line["sample"] = {"channels": channels}
+    for name in Statistics._fields:
+        chosen = [None if values is None else values[channels] for values in _column(local, name)]
+        line["sample"][name] = [None if values is None else _row(values) for values in chosen]
+    return line
 
 
-def _named(found: Distance) -> dict[str, float | None]:
-    return {name: _shown(value) for name, value in found._asdict().items()}
+def _column(rows: Sequence[Any], name: str) -> list[Any]:
+    """Return one value of each row; None for a row that is None."""
+    return [None if row is None else getattr(row, name) for row in rows]
+
+
+def _named(distance: Distance) -> dict[str, float | None]:
+    return {name: _shown(value) for name, value in distance._asdict().items()}
 
 
 def _quantiles(values: Sequence[float | None]) -> list[float | None]:

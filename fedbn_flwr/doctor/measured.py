@@ -93,7 +93,7 @@ class Measured:
     blocked: str = ""
     same_output: bool = False
     not_finite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    noise: Mapping[str, float] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
     skew: ClassSkew | None = None
     shift: Shift | None = None
     within: Shift | None = None
@@ -101,8 +101,8 @@ class Measured:
     deviation_by_chance: float | None = None
     gap: Mismatch | None = None
     sorted_accuracy: float | None = None
-    running: Mapping[str, Distance] = field(default_factory=dict)
-    in_data: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    running: dict[str, Distance] = field(default_factory=dict)
+    in_data: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def relative_deviation(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,7 +44,7 @@ class Measuring:
         tests: test examples.
         loss: returns the mean loss of a batch.
         seed: of the regroupings.
-        found: takes the measurements that the rules need.
+        measured: takes the measurements that the rules need.
 
     Attributes:
         lacking: what could not be measured, and why.
@@ -57,14 +58,14 @@ class Measuring:
         tests: Sequence[ClientData],
         loss: Loss,
         seed: int,
-        found: Measured,
+        measured: Measured,
     ) -> None:
         self.lacking, self.notes = list[str](), list[str]()
         self._model, self._clients, self._tests, self._loss = model, clients, tests, loss
         self._generator = torch.Generator().manual_seed(seed)
         self._layers = layers_of(model)
         self._rows: dict[str, Figures] = {path: {} for path in self._layers}  # figures by layer
-        self._m = found
+        self._m = measured
 
     def everything(self) -> Figures:
         """Do all measurements; return the figures, ``measures`` of the JSON."""
@@ -87,21 +88,19 @@ class Measuring:
                 what = f"statistics of the batches of client {client.name}"
                 self.lacking.append(f"{what}: its batches are too small for BatchNorm.")
         for path, layer in self._layers.items():
-            own = [list(client.get(path, ())) for client in moments]
-            if any(own):
-                self._rows[path] |= _of_batches(layer, own)
-        known = {path: [n for n in row.get("batch-noise", ()) if n is not None] for path, row in self._rows.items()}
-        self._m.noise = {
-            p: sum(values) / len(values) for p, values in known.items() if values and p not in self._m.held
-        }
-        running = running_distances(self._model, moments)
-        self._m.running = {path: found for path, found in running.items() if path not in self._m.held}
-        together = {path: [m for client in moments for m in client.get(path, ())] for path in self._layers}
-        self._m.in_data = {
-            path: extremes(pooled(seen).variance, self._layers[path].eps) for path, seen in together.items() if seen
-        }
-        for path, found in running.items():
-            self._rows[path]["running"] = found._asdict()
+            by_client = [list(client.get(path, ())) for client in moments]
+            if not any(by_client):
+                continue
+            row = self._rows[path]
+            row |= _of_batches(layer, by_client)
+            levels = [level for level in row["batch-noise"] if level is not None]
+            if levels and path not in self._m.held:
+                self._m.noise[path] = sum(levels) / len(levels)
+            self._m.in_data[path] = extremes(pooled(list(itertools.chain(*by_client))).variance, layer.eps)
+        for path, far in running_distances(self._model, moments).items():
+            self._rows[path]["running"] = far._asdict()
+            if path not in self._m.held:
+                self._m.running[path] = far
         return {}
 
     def _by_example(self) -> Figures:
@@ -137,14 +136,14 @@ class Measuring:
                 f"differences between clients: {sizes} in {number_of(ways, 'way')}, too few for a test."
             )
         eps = {path: layer.eps for path, layer in self._layers.items()}
-        layers = {path: found for path, found in seen.layers.items() if path not in self._m.held}
+        layers = {path: layer for path, layer in seen.layers.items() if path not in self._m.held}
         if not layers:
             return {}
-        found = shift(layers, seen.owner, eps, self._generator)
-        if not math.isfinite(found.excess):
+        whole = shift(layers, seen.owner, eps, self._generator)
+        if not math.isfinite(whole.excess):
             raise DataError("inputs of BatchNorm are not finite. Look for NaN and infinity in weights and inputs.")
-        self._m.shift = found
-        figures = {"shift": self._of_shift("shift", self._m.shift)}
+        self._m.shift = whole
+        figures = {"shift": self._of_shift("shift", whole)}
         if seen.classes is not None:
             self._m.skew = class_skew(seen.classes, seen.owner, self._generator)
             figures["class-skew"] = {"mean": self._m.skew.mean, **vars(self._m.skew)}
@@ -152,12 +151,15 @@ class Measuring:
             figures["shift-within-classes"] = self._of_shift("shift-within-classes", self._m.within)
         return figures
 
-    def _of_shift(self, name: str, found: Shift) -> Figures:
-        for path, value in found.layers.items():
-            self._rows[path] |= {name: value, f"{name}-by-chance": found.by_chance[path]}
+    def _of_shift(self, name: str, shift: Shift) -> Figures:
+        for path, value in shift.layers.items():
+            self._rows[path] |= {name: value, f"{name}-by-chance": shift.by_chance[path]}
         return {
-            **{"excess": found.excess, "p-value": found.p_value, "share": found.share},
-            **{"peak": found.excess_in(found.worst), "peak-p-value": found.peak_p_value},
+            "excess": shift.excess,
+            "p-value": shift.p_value,
+            "share": shift.share,
+            "peak": shift.excess_in(shift.worst),
+            "peak-p-value": shift.peak_p_value,
         }
 
     def _gradients(self) -> Figures:
@@ -170,15 +172,17 @@ class Measuring:
         if any(min(len(client), client.batch_size) > most for client in chosen):
             self.notes.append(f"B_i: batches of {most} examples were used, fewer than in training, for their memory.")
         batches = [self._batch(client, most) for client in chosen]
-        own = deviations(self._model, batches, self._loss)
+        of_clients = deviations(self._model, batches, self._loss)
         mixed = [regrouped(batches, self._generator) for _ in range(_REGROUPED)]
-        chance = [one.relative for some in mixed for one in deviations(self._model, some, self._loss)]
-        self._m.deviations, self._m.deviation_by_chance = own, sum(chance) / len(chance)
+        chance = []
+        for groups in mixed:
+            chance += [deviation.relative for deviation in deviations(self._model, groups, self._loss)]
+        self._m.deviations, self._m.deviation_by_chance = of_clients, sum(chance) / len(chance)
         return {
             "gradient-deviation": {
                 "clients": [client.name for client in chosen],
-                "absolute": [one.absolute for one in own],
-                "relative": [one.relative for one in own],
+                "absolute": [deviation.absolute for deviation in of_clients],
+                "relative": [deviation.relative for deviation in of_clients],
                 "relative-by-chance": self._m.deviation_by_chance,
             }
         }
@@ -213,15 +217,16 @@ class Measuring:
         return {}
 
 
-def _of_batches(layer: _BatchNorm, own: Sequence[Sequence[Moments]]) -> Figures:
+def _of_batches(layer: _BatchNorm, by_client: Sequence[Sequence[Moments]]) -> Figures:
     """Return the figures of a layer, given the moments of each client's batches."""
     if layer.running_mean is None or layer.running_var is None:
-        reference = pooled([moments for batches in own for moments in batches])
+        reference = pooled(list(itertools.chain(*by_client)))
     else:
         reference = Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
-    distances = [deviation(batches, reference, layer.eps) for batches in own]
+    distances = [deviation(batches, reference, layer.eps) for batches in by_client]
+    columns = zip(*distances, strict=True)
     return {
-        "batch-deviation": {name: [getattr(one, name) for one in distances] for name in Distance._fields},
-        "window-variance": [window_variance(batches) for batches in own],
-        "batch-noise": [noise(batches, layer.eps) for batches in own],
+        "batch-deviation": {name: [*column] for name, column in zip(Distance._fields, columns, strict=True)},
+        "window-variance": [window_variance(batches) for batches in by_client],
+        "batch-noise": [noise(batches, layer.eps) for batches in by_client],
     }

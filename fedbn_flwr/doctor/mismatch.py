@@ -179,12 +179,12 @@ def running_distances(model: nn.Module, moments: Sequence[BatchMoments]) -> Mapp
 
     Layers without running statistics are left out. The variance is the unbiased one.
     """
-    found = {}
+    distances = {}
     for path, layer in layers_of(model).items():
         batches: list[Moments] = [m for client in moments for m in client.get(path, ())]
         if layer.running_mean is None or layer.running_var is None or not batches:
             continue
         total = merge(batches)
         running = Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
-        found[path] = distance(running, Statistics(total.mean, total.variance), layer.eps)
-    return found
+        distances[path] = distance(running, Statistics(total.mean, total.variance), layer.eps)
+    return distances

@@ -154,30 +154,34 @@ def _dead_elsewhere(m: Measured) -> Finding | None:
 
 def extreme_variance(m: Measured) -> Finding | None:
     """Running variances near zero in half of a layer, or above 1e8 in any channel."""
-    found = {path: c for path, c in m.extremes.items() if c[1] or c[0] >= DEAD_SHARE * c[2]}
-    if not found:
+    extreme = {path: c for path, c in m.extremes.items() if c[1] or c[0] >= DEAD_SHARE * c[2]}
+    if not extreme:
         return None
 
     def seen(path: str, kind: int) -> str:
         return f" ({m.in_data[path][kind]} in the data)" if path in m.in_data else ""
 
     # Where the data are not extreme, it is the statistics that are wrong.
-    of_data = [path for path in found if path not in m.in_data or any(m.in_data[path])]
+    of_data = [path for path in extreme if path not in m.in_data or any(m.in_data[path])]
     # Behind a first layer that is sound, the scale of the inputs is not the cause.
-    of_inputs = m.first_layer in of_data
-    chosen = remedies.EXTREME_VARIANCE if of_inputs else remedies.EXTREME_INSIDE if of_data else remedies.WRONG_VARIANCE
+    if m.first_layer in of_data:
+        chosen = remedies.EXTREME_VARIANCE
+    elif of_data:
+        chosen = remedies.EXTREME_INSIDE
+    else:
+        chosen = remedies.WRONG_VARIANCE
     return Finding(
         "extreme-variance",
         "Running variances are near zero or explode.",
         [
             f"{shown_path(path)}: of {all_} channels {low} have a variance below eps{seen(path, 0)}, {high} one above "
             f"1e8{seen(path, 1)}."
-            for path, (low, high, all_) in list(found.items())[:3]
+            for path, (low, high, all_) in list(extreme.items())[:3]
         ],
-        {"layers": {path: {"near-zero": c[0], "exploding": c[1], "channels": c[2]} for path, c in found.items()}},
+        {"layers": {path: {"near-zero": c[0], "exploding": c[1], "channels": c[2]} for path, c in extreme.items()}},
         chosen,
     )
 
 
-def _first(found: Mapping[str, V]) -> list[tuple[str, V]]:
-    return [(shown_path(path), value) for path, value in list(found.items())[:3]]
+def _first(by_path: Mapping[str, V]) -> list[tuple[str, V]]:
+    return [(shown_path(path), value) for path, value in list(by_path.items())[:3]]

@@ -39,11 +39,11 @@ def inputs_at(clients: Sequence[ClientData], positions: Tensor) -> Tensor:
     """Return the inputs at positions of all clients' examples, counted through in order."""
     ends = torch.tensor([len(client) for client in clients]).cumsum(0)
     owners = torch.searchsorted(ends, positions, right=True)
-    found = torch.empty((len(positions), *clients[0].inputs.shape[1:]), dtype=clients[0].inputs.dtype)
+    inputs = torch.empty((len(positions), *clients[0].inputs.shape[1:]), dtype=clients[0].inputs.dtype)
     for k in torch.unique(owners).tolist():
-        own = owners == k
-        found[own] = clients[k].inputs[positions[own] - (int(ends[k]) - len(clients[k]))]
-    return found
+        of_client = owners == k
+        inputs[of_client] = clients[k].inputs[positions[of_client] - (int(ends[k]) - len(clients[k]))]
+    return inputs
 
 
 def _size(clients: Sequence[ClientData]) -> int:

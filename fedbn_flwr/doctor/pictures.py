@@ -15,13 +15,13 @@ _SHOWN = 40  # rows and columns with a label each
 
 def pictures(measures: Mapping[str, Any]) -> dict[str, bytes]:
     """Return PNG files by name: ``distances.png`` where there are clients, ``history.png`` where there is a history."""
-    found = {}
+    files = {}
     layers = {path: row for path, row in measures.get("layers", {}).items() if "batch-deviation" in row}
     if layers:
-        found["distances.png"] = _heat_map(layers, measures["clients"])
+        files["distances.png"] = _heat_map(layers, measures["clients"])
     if measures.get("history"):
-        found["history.png"] = _history(measures["history"])
-    return found
+        files["history.png"] = _history(measures["history"])
+    return files
 
 
 def _heat_map(layers: Mapping[str, Any], clients: list[str]) -> bytes:

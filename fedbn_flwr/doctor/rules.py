@@ -29,10 +29,10 @@ RULES: tuple[Callable[[Measured], Finding | None], ...] = (
 
 def findings(m: Measured) -> tuple[list[Finding], list[str]]:
     """Return the findings, the cause first; and a note for each that the method is a remedy for already."""
-    found = [finding for rule in RULES if (finding := rule(m)) is not None]
-    handled = [finding for finding in found if finding.id in m.training.handled]
+    results = [finding for rule in RULES if (finding := rule(m)) is not None]
+    handled = [finding for finding in results if finding.id in m.training.handled]
     notes = [
         f"no finding, since {m.training.method or 'the method'} is a remedy: {finding.what} {finding.evidence[0]}"
         for finding in handled
     ]
-    return [finding for finding in found if finding not in handled], notes
+    return [finding for finding in results if finding not in handled], notes

@@ -33,28 +33,28 @@ def averaged_counters(parts: Parts, state: TensorState) -> dict[str, str]:
     A mean of counters is a float: 9.999999 loads as 9 into an int64 buffer, and with it ``momentum=None`` averages
     wrongly. A counter that was cut off to an integer cannot be seen.
     """
-    found = {}
+    wrong = {}
     for name in parts.counters:
         value = state[name]
         if value.is_floating_point():
-            found[name] = f"{float(value):.10g} ({str(value.dtype).removeprefix('torch.')})"
+            wrong[name] = f"{float(value):.10g} ({str(value.dtype).removeprefix('torch.')})"
         elif int(value) < 0:
-            found[name] = str(int(value))
-    return found
+            wrong[name] = str(int(value))
+    return wrong
 
 
 def unusable_statistics(parts: Parts, state: TensorState, names: Collection[str]) -> dict[str, str]:
     """Return the entries of these names with NaN or infinity, and negative running variances: name to what was seen."""
-    found: dict[str, list[str]] = {}
+    seen: dict[str, list[str]] = {}
     for name in names:
         if bad := int((~torch.isfinite(state[name])).sum()):
-            found[name] = [f"{bad} of {state[name].numel()} values are not finite"]
+            seen[name] = [f"{bad} of {state[name].numel()} values are not finite"]
     for _, variance in parts.moments():
         values = state[variance]
         if len(negative := values[values < 0]):
             what = f"{len(negative)} of {values.numel()} are negative, down to {float(negative.min()):.3g}"
-            found.setdefault(variance, []).append(what)
-    return {name: "; ".join(what) for name, what in found.items()}
+            seen.setdefault(variance, []).append(what)
+    return {name: "; ".join(what) for name, what in seen.items()}
 
 
 def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]) -> dict[str, tuple[int, int, int]]:
@@ -67,14 +67,14 @@ def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]
         state: the state.
         eps: of each layer by path; 1e-5, torch's default, if it is not known.
     """
-    found = {}
+    by_layer = {}
     for layer in parts.layers:
         if "running_var" in layer.entries:
             values = state[layer.entries["running_var"]].double()
             low, high = extremes(values, eps.get(layer.path, NO_VARIANCE))
             if low or high:
-                found[layer.path] = (low, high, values.numel())
-    return found
+                by_layer[layer.path] = (low, high, values.numel())
+    return by_layer
 
 
 def extremes(variances: Tensor, eps: float) -> tuple[int, int]:
@@ -91,13 +91,13 @@ def tiny_gammas(parts: Parts, state: TensorState) -> dict[str, tuple[int, int]]:
 
     A layer that has not seen a batch is left out, too: some networks start their last BatchNorm of a block at 0.
     """
-    found = {}
+    by_layer = {}
     for layer in parts.layers:
         if "weight" in layer.entries and not _untrained(layer, state):
             gamma = state[layer.entries["weight"]].double().abs()
             if zero := int((gamma < TINY_GAMMA).sum()):
-                found[layer.path] = (zero, gamma.numel())
-    return found
+                by_layer[layer.path] = (zero, gamma.numel())
+    return by_layer
 
 
 def zero_at_first(parts: Parts, state: TensorState) -> set[str]:
@@ -157,10 +157,10 @@ def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
     missed = {*entries}
     layers = [layer.path for layer in parts.layers if missed & {*layer.entries.values()}]
     with_any = [layer.path for layer in parts.layers if kept & {*layer.entries.values()}]
-    letters = [
-        text
-        for text in ("bn", "norm", "BatchNorm")
-        if {layer.path for layer in parts.layers if text in layer.path} == {*with_any}
-    ]
+    letters = []
+    for text in ("bn", "norm", "BatchNorm"):
+        named_so = {layer.path for layer in parts.layers if text in layer.path}
+        if named_so == {*with_any}:
+            letters.append(text)
     others = [name for name in local if parts.part_of.get(name) is Part.REST]
     return Missed(entries, layers, len(parts.layers), len(with_any), letters[0] if letters and layers else "", others)

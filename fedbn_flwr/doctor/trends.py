@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,28 +30,50 @@ def trends(lines: Sequence[Mapping[str, Any]], window: int = 20) -> dict[str, An
         its layers has none. Variances are unbiased; the paper's B.6 divides by W.
     """
     lines = [line for line in lines if "layers" in line]
-    clients = list(dict.fromkeys(client for line in lines for client in line["clients"] or ()))
-    found: dict[str, Any] = {"rounds": [line["round"] for line in lines], "window": window}
-    found["change-l1"] = _sums([{p: layer["change"]["l1"] for p, layer in line["layers"].items()} for line in lines])
-    found["local-l1"] = {client: _sums([_local(line, client, _l1) or {} for line in lines]) for client in clients}
-    samples = {client: [_local(line, client, _sampled) for line in lines] for client in clients}
-    width = max((len(row) for rows in samples.values() for row in rows if row), default=0)
-    for client, rows in samples.items():  # a round in which a layer did not track has fewer columns
+    clients = _union(line["clients"] or () for line in lines)
+    paths = _union(line["layers"] for line in lines)
+    changes = list(map(_changes, lines))
+    local: dict[str, list[dict[str, float | None]]] = {}
+    for client in clients:
+        local[client] = [_local(line, client, _l1) or {} for line in lines]
+    local_sums = {client: _sums(rows) for client, rows in local.items()}
+    of_layers = {}
+    for path in paths:
+        of_clients = {client: _column(rows, path) for client, rows in local.items()}
+        of_layers[path] = {"change-l1": _column(changes, path), "local-l1": of_clients}
+    return {
+        "rounds": [line["round"] for line in lines],
+        "window": window,
+        "change-l1": _sums(changes),
+        "local-l1": local_sums,
+        "window-variance": {client: _rolling(rows, window) for client, rows in _samples(lines, clients).items()},
+        "delta-variance": {client: _rolling(_as_rows(sums), window) for client, sums in local_sums.items()},
+        "layers": of_layers,
+    }
+
+
+def _union(collections: Iterable[Iterable[str]]) -> list[str]:
+    """Return every name once, in the order of its first place."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(collections)))
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    return [row.get(name) for row in rows]
+
+
+def _as_rows(values: Sequence[float | None]) -> list[list[float] | None]:
+    return [None if value is None else [value] for value in values]
+
+
+def _samples(lines: Sequence[Mapping[str, Any]], clients: Sequence[str]) -> dict[str, list[Any]]:
+    """Return each client's recorded statistics by line; None where a layer did not track: the row has fewer columns."""
+    samples: dict[str, list[Any]] = {}
+    for client in clients:
+        samples[client] = [_local(line, client, _sampled) for line in lines]
+    width = max((len(row) for row in itertools.chain(*samples.values()) if row), default=0)
+    for client, rows in samples.items():
         samples[client] = [row if row and len(row) == width else None for row in rows]
-    found["window-variance"] = {client: _rolling(rows, window) for client, rows in samples.items()}
-    deltas = {
-        client: [value if value is None else [value] for value in row] for client, row in found["local-l1"].items()
-    }
-    found["delta-variance"] = {client: _rolling(rows, window) for client, rows in deltas.items()}
-    own = {client: [_local(line, client, _l1) or {} for line in lines] for client in clients}
-    found["layers"] = {
-        path: {
-            "change-l1": [line["layers"].get(path, {}).get("change", {}).get("l1") for line in lines],
-            "local-l1": {client: [row.get(path) for row in rows] for client, rows in own.items()},
-        }
-        for path in dict.fromkeys(path for line in lines for path in line["layers"])
-    }
-    return found
+    return samples
 
 
 def _local(line: Mapping[str, Any], client: str, read: Any) -> Any:
@@ -60,30 +83,39 @@ def _local(line: Mapping[str, Any], client: str, read: Any) -> Any:
     return read(line["layers"], line["clients"].index(client))
 
 
+def _changes(line: Mapping[str, Any]) -> dict[str, float | None]:
+    return {path: layer["change"]["l1"] for path, layer in line["layers"].items()}
+
+
 def _l1(layers: Mapping[str, Any], at: int) -> dict[str, float | None]:
     return {path: layer["clients"]["l1"][at] for path, layer in layers.items()}
 
 
 def _sampled(layers: Mapping[str, Any], at: int) -> list[float] | None:
-    rows = [layer["sample"][name][at] for layer in layers.values() for name in Statistics._fields]
-    values = [value for row in rows if row for value in row]
+    values: list[float] = []
+    for layer in layers.values():
+        for name in Statistics._fields:
+            values += layer["sample"][name][at] or ()
     return values if values and None not in values else None
 
 
 def _sums(rows: Sequence[Mapping[str, float | None]]) -> list[float | None]:
     """Return the sum of each row over the layers that any row knows; None where one is missing."""
     known = dict.fromkeys(path for row in rows for path, value in row.items() if value is not None)
-    columns = [[value for path in known if (value := row.get(path)) is not None] for row in rows]
-    return [sum(values) if values and len(values) == len(known) else None for values in columns]
+    sums: list[float | None] = []
+    for row in rows:
+        values = [value for path in known if (value := row.get(path)) is not None]
+        sums.append(sum(values) if values and len(values) == len(known) else None)
+    return sums
 
 
 def _rolling(rows: Sequence[Sequence[float] | None], window: int) -> list[float | None]:
     """Return, for each row, the variance of the last ``window`` rows that are known, the mean over the columns."""
-    found: list[float | None] = []
+    variances: list[float | None] = []
     last: deque[Sequence[float]] = deque(maxlen=window)
     for row in rows:
         if row is not None:
             last.append(row)
         known = row is not None and len(last) > 1
-        found.append(float(torch.tensor([*last], dtype=torch.float64).var(0).mean()) if known else None)
-    return found
+        variances.append(float(torch.tensor([*last], dtype=torch.float64).var(0).mean()) if known else None)
+    return variances

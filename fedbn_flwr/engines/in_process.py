@@ -140,12 +140,12 @@ class InProcessGrid(ImmediateGrid):
 
     def node_properties(self, config: Mapping[str, Any], node_ids: Sequence[int]) -> dict[int, NodeProperties]:
         """See ``ImmediateGrid.node_properties``; only an app of ``client_app(num_examples=...)`` tells them."""
-        app, found = self._client_app, dict[int, NodeProperties]()
+        app, properties = self._client_app, dict[int, NodeProperties]()
         if isinstance(app, TellsProperties):
             for node_id in node_ids:
                 with suppress(Exception):  # the reply to a message says what is wrong
-                    found[node_id] = app.node_properties(config, self._new_context(node_id))
-        return found
+                    properties[node_id] = app.node_properties(config, self._new_context(node_id))
+        return properties
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
         """See ``transport.BarrierGrid``; a client gets it from ``transport.local_reducer(barrier_id)``."""
@@ -214,8 +214,11 @@ class InProcessGrid(ImmediateGrid):
 
     def _work(self, node_id: int, message: Message, reply_id: str, result: Future[Message]) -> Callable[[], None]:
         """Return the call that begins a node's work on a message; at its end it begins the node's next one."""
-        found = (item for item in self._barriers.items() if node_id in item[1].members)
-        member = next((LocalMember(barrier_id, barrier, node_id) for barrier_id, barrier in found), None)
+        member = None
+        for barrier_id, barrier in self._barriers.items():
+            if node_id in barrier.members:
+                member = LocalMember(barrier_id, barrier, node_id)
+                break
 
         def begin() -> None:
             try:

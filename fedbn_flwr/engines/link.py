@@ -145,7 +145,7 @@ class WorkerPipe:
                 for file in files:
                     send_handle(self.pipe, file, self.pid)
             finally:
-                for file in {*files, *(packed.file for packed in values if packed.key)}:
+                for file in {*files} | {packed.file for packed in values if packed.key}:
                     os.close(file)
             for packed in values:
                 if packed.key:

@@ -144,12 +144,12 @@ def flower_runs(env: Mapping[str, str], connection: str, prefix: Sequence[str] =
     command = [*prefix, "flwr", "list", connection, "--format", "json"]
     answer = subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
     try:
-        found = json.loads(answer)
+        listed = json.loads(answer)
     except json.JSONDecodeError as error:
         raise EngineError(f"flwr list gave no JSON: {answer[-500:]!r}") from error
-    if "runs" not in found:  # for example, the SuperLink is away
-        raise EngineError(f"flwr list: {str(found)[-500:]}")
-    runs: list[dict[str, str]] = found["runs"]
+    if "runs" not in listed:  # for example, the SuperLink is away
+        raise EngineError(f"flwr list: {str(listed)[-500:]}")
+    runs: list[dict[str, str]] = listed["runs"]
     return runs
 
 

@@ -107,12 +107,12 @@ def machines() -> list[Machine]:
     import ray
 
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    found = [node for node in nodes if node["Alive"]]
-    resources = [(node, node["Resources"]) for node in found]
-    return [
-        Machine(node["NodeManagerAddress"], node["NodeID"], has.get("CPU", 0.0), has.get("GPU", 0.0))
-        for node, has in resources
-    ]
+    alive = []
+    for node in nodes:
+        if node["Alive"]:
+            cpus, gpus = node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)
+            alive.append(Machine(node["NodeManagerAddress"], node["NodeID"], cpus, gpus))
+    return alive
 
 
 def on_each(function: Callable[..., T], *args: Any) -> list[tuple[Machine, T]]:
@@ -123,10 +123,10 @@ def on_each(function: Callable[..., T], *args: Any) -> list[tuple[Machine, T]]:
     """
     import ray
 
-    found, task = machines(), ray.remote(num_cpus=0)(function)
-    asked = [task.options(scheduling_strategy=_on(machine.node_id)).remote(*args) for machine in found]
+    on, task = machines(), ray.remote(num_cpus=0)(function)
+    asked = [task.options(scheduling_strategy=_on(machine.node_id)).remote(*args) for machine in on]
     results = []
-    for machine, answer in zip(found, asked, strict=True):
+    for machine, answer in zip(on, asked, strict=True):
         try:
             results.append((machine, ray.get(answer, timeout=_WORK_SECONDS)))
         except ray.exceptions.GetTimeoutError as error:
@@ -212,13 +212,13 @@ def check_versions() -> None:
 
     # Not a function of this module, which it would import, with torch, on each machine.
     def versions(names: Sequence[str]) -> dict[str, str]:
-        found = {}
+        installed = {}
         for name in names:
             try:
-                found[name] = version(name)
+                installed[name] = version(name)
             except PackageNotFoundError:
-                found[name] = "not installed"
-        return found
+                installed[name] = "not installed"
+        return installed
 
     here = versions(_PACKAGES)
     others = [

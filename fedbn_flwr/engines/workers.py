@@ -125,7 +125,7 @@ class WorkerProcesses:
 
     def _with_member_of(self, barrier_id: str) -> list[_Worker]:
         with self._lock:
-            return [w for w in self._workers if any(_is_member(job, barrier_id) for job in w.jobs.values())]
+            return [worker for worker in self._workers if any(worker.works_for(barrier_id))]
 
     def _end_hanging(self, barrier_id: str) -> None:
         """End the processes with a member of a step that is over: others would wait there for their turn for ever."""
@@ -137,9 +137,10 @@ class WorkerProcesses:
         """End the processes; the jobs that they work on fail."""
         self._end()
         with self._lock:
-            left = [*self._jobs, *(job for worker in self._workers for job in worker.jobs.values())]
+            left = list(self._jobs)
             self._jobs.clear()
             for worker in self._workers:
+                left += worker.jobs.values()
                 worker.jobs.clear()
         for job in left:
             _fail(job, "the grid was closed")
@@ -148,7 +149,7 @@ class WorkerProcesses:
     def _for_member(self, barrier_id: str) -> _Worker | None:
         """Return the process with the fewest members, if possible one without another job, in which it may hang."""
         alive = [w for w in self._workers if not w.gone] or self._workers
-        free = [w for w in alive if all(_is_member(job, barrier_id) for job in w.jobs.values())]
+        free = [worker for worker in alive if all(worker.works_for(barrier_id))]
         return min(free or alive, key=lambda worker: len(worker.jobs), default=None)
 
     def _send(self, worker: _Worker, number: int, job: Job) -> None:
@@ -174,15 +175,15 @@ class WorkerProcesses:
         self._send(worker, number, job)
 
     def _start(self) -> _Worker:
-        own, others = multiprocessing.Pipe()
-        inherited = [own, *(worker.link.pipe for worker in self._workers)]  # a fork has these, too, and closes them
+        ours, others = multiprocessing.Pipe()
+        inherited = [ours] + [worker.link.pipe for worker in self._workers]  # a fork has these, too, and closes them
         args = (others, inherited if isinstance(self._app, ClientApp) else [], self._app, *self._settings)
         process = self._process(target=serve, args=args, name="fedbn-flwr worker")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: see ``serve``
             process.start()
         others.close()
-        worker = _Worker(process, WorkerPipe(own, process.pid or 0))
+        worker = _Worker(process, WorkerPipe(ours, process.pid or 0))
         threading.Thread(target=self._attend, args=(worker,), name="worker", daemon=True).start()
         return worker
 
@@ -260,10 +261,6 @@ class WorkerProcesses:
             self._feed(fresh)
 
 
-def _is_member(job: Job, barrier_id: str) -> bool:
-    return job.member is not None and job.member.barrier_id == barrier_id
-
-
 def _end(job: Job, values: list[Any]) -> None:
     """Give a job its reply and context, or an error reply if they cannot be taken."""
     try:
@@ -296,6 +293,10 @@ class _Worker:
         number = next(_numbers)
         self.jobs[number] = job
         return number
+
+    def works_for(self, barrier_id: str) -> list[bool]:
+        """Return, for each of its jobs, whether it is a member of this barrier."""
+        return [job.member is not None and job.member.barrier_id == barrier_id for job in self.jobs.values()]
 
     def answer(self, outcomes: Mapping[int, Any]) -> None:
         """Send the results of members' calls by node id, or the exceptions."""

@@ -114,7 +114,10 @@ def _numbered(reply: Message, key: str, result: str) -> None:
     """Convert a reply to the legacy form: one list of arrays, everything else in the metrics."""
     records, metrics = reply.content.array_records, reply.content.config_records[f"{result}.metrics"]
     if key in records:
-        entries = {n if k == key else f"{k}/{n}": array for k in list(records) for n, array in records.pop(k).items()}
+        entries = {}
+        for record in list(records):
+            for name, array in records.pop(record).items():
+                entries[name if record == key else f"{record}/{name}"] = array
         metrics[ARRAY_NAMES] = json.dumps(list(entries))
         reply.content[f"{result}.parameters"] = to_record({name: view(array) for name, array in entries.items()})
     counted = reply.content.metric_records[f"{result}.num_examples"]
@@ -126,11 +129,11 @@ def _numbered(reply: Message, key: str, result: str) -> None:
 
 def _introduced(reply: Message, context: Context) -> Message:
     """Return the client's properties with its partition id, even if the client has no properties."""
-    own = partition_of(context)
-    if reply.has_content() and own is not None:
+    partition_id = partition_of(context)
+    if reply.has_content() and partition_id is not None:
         known: Mapping[str, Any] = reply.content.config_records.get(f"{_KNOWN}.properties", {})
-        said = known.get(PARTITION_ID)
-        number = said if type(said) is int else own  # the server reads no text and no float
+        stated = known.get(PARTITION_ID)
+        number = stated if type(stated) is int else partition_id  # the server reads no text and no float
         reply.content[f"{_KNOWN}.properties"] = ConfigRecord({**known, PARTITION_ID: number})
         reply.content[f"{_KNOWN}.status"] = ConfigRecord({"code": Code.OK.value, "message": ""})
     return reply

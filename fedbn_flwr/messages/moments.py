@@ -23,11 +23,11 @@ def encode_moments(moments: Mapping[str, Moments], like: Mapping[str, torch.Tens
         like: the model's state dict.
     """
     entries: dict[str, torch.Tensor] = {}
-    for path, own in moments.items():
+    for path, of_layer in moments.items():
         dtype = torch.promote_types(like[entry_name(path, "running_mean")].dtype, torch.float32)
-        entries[entry_name(path, "count")] = torch.tensor(own.count)
-        entries[entry_name(path, "mean")] = own.mean.to(dtype)
-        entries[entry_name(path, "m2")] = own.m2.to(dtype)
+        entries[entry_name(path, "count")] = torch.tensor(of_layer.count)
+        entries[entry_name(path, "mean")] = of_layer.mean.to(dtype)
+        entries[entry_name(path, "m2")] = of_layer.m2.to(dtype)
     return entries
 
 
@@ -43,19 +43,19 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
         ReplyError: an entry is missing, unknown, misshapen or not finite, a count is below 1, an M2 negative.
     """
     check_finite(state)
-    found: dict[str, Moments] = {}
+    moments: dict[str, Moments] = {}
     left = dict(state)
     for layer in parts.layers:
         names = [entry_name(layer.path, leaf) for leaf in ("count", "mean", "m2")]
-        mine = [left.pop(name) for name in names if name in left]
-        if not mine:
+        sent = [left.pop(name) for name in names if name in left]
+        if not sent:
             continue
-        if len(mine) < len(names) or "running_mean" not in layer.entries:
+        if len(sent) < len(names) or "running_mean" not in layer.entries:
             raise ReplyError(
                 f"the reply lacks count, mean or m2 of layer '{layer.path}', or that layer tracks no running "
                 "statistics: the client's model differs from the server's"
             )
-        count, mean, m2 = mine
+        count, mean, m2 = sent
         expected = like[layer.entries["running_mean"]].shape
         if count.shape != () or count.dtype.kind != "i" or mean.shape != expected or m2.shape != expected:
             shapes = f"{count.dtype} {count.shape}, {mean.shape}, {m2.shape}"
@@ -63,7 +63,7 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
         if count < 1 or (m2 < 0).any():
             raise ReplyError(f"layer '{layer.path}': count is {count}, the smallest M2 {m2.min()}")
         wide = (torch.from_numpy(np.array(array, dtype=np.float64)) for array in (mean, m2))
-        found[layer.path] = Moments(int(count), *wide)
+        moments[layer.path] = Moments(int(count), *wide)
     if left:
         raise ReplyError(f"'{next(iter(left))}' ({len(left)} such) belongs to no BatchNorm layer")
-    return found
+    return moments

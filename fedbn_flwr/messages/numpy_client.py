@@ -112,14 +112,18 @@ def to_records(first: str, entries: Mapping[str, Array], further: Collection[str
     records: dict[str, dict[str, Array]] = {first: {}}
     for name, array in entries.items():
         record, slash, entry = name.partition("/")
-        own = not slash or record not in further
-        records.setdefault(first if own else record, {})[name if own else entry] = array
+        if slash and record in further:
+            records.setdefault(record, {})[entry] = array
+        else:
+            records[first][name] = array
     return {key: to_record(record) for key, record in records.items()}
 
 
 def _names(message: Message) -> list[str]:
-    records = enumerate(message.content.array_records.items())
-    return [name if index == 0 else f"{key}/{name}" for index, (key, record) in records for name in record]
+    names: list[str] = []
+    for index, (key, record) in enumerate(message.content.array_records.items()):
+        names += [f"{key}/{name}" if index else name for name in record]
+    return names
 
 
 def _in_records(message: Message, arrays: Mapping[str, Array]) -> RecordDict:

@@ -207,10 +207,10 @@ def partition_of(context: Context) -> int | None:
     Raises:
         ConfigError: it is no number.
     """
-    own = context.node_config.get(PARTITION_ID)
-    if own is not None and not str(own).isdecimal():
-        raise ConfigError(f"partition-id={own!r} of the node's config must be a whole number from 0")
-    return None if own is None else int(own)
+    number = context.node_config.get(PARTITION_ID)
+    if number is not None and not str(number).isdecimal():
+        raise ConfigError(f"partition-id={number!r} of the node's config must be a whole number from 0")
+    return None if number is None else int(number)
 
 
 def num_partitions_of(context: Context) -> int | None:
@@ -231,8 +231,8 @@ def merged_config(message: Message) -> dict[str, Any]:
 
 def round_in(config: Mapping[str, Any]) -> int | None:
     """Return the round in a message's config; None if it has none."""
-    found = config.get(SERVER_ROUND, config.get(_USERS_ROUND))
-    return None if found is None else int(found)
+    number = config.get(SERVER_ROUND, config.get(_USERS_ROUND))
+    return None if number is None else int(number)
 
 
 def message_seed(message: Message, context: Context) -> int:
@@ -242,9 +242,9 @@ def message_seed(message: Message, context: Context) -> int:
     exchanges of a synchronised step have the seed of the training that repeats the step.
     """
     config, kind = merged_config(message), message.metadata.message_type
-    own = context.node_config.get(PARTITION_ID, context.node_id)
+    node = context.node_config.get(PARTITION_ID, context.node_id)
     purpose = MessageType.TRAIN if kind == EXCHANGE_QUERY else kind
-    return derive_seed(int(config.get(SEED, 0)), "client", purpose, int(config.get(SERVER_ROUND, 0)), str(own))
+    return derive_seed(int(config.get(SEED, 0)), "client", purpose, int(config.get(SERVER_ROUND, 0)), str(node))
 
 
 def refuse_own_keys(**configs: Mapping[str, Any] | None) -> None:
@@ -253,9 +253,10 @@ def refuse_own_keys(**configs: Mapping[str, Any] | None) -> None:
     Raises:
         ConfigError: there are such keys; all are named.
     """
-    if taken := [
-        f"{name}[{key!r}]" for name, config in configs.items() for key in config or () if key.startswith(PREFIX)
-    ]:
+    taken = []
+    for name, config in configs.items():
+        taken += [f"{name}[{key!r}]" for key in config or () if key.startswith(PREFIX)]
+    if taken:
         raise ConfigError(
             f"{', '.join(taken)}: keys that begin with {PREFIX!r} are those that this package adds. Rename yours."
         )
@@ -447,13 +448,13 @@ class ReplyInfo:
     def read(cls, reply: Message) -> ReplyInfo:
         """Return the report of a reply; an empty one for an error or for a client without a client part."""
         info: Mapping[str, Any] = (reply.content.config_records.get(INFO) if reply.has_content() else None) or {}
-        own = info.get(PARTITION_ID)
+        partition_id = info.get(PARTITION_ID)
         return cls(
             frozenset(comma_list(info, APPLIED)),
             str(info.get(LOCAL_SHA256, "")),
             info.get(LOCAL_HOME) == "folder",
             LOCAL_BEGAN in info,
-            own if isinstance(own, int) and own >= 0 else None,
+            partition_id if isinstance(partition_id, int) and partition_id >= 0 else None,
             str(info.get(RECORD_DP, "")),
         )
 

@@ -133,20 +133,20 @@ def view(array: FlowerArray) -> Array:
     end = 10 + int.from_bytes(data[8:10], "little")
     if layout := _layout(bytes(data[: min(end, _LONGEST_HEADER)])):
         dtype, shape, order = layout
-        found = np.frombuffer(data, dtype, offset=end).reshape(shape, order=order)
+        values = np.frombuffer(data, dtype, offset=end).reshape(shape, order=order)
     else:
-        found = array.numpy()  # or it raises
-    found.flags.writeable = False
-    return found
+        values = array.numpy()  # or it raises
+    values.flags.writeable = False
+    return values
 
 
 @functools.lru_cache(maxsize=4096)
 def _layout(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]] | None:
     """Return dtype, shape and order that a header of NumPy's file format names; None for another header."""
-    if (found := _NPY.fullmatch(header)) is None:
+    if (match := _NPY.fullmatch(header)) is None:
         return None
-    shape = tuple(int(size) for size in found["shape"].split(b",") if size.strip())
-    return np.dtype(found["dtype"].decode()), shape, "F" if found["fortran"] == b"True" else "C"
+    shape = tuple(int(size) for size in match["shape"].split(b",") if size.strip())
+    return np.dtype(match["dtype"].decode()), shape, "F" if match["fortran"] == b"True" else "C"
 
 
 def select(record: ArrayRecord, names: Collection[str]) -> ArrayRecord:
@@ -191,8 +191,8 @@ def num_bytes(record: ArrayRecord) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=64)
 def _item(dtype: str) -> tuple[int, bool]:
-    found = np.dtype(dtype)
-    return found.itemsize, np.issubdtype(found, np.inexact)
+    kind = np.dtype(dtype)
+    return kind.itemsize, np.issubdtype(kind, np.inexact)
 
 
 def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
@@ -206,6 +206,6 @@ def state_sha256(state: State, local: Mapping[str, str] | None = None) -> str:
     for name, array in state.items():
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    for partition, own in sorted((local or {}).items(), key=lambda item: int(item[0])):
-        digest.update(f"local {partition} {own}\n".encode())
+    for partition, sha256 in sorted((local or {}).items(), key=lambda item: int(item[0])):
+        digest.update(f"local {partition} {sha256}\n".encode())
     return digest.hexdigest()

@@ -86,14 +86,14 @@ def use_feature_norm(
         NormLayerError: the model has no linear classifier, or one that is changed already, or its last linear layer
             has another number of outputs.
     """
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     name = type(model).__name__
-    if not found:
+    if not linear:
         raise NormLayerError(
             f"feature-norm normalises the features before a linear classifier, and {name} has no linear layer. Use a "
             "model with one, or feature-norm=false."
         )
-    path, head = found[-1]
+    path, head = linear[-1]
     if num_classes and head.out_features != num_classes:
         raise NormLayerError(
             f"feature-norm: '{path}', the last linear layer of {name}, has {head.out_features} outputs, and the model "

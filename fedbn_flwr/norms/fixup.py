@@ -120,7 +120,9 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
     for block in blocks:
         _start(block.branch, len(blocks))
     order = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    layers: list[nn.Conv2d | nn.Linear] = [*biased, *([] if head is None else [head])]
+    layers: list[nn.Conv2d | nn.Linear] = [*biased]
+    if head is not None:
+        layers.append(head)
     old = {path: describe(m) for path, m in model.named_modules(remove_duplicate=False)}
     model, norms = swap_batchnorm(model, replacement)
     for layer in layers:
@@ -170,8 +172,8 @@ def _block(module: nn.Module, known: Wiring) -> _Block | None:
     others = [m for m in module.modules() if isinstance(m, _ConvNd | _BatchNorm) and id(m) not in inside]
     convs = tuple(m for m in others if isinstance(m, nn.Conv2d))
     shortcut_norms = tuple(m for m in others if isinstance(m, _BatchNorm))
-    ends = [norm for conv in convs for norm in known.norms_after.get(id(conv), ())]
-    if len(convs) + len(shortcut_norms) != len(others) or {id(n) for n in ends} != {id(n) for n in shortcut_norms}:
+    ends = {id(norm) for conv in convs for norm in known.norms_after.get(id(conv), ())}
+    if len(convs) + len(shortcut_norms) != len(others) or ends != {id(norm) for norm in shortcut_norms}:
         return None
     return _Block(tuple(branch), tuple(norms), convs, shortcut_norms)
 

@@ -40,8 +40,9 @@ class NormReport:
         if not self.replaced:
             return f"norm {self.kind!r}: no layer replaced"
         rows = [(shown_path(row.path), row.old, row.new) for row in self.replaced]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = [f"{path:<{widths[0]}}  {old:<{widths[1]}}  ->  {new}" for path, old, new in rows]
+        width_of_path = max(len(path) for path, _, _ in rows)
+        width_of_old = max(len(old) for _, old, _ in rows)
+        lines = [f"{path:<{width_of_path}}  {old:<{width_of_old}}  ->  {new}" for path, old, new in rows]
         return "\n".join([f"norm {self.kind!r}: {len(rows)} replaced", *lines])
 
 

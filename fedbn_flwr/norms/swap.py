@@ -89,11 +89,11 @@ def refuse_uninitialised(model: nn.Module) -> None:
 
 
 def _refuse_fused(places: tuple[Place, ...]) -> None:
-    fused = [
-        f"{shown_path(path)} ({type(layer).__name__} holds {', '.join(type(child).__name__ for child in children)})"
-        for path, layer, _, _ in places
-        if (children := [child for child in layer.children() if not isinstance(child, nn.Identity)])
-    ]
+    fused = []
+    for path, layer, _, _ in places:
+        children = [type(child).__name__ for child in layer.children() if not isinstance(child, nn.Identity)]
+        if children:
+            fused.append(f"{shown_path(path)} ({type(layer).__name__} holds {', '.join(children)})")
     if fused:
         raise NormLayerError(
             "replacing these BatchNorm subclasses would lose the layers inside them: "

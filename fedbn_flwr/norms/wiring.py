@@ -66,20 +66,20 @@ def wiring(model: nn.Module) -> Wiring:
         module._forward_pre_hooks.clear()
     originals = dict(model.named_modules(remove_duplicate=False))
     original_of = {id(m): originals[path] for path, m in skeleton.named_modules(remove_duplicate=False)}
-    found = Wiring()
-    _follow(skeleton, found, original_of)
+    result = Wiring()
+    _follow(skeleton, result, original_of)
     for conv, norm in _neighbours(model):
-        found.norms_after.setdefault(id(conv), (norm,))
-    return found
+        result.norms_after.setdefault(id(conv), (norm,))
+    return result
 
 
-def _follow(module: nn.Module, found: Wiring, original_of: dict[int, nn.Module]) -> None:
+def _follow(module: nn.Module, result: Wiring, original_of: dict[int, nn.Module]) -> None:
     try:
         graph, layers = _record(module)
     except Exception:  # user code may raise anything when it gets a proxy; then its children are traced
         for child in module.children():
             if not _is_layer(child) and any(map(_is_layer, child.modules())):
-                _follow(child, found, original_of)
+                _follow(child, result, original_of)
         return
     for node in graph.nodes:
         if node.op != "call_module":
@@ -89,10 +89,10 @@ def _follow(module: nn.Module, found: Wiring, original_of: dict[int, nn.Module])
         if _feeds_norms(layer):
             norms = [original_of[id(layers[str(u.target)])] for u in users if u.op == "call_module"]
             after = tuple(norm for norm in norms if isinstance(norm, _BatchNorm))
-            only_norms = len(after) == len(users) and found.norms_after.get(id(layer), True)
-            found.norms_after[id(layer)] = (*found.norms_after.get(id(layer), ()), *after) if only_norms else ()
+            only_norms = len(after) == len(users) and result.norms_after.get(id(layer), True)
+            result.norms_after[id(layer)] = (*result.norms_after.get(id(layer), ()), *after) if only_norms else ()
         elif isinstance(layer, _BatchNorm) and any(user.target in _ADDITIONS for user in users):
-            found.added.add(id(layer))
+            result.added.add(id(layer))
 
 
 def _users(node: fx.Node, layers: dict[str, nn.Module], *, moves: bool) -> Iterator[fx.Node]:

@@ -91,13 +91,13 @@ def note(file: Path | None, release: Release | Steps) -> None:
 
 def restored(file: Path | None, kind: type[R], *known: list[R]) -> list[R]:
     """Return the longest of the known lists and that in the file, which then has it, too."""
-    found = list(known)
+    lists = list(known)
     if file and file.exists():
         text = file.read_text(encoding="utf-8")
         complete = text[: text.rfind("\n") + 1]  # without the line that a killed process did not finish
-        found.append([kind(**json.loads(line)) for line in complete.splitlines()])
+        lists.append([kind(**json.loads(line)) for line in complete.splitlines()])
     longest: list[R] = []
-    for releases in found:
+    for releases in lists:
         longest = releases if len(releases) > len(longest) else longest
     if file and longest:
         write_atomically(file, "".join(json.dumps(release._asdict()) + "\n" for release in longest))

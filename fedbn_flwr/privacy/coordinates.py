@@ -84,7 +84,7 @@ class Coordinates:
             update: by entry.
             deviation: standard deviation of the noise in it.
         """
-        found = dict(self._before)
+        state = dict(self._before)
         for name, unit in self._units.items():
             like = self._before[name]
             moved: Array = _real(like) + update[name] * unit
@@ -92,13 +92,13 @@ class Coordinates:
                 moved = _bounded(_above_zero(moved, np.asarray(deviation * unit)), like)
             if like.dtype.kind == "c":
                 moved = moved.view(np.complex128).reshape(like.shape)
-            found[name] = moved.astype(like.dtype)
-        return found | {name: found[first] for name, first in self._tied.items()}
+            state[name] = moved.astype(like.dtype)
+        return state | {name: state[first] for name, first in self._tied.items()}
 
 
 def norm(update: Update) -> float:
     """Return the Euclidean norm of all coordinates together."""
-    return math.sqrt(sum(float(np.vdot(own, own)) for own in update.values()))
+    return math.sqrt(sum(float(np.vdot(entry, entry)) for entry in update.values()))
 
 
 def _real(array: Array) -> Array:

@@ -134,9 +134,9 @@ class ClientLevelDP(Protection):
             raise ConfigError("\n".join(f"{subject}: {what}" for what in problems))
 
     def _begin(self) -> None:
-        own = self.settings
-        self.clipping_norm = own.dp_clipping_norm
-        self.noise_multiplier = None if own.dp_target_epsilon else own.dp_noise_multiplier
+        settings = self.settings
+        self.clipping_norm = settings.dp_clipping_norm
+        self.noise_multiplier = None if settings.dp_target_epsilon else settings.dp_noise_multiplier
         self._spent = False
 
     def config(self) -> Mapping[str, Any]:
@@ -180,9 +180,10 @@ class ClientLevelDP(Protection):
 
     def _adapt(self, surplus: float, of_bits: float, asked: int) -> None:
         """Set C of the next round; ``surplus`` is the sum of b_i - 1/2, ``of_bits`` the deviation of its noise."""
-        own = self.settings
+        settings = self.settings
         share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
-        self.clipping_norm *= math.exp(-own.dp_clipping_rate * (min(max(share, 0), 1) - own.dp_clipping_quantile))
+        surplus_share = min(max(share, 0), 1) - settings.dp_clipping_quantile
+        self.clipping_norm *= math.exp(-settings.dp_clipping_rate * surplus_share)
 
     def _coordinates(self, run: Run, before: State) -> Coordinates:
         part_of = run.parts.part_of
@@ -284,21 +285,23 @@ class ClientLevelDP(Protection):
 
     def guarantee(self) -> str:
         """Return what is guaranteed, in a sentence."""
-        own, accountant = self.settings, self.accountant
+        settings, accountant = self.settings, self.accountant
         if not self.noise.secret:
             return "No privacy is guaranteed: the noise can be repeated."
-        if not own.dp_noise_multiplier and not own.dp_target_epsilon:
+        if not settings.dp_noise_multiplier and not settings.dp_target_epsilon:
             return "No privacy is guaranteed: updates are clipped, without noise."
         if not accountant.releases:
             return NO_ROUND
         if not math.isfinite(epsilon := accountant.epsilon()):
             return "No privacy is guaranteed: there were releases without noise, or with noise that can be repeated."
         what = (
-            "whether a client's update is in the sums" if own.dp_neighbours == "zero-out" else "which data a client has"
+            "whether a client's update is in the sums"
+            if settings.dp_neighbours == "zero-out"
+            else "which data a client has"
         )
         against = ", from all but clients" if any(release.secret for release in accountant.releases) else ""
         return (
-            f"epsilon = {epsilon:.4g} at delta = {own.dp_delta:g} after {len(accountant.releases)} releases: the "
+            f"epsilon = {epsilon:.4g} at delta = {settings.dp_delta:g} after {len(accountant.releases)} releases: the "
             f"models hide {what}{against}."
         )
 
@@ -309,10 +312,10 @@ class ClientLevelDP(Protection):
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""
-        found: dict[str, Any] = {"guarantee": self.guarantee(), "noise-multiplier": self.noise_multiplier}
+        entries: dict[str, Any] = {"guarantee": self.guarantee(), "noise-multiplier": self.noise_multiplier}
         if self.guarantees:
-            found |= {"epsilon": self.accountant.epsilon(), "delta": self.settings.dp_delta}
-        return {"privacy": found}
+            entries |= {"epsilon": self.accountant.epsilon(), "delta": self.settings.dp_delta}
+        return {"privacy": entries}
 
     def state_dict(self) -> dict[str, Any]:
         """Return C, z and the releases."""

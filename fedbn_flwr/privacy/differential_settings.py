@@ -63,39 +63,39 @@ class DPSettings(Settings):
 
 def conflicts(settings: DPSettings) -> list[str]:
     """Return why these settings cannot be used together, one line each."""
-    found = []
+    lines = []
     if settings.dp_target_epsilon and settings.dp_noise_multiplier:
-        found.append(
+        lines.append(
             f"dp-target-epsilon={settings.dp_target_epsilon} chooses the noise; leave "
             f"dp-noise-multiplier={settings.dp_noise_multiplier} out"
         )
     if settings.dp_max_epsilon and not (settings.dp_noise_multiplier or settings.dp_target_epsilon):
-        found.append(
+        lines.append(
             f"dp-max-epsilon={settings.dp_max_epsilon} needs noise: without it the first round already costs more"
         )
     if settings.dp_max_epsilon and settings.dp_max_epsilon < settings.dp_target_epsilon:
-        found.append(
+        lines.append(
             f"dp-max-epsilon={settings.dp_max_epsilon} is below dp-target-epsilon={settings.dp_target_epsilon}"
         )
     if settings.dp == "client" and settings.dp_clipping == "adaptive":
-        found.append(
+        lines.append(
             "dp-clipping=adaptive needs dp=server: a client that clips sends an "
             "update of norm C, up to rounding, and the server cannot count those that were longer"
         )
     if settings.dp_sampling == "secret" and settings.dp_neighbours != "replace-one":
-        found.append("dp-sampling=secret needs dp-neighbours=replace-one, for which its benefit is known")
+        lines.append("dp-sampling=secret needs dp-neighbours=replace-one, for which its benefit is known")
     if settings.dp_sampling == "secret" and settings.dp_metrics == "published":
-        found.append("dp-sampling=secret with dp-metrics=published: the metrics would tell who was drawn")
-    return found
+        lines.append("dp-sampling=secret with dp-metrics=published: the metrics would tell who was drawn")
+    return lines
 
 
 def unused(settings: DPSettings) -> dict[str, str]:
     """Return the settings that have no effect under the others, by name, each with what it needs."""
     if settings.dp == "off":
         return dict.fromkeys(set(DPSettings.model_fields) - {"dp"}, "it is for dp=server and dp=client")
-    found: dict[str, str] = {}
+    without_effect: dict[str, str] = {}
     if settings.dp_clipping == "fixed":
-        found |= dict.fromkeys(("dp_clipping_quantile", "dp_clipping_rate"), "it is for dp-clipping=adaptive")
+        without_effect |= dict.fromkeys(("dp_clipping_quantile", "dp_clipping_rate"), "it is for dp-clipping=adaptive")
     if not (settings.dp_noise_multiplier or settings.dp_target_epsilon):
-        found |= dict.fromkeys(("dp_delta", "dp_neighbours"), "without noise there is no epsilon")
-    return found
+        without_effect |= dict.fromkeys(("dp_delta", "dp_neighbours"), "without noise there is no epsilon")
+    return without_effect

@@ -84,8 +84,8 @@ def _gradient_of_each(
     def of_one(values: Mapping[str, Tensor], example: Tensor, target: Tensor) -> Any:
         with torch.autocast(example.device.type, torch.bfloat16) if amp else nullcontext():
             outputs = call_with(model, {**buffers, **values}, example[None])
-            found = loss(outputs, target[None])
-        return found, (found, outputs[0])
+            value = loss(outputs, target[None])
+        return value, (value, outputs[0])
 
     of_each = vmap(grad(of_one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
 

@@ -134,12 +134,15 @@ class MaskedRound:
             partners = [other for other in self.partners(number) if other in answered]
             if number not in answered and not partners:
                 continue
-            if len(own := shares[number]) < self.threshold:
-                raise MaskingError(f"{len(own)} shares for {self.nodes[number]} have come, {self.threshold} needed")
+            of_secret = shares[number]
+            if len(of_secret) < self.threshold:
+                raise MaskingError(
+                    f"{len(of_secret)} shares for {self.nodes[number]} have come, {self.threshold} needed"
+                )
             if number in answered:
-                left += seed_mask(recovered_seed(own[: self.threshold]), server_round, size)
+                left += seed_mask(recovered_seed(of_secret[: self.threshold]), server_round, size)
                 continue
-            secret = recovered_key(own[: self.threshold], self._keys[number].masks)
+            secret = recovered_key(of_secret[: self.threshold], self._keys[number].masks)
             for other in partners:
                 add_pair_mask(left, other, number, secret, self._keys[other].masks, server_round, self.about)
         return left
@@ -172,14 +175,15 @@ class MaskedRound:
                 MASK_KEYS: [key for other in listed for key in self._keys[other]],
                 MASK_THRESHOLD: self.threshold,
             }
-        found = self._ask("shares", configs, _by_number)
-        for number in [number for number, shares in found.items() if shares.keys() != self._neighbours[number]]:
-            self.lose(number, "it has sent shares for others than its neighbours")
-            del found[number]
-        for number, shares in found.items():
+        senders = []
+        for number, shares in self._ask("shares", configs, _by_number).items():
+            if shares.keys() != self._neighbours[number]:
+                self.lose(number, "it has sent shares for others than its neighbours")
+                continue
+            senders.append(number)
             for other, encrypted in shares.items():
                 self._encrypted.setdefault(other, {})[number] = encrypted
-        self.present = frozenset(found)
+        self.present = frozenset(senders)
         return self.present
 
     def _reveal(self, answered: frozenset[int]) -> Mapping[int, Sequence[bytes]]:
@@ -195,14 +199,14 @@ class MaskedRound:
             }
 
         def shares(answers: Mapping[int, Mapping[int, bytes]]) -> dict[int, list[bytes]]:
-            found: dict[int, list[bytes]] = {number: [] for number in self.present}
-            for number, own in answers.items():
-                for owner in self._around(number) & own.keys():
-                    found[owner].append(own[owner])
-            return found
+            of_secrets: dict[int, list[bytes]] = {number: [] for number in self.present}
+            for number, revealed in answers.items():
+                for owner in self._around(number) & revealed.keys():
+                    of_secrets[owner].append(revealed[owner])
+            return of_secrets
 
         def enough(answers: Mapping[int, Mapping[int, bytes]]) -> bool:
-            return all(len(own) >= self.threshold for own in shares(answers).values())
+            return all(len(of_secret) >= self.threshold for of_secret in shares(answers).values())
 
         self.revealing = True
         return shares(self._ask("reveal", configs, _by_number, enough))
@@ -231,26 +235,27 @@ class MaskedRound:
 
         def read_all(replies: Iterable[Message]) -> tuple[dict[int, Read], dict[int, str]]:
             """Return the answers, and why there is none, by number."""
-            found, why = dict[int, Read](), dict[int, str]()
-            for number, reply in ((number_of[reply.metadata.src_node_id], reply) for reply in replies):
+            answers, why = dict[int, Read](), dict[int, str]()
+            for reply in replies:
+                number = number_of[reply.metadata.src_node_id]
                 if reply.has_error():
                     why[number] = error_text(reply)
                 elif MASK_REPLY not in reply.content.config_records:
                     why[number] = _LACKS_MOD
                 else:
                     try:
-                        found[number] = read(reply.content.config_records[MASK_REPLY])
+                        answers[number] = read(reply.content.config_records[MASK_REPLY])
                     except (KeyError, TypeError, ValueError) as error:  # from outside
                         text = f"{type(error).__name__}: {error}"
                         why[number] = f"its answer to '{stage}' of the masks cannot be read: {text}"
-            return found, why
+            return answers, why
 
         replies = polling(self.grid).send_and_receive_until(
             messages, lambda replies: enough(read_all(replies)[0]), timeout=self.timeout
         )
-        found, why = read_all(replies)
-        complete = enough(found)
-        for number in [number for number in configs if number not in found]:
+        answers, why = read_all(replies)
+        complete = enough(answers)
+        for number in [number for number in configs if number not in answers]:
             text = why.get(number, f"no answer to '{stage}' of the masks")
             if stage != "reveal":
                 self.lose(number, text)
@@ -258,7 +263,7 @@ class MaskedRound:
                 logger.warning("round %d: %s: %s", self.report.server_round, self.nodes[number], text)
         if configs and list(why.values()).count(_LACKS_MOD) == len(configs):
             raise ClientPartError(f"{self.nodes[next(iter(configs))]}: {_LACKS_MOD}")
-        return found
+        return answers
 
 
 def _ring(numbers: Sequence[int], half: int) -> dict[int, frozenset[int]]:
@@ -266,7 +271,11 @@ def _ring(numbers: Sequence[int], half: int) -> dict[int, frozenset[int]]:
     ring, size = list(numbers), len(numbers)
     secrets.SystemRandom().shuffle(ring)
     steps = range(-half, half + 1) if 2 * half < size else range(size)
-    return {n: frozenset(ring[(place + step) % size] for step in steps) - {n} for place, n in enumerate(ring)}
+    neighbours = {}
+    for place, number in enumerate(ring):
+        around = {ring[(place + step) % size] for step in steps}
+        neighbours[number] = frozenset(around - {number})
+    return neighbours
 
 
 def _keys(keys: Sequence[bytes]) -> PublicKeys:

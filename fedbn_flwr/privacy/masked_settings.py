@@ -33,10 +33,9 @@ class MaskSettings(Settings):
 
 def conflicts(dp: DPSettings) -> list[str]:
     """Return why differential privacy with these settings needs single updates, one line each."""
-    found = []
-    if dp.dp == "server":
-        found.append("masked-sums=true hides the updates that dp=server clips; with dp=client the clients clip")
-    return found
+    if dp.dp != "server":
+        return []
+    return ["masked-sums=true hides the updates that dp=server clips; with dp=client the clients clip"]
 
 
 def unused(settings: MaskSettings) -> dict[str, str]:

@@ -202,18 +202,18 @@ class MaskedSums(Protection):
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
         """Return the limits of a step in which all stay to the end, and whose exchanges are masked sums."""
-        own = self._sum_or_raise
-        if missing := {own.masks.nodes[number].node_id for number in own.masks.present} - members.keys():
+        round_sum = self._sum_or_raise
+        if missing := {round_sum.masks.nodes[number].node_id for number in round_sum.masks.present} - members.keys():
             raise ConfigError(
                 f"masked-sums=true: node {min(missing)} has masks, and takes no part in the synchronised step"
             )
 
-        own.masks.whole = True
+        round_sum.masks.whole = True
 
         def answer(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-            total = own.of_exchange(tag, tensors)
+            total = round_sum.of_exchange(tag, tensors)
             self._training.note_sum()
-            return torch.from_numpy(own.point.mean(total, math.fsum(weights)))
+            return torch.from_numpy(round_sum.point.mean(total, math.fsum(weights)))
 
         return dataclasses.replace(limits, min_members=len(members), answer=answer)
 
@@ -261,11 +261,11 @@ class MaskedSums(Protection):
 
     def _mean(self, vectors: Mapping[int, Array], sums: RepeatedSums) -> Array:
         """Return the mean of these clients' vectors; see ``RoundSum.mean`` for what it raises."""
-        own = self._sum_or_raise
+        round_sum = self._sum_or_raise
         try:
-            return own.mean(vectors)
+            return round_sum.mean(vectors)
         finally:
-            if own.masks.revealing:  # the sum may be known, also if shares come late or it is out of range
+            if round_sum.masks.revealing:  # the sum may be known, also if shares come late or it is out of range
                 sums.note_sum()
 
     def check_statistics(self, run: Run, state: State, before: State) -> None:
@@ -278,13 +278,13 @@ class MaskedSums(Protection):
         """Return the moments of all clients' data together."""
         if not replies:
             return []
-        own = self._sum_or_raise
-        vectors = own.by_number(replies)
+        round_sum = self._sum_or_raise
+        vectors = round_sum.by_number(replies)
         try:
             values = split(self._mean(vectors, self._statistics), statistics_like(before))
-            return [pooled_statistics(values, own.weight(vectors.keys()), before)]
+            return [pooled_statistics(values, round_sum.weight(vectors.keys()), before)]
         except (MaskingError, ReplyError) as error:
-            own.masks.give_up(str(error))
+            round_sum.masks.give_up(str(error))
             return []
 
     def stops_after(self, server_round: int) -> bool:

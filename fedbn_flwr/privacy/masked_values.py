@@ -81,14 +81,15 @@ def statistics_values(entries: State, num_examples: int, before: State) -> dict[
     Raises:
         ReplyError: the entries do not fit the model.
     """
-    own, values = decode_moments(entries, before, split_state(before)), dict[str, Array]()
+    moments, values = decode_moments(entries, before, split_state(before)), dict[str, Array]()
     for path, mean, unit in _layers(before):
-        if (found := own.get(path)) is None:
+        of_layer = moments.get(path)
+        if of_layer is None:
             level, a, b = _NOT_CALLED, np.zeros_like(mean), np.zeros_like(mean)
         else:
-            level = float(np.log2(found.count / num_examples))
-            a = (found.mean.numpy() - mean) / np.sqrt(unit)
-            b = found.m2.numpy() / found.count / unit + a**2
+            level = float(np.log2(of_layer.count / num_examples))
+            a = (of_layer.mean.numpy() - mean) / np.sqrt(unit)
+            b = of_layer.m2.numpy() / of_layer.count / unit + a**2
         values |= {f"{path}|l": np.array([level, level**2]), f"{path}|a": a, f"{path}|b": b}
     return values
 
@@ -109,7 +110,7 @@ def pooled_statistics(values: Mapping[str, Array], total: float, before: State) 
     Raises:
         ReplyError: the clients have different numbers of values per example in a layer.
     """
-    found = {}
+    moments = {}
     for path, mean, unit in _layers(before):
         level, square = values[f"{path}|l"]
         if abs(square - level**2) > 1e-6:
@@ -122,17 +123,17 @@ def pooled_statistics(values: Mapping[str, Array], total: float, before: State) 
         count = round(2.0**level * total)
         a, b = values[f"{path}|a"], values[f"{path}|b"]
         variance = np.maximum(b - a**2, 0.0) * unit
-        found[path] = Moments(count, torch.from_numpy(mean + a * np.sqrt(unit)), torch.from_numpy(count * variance))
-    return found
+        moments[path] = Moments(count, torch.from_numpy(mean + a * np.sqrt(unit)), torch.from_numpy(count * variance))
+    return moments
 
 
 def _layers(before: State) -> list[tuple[str, Array, Array]]:
     """Return path, running mean and v + e, float64, of each layer with running statistics."""
-    found = []
+    layers = []
     for layer in split_state(before).layers:
         if {"running_mean", "running_var"} <= layer.entries.keys():
             mean, variance = (
                 before[layer.entries[leaf]].astype(np.float64) for leaf in ("running_mean", "running_var")
             )
-            found.append((layer.path, mean, variance + E))
-    return found
+            layers.append((layer.path, mean, variance + E))
+    return layers

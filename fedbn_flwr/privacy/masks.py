@@ -187,12 +187,12 @@ class Party:
             raise MaskingError("the server names others than the clients with which this one has masked its vector")
         if len(answered) < self.threshold:
             raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed: nothing is revealed")
-        found = {}
+        revealed = {}
         for other in sorted({*answered, *lost}):
             of_seed, of_key = self._own_shares if other == self.number else self._decrypted(other, encrypted)
-            found[other] = of_seed if other in answered else of_key
+            revealed[other] = of_seed if other in answered else of_key
         self._secrets, self._seed, self._own_shares, self._channels = [], b"", [], {}  # of no use any more
-        return found
+        return revealed
 
     def dump(self) -> bytes:
         """Return this client, to be kept until its next message."""
@@ -201,17 +201,17 @@ class Party:
     @classmethod
     def load(cls, data: bytes) -> Party:
         """Return the client that was kept."""
-        own: dict[str, Any] = json.loads(data)
+        kept: dict[str, Any] = json.loads(data)
         numbered: Mapping[str, Any] = {
             "_neighbours": lambda pair: list(map(bytes.fromhex, pair)),
             "_channels": bytes.fromhex,
         }
         for name, read in numbered.items():
-            own[name] = {int(number): read(value) for number, value in own[name].items()}
+            kept[name] = {int(number): read(value) for number, value in kept[name].items()}
         for name in ("publics", "_secrets", "_own_shares"):
-            own[name] = list(map(bytes.fromhex, own[name]))
-        own["_exchanged"] = {tag: bytes.fromhex(digest) for tag, digest in own["_exchanged"].items()}
-        return cls(**{**own, "_seed": bytes.fromhex(own["_seed"])})
+            kept[name] = list(map(bytes.fromhex, kept[name]))
+        kept["_exchanged"] = {tag: bytes.fromhex(digest) for tag, digest in kept["_exchanged"].items()}
+        return cls(**{**kept, "_seed": bytes.fromhex(kept["_seed"])})
 
     def _go(self, expected: str, stage: str) -> None:
         if self._stage != expected:
@@ -227,7 +227,7 @@ class Party:
         return self._present
 
     def _encrypted(self, other: int, shares: Sequence[bytes]) -> bytes:
-        text = json.dumps([self.number, other, *(share.hex() for share in shares)])
+        text = json.dumps([self.number, other] + [share.hex() for share in shares])
         return encrypt(self._envelope(other), text.encode())
 
     def _decrypted(self, other: int, encrypted: Mapping[int, bytes]) -> list[bytes]:

@@ -24,14 +24,14 @@ WAY_OUT = (
 
 def mixes_examples(model: nn.Module) -> list[str]:
     """Return the layers whose output for an example depends on others, in their present mode, one line each."""
-    found = []
+    lines = []
     for path, layer in model.named_modules():
         kind, statistics = type(layer).__name__, getattr(layer, "running_mean", None)
         if (isinstance(layer, _BatchNorm) or is_scripted_batchnorm(layer)) and (layer.training or statistics is None):
-            found.append(f"{path} ({kind}) normalises an example with the others of its batch")
+            lines.append(f"{path} ({kind}) normalises an example with the others of its batch")
         if isinstance(layer, _InstanceNorm) and layer.training and statistics is not None:
-            found.append(f"{path} ({kind}) has running statistics, which keep what no noise protects")
-    return [f"record-level privacy: {what}" for what in found]
+            lines.append(f"{path} ({kind}) has running statistics, which keep what no noise protects")
+    return [f"record-level privacy: {what}" for what in lines]
 
 
 def check_layers(model: nn.Module) -> None:
@@ -41,13 +41,13 @@ def check_layers(model: nn.Module) -> None:
             f"record-level privacy computes the gradients of the module itself: {type(model).__name__} around it "
             "would have no effect. Pass the module inside."
         )
-    if found := [name for name, own in model.named_parameters() if own.requires_grad and own.is_complex()]:
+    if refused := [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
         raise ConfigError(
-            f"record-level privacy adds real noise, and parameter '{found[0]}' is complex. Freeze it (train-only), or "
-            "store its real and imaginary parts (torch.view_as_real)."
+            f"record-level privacy adds real noise, and parameter '{refused[0]}' is complex. Freeze it (train-only), "
+            "or store its real and imaginary parts (torch.view_as_real)."
         )
-    if found := mixes_examples(model):
-        raise NormLayerError("\n".join(found) + f"\n{WAY_OUT}.")
+    if mixing := mixes_examples(model):
+        raise NormLayerError("\n".join(mixing) + f"\n{WAY_OUT}.")
 
 
 def try_two_examples(model: nn.Module, two: Tensor) -> None:

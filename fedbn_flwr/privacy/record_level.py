@@ -185,11 +185,11 @@ class DPSGD(StepRule):
             try_two_examples(model, inputs[:2])
             self._tried = True
         with drawing_from(self.settings.noise):
-            found = clipped_sum(model, loss, inputs, targets, self.settings.clipping_norm, amp)
-        self.not_finite += found.not_finite
-        self._set_noisy_gradients(model, found.total)
-        losses = found.losses
-        return losses.nanmean() if len(losses) else losses.new_zeros(()), found.outputs
+            clipped = clipped_sum(model, loss, inputs, targets, self.settings.clipping_norm, amp)
+        self.not_finite += clipped.not_finite
+        self._set_noisy_gradients(model, clipped.total)
+        losses = clipped.losses
+        return losses.nanmean() if len(losses) else losses.new_zeros(()), clipped.outputs
 
     def _set_noisy_gradients(self, model: nn.Module, total: Mapping[str, Tensor]) -> None:
         """Set g of the trained parameters: the sum with noise, divided by B."""
@@ -237,9 +237,9 @@ class DPSGD(StepRule):
             task.check(outputs, targets)
             return task.loss(outputs, targets)
 
-        found = self.backward(model, loss, inputs, targets, amp=amp)
+        loss_and_outputs = self.backward(model, loss, inputs, targets, amp=amp)
         _add_penalties(model, hooks)
-        return found
+        return loss_and_outputs
 
     def reply(self, steps: int) -> dict[str, str]:
         """Return the entry with which a reply says that so many steps were done: the server asks for it.

@@ -261,7 +261,7 @@ class RecordLevelDP(Protection):
     def _counted(self) -> list[Steps]:
         """All rounds so far."""
         before = self._until_frozen.accountant.releases if self._until_frozen else ()
-        return [*(_of_client_noise(release.noise_multiplier) for release in before), *self.releases]
+        return [_of_client_noise(release.noise_multiplier) for release in before] + self.releases
 
     def _cost(self, *more: Steps) -> float:
         return epsilon_of_steps([*self._counted, *more], self.delta)
@@ -294,10 +294,10 @@ class RecordLevelDP(Protection):
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""
-        found: dict[str, Any] = {"guarantee": self.guarantee(), "noise-multiplier": self.noise_multiplier}
+        entries: dict[str, Any] = {"guarantee": self.guarantee(), "noise-multiplier": self.noise_multiplier}
         if math.isfinite(epsilon := self.epsilon()):
-            found |= {"epsilon": epsilon, "delta": self.delta}
-        return {"privacy": found}
+            entries |= {"epsilon": epsilon, "delta": self.delta}
+        return {"privacy": entries}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rounds."""
@@ -321,14 +321,14 @@ def _of_client_noise(noise_multiplier: float) -> Steps:
 
 def _weaker(done: Steps, counted: Steps) -> list[str]:
     """Return in what a client's steps cost more than the counted ones."""
-    found = []
+    lines = []
     if not done.noise_multiplier >= counted.noise_multiplier:
-        found.append(f"noise multiplier {done.noise_multiplier:.4g}, below {counted.noise_multiplier:.4g}")
+        lines.append(f"noise multiplier {done.noise_multiplier:.4g}, below {counted.noise_multiplier:.4g}")
     if not done.rate <= counted.rate * (1 + 1e-9):
-        found.append(f"q = {done.rate:.4g}, above {counted.rate:.4g}")
+        lines.append(f"q = {done.rate:.4g}, above {counted.rate:.4g}")
     if not done.steps <= counted.steps:
-        found.append(f"{done.steps:g} steps, above {counted.steps}")
-    return found
+        lines.append(f"{done.steps:g} steps, above {counted.steps}")
+    return lines
 
 
 def _steps_in(text: str) -> Steps | None:

@@ -42,8 +42,8 @@ class RoundSum:
 
     def config(self, number: int) -> dict[str, Any]:
         """Return what a client is told of the sum."""
-        told: dict[str, Any] = {MASK_TOTAL: self._total, MASK_RANGE: self._range, MASK_EQUAL: self._equal}
-        return told | {MASK_PRESENT: self.masks.partners(number), MASK_WEIGHT: self.weight({number})}
+        entries: dict[str, Any] = {MASK_TOTAL: self._total, MASK_RANGE: self._range, MASK_EQUAL: self._equal}
+        return entries | {MASK_PRESENT: self.masks.partners(number), MASK_WEIGHT: self.weight({number})}
 
     def weight(self, numbers: Collection[int]) -> float:
         """Return the sum of these clients' weights."""

@@ -128,13 +128,13 @@ class _Sums:
         if self._unusable:
             self._task.refuse(int(torch.stack(self._unusable).sum()))
         loss, correct, _ = (self._totals / self._totals[2]).tolist()
-        found = {"accuracy": correct}
+        metrics = {"accuracy": correct}
         if self._confusion is not None:
-            found["miou"] = mean_iou(self._confusion)
+            metrics["miou"] = mean_iou(self._confusion)
         if self._gathered:
-            found |= self._task.measure(*(torch.cat(parts).cpu() for parts in zip(*self._gathered, strict=True)))
+            metrics |= self._task.measure(*(torch.cat(parts).cpu() for parts in zip(*self._gathered, strict=True)))
         tested = num_examples if not self._unusable or self._totals[2] else 0
-        return EvalResult(loss, tested, {name: found[name] for name in self._task.metrics})
+        return EvalResult(loss, tested, {name: metrics[name] for name in self._task.metrics})
 
 
 def _joined(

@@ -39,7 +39,11 @@ def train_only(model: nn.Module, names: Sequence[str], frozen_bn: FrozenBN = "ev
     if not names:
         return
     known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    if unknown := [name for name in names if not any(_under(entry, [name]) for entry in known)]:
+
+    def has_parameter(name: str) -> bool:
+        return any(_under(entry, [name]) for entry in known)
+
+    if unknown := [name for name in names if not has_parameter(name)]:
         paths = dict.fromkeys(part for entry in known for part in _prefixes(entry))
         raise ConfigError("\n".join(_no_parameter(name, list(paths)) for name in unknown))
     wanted = {p for name, p in model.named_parameters(remove_duplicate=False) if _under(name, names)}

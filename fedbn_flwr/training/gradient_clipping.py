@@ -106,9 +106,13 @@ def exclude_head(model: nn.Module) -> tuple[nn.Parameter, ...]:
 def _beside(model: nn.Module, layer: nn.Module, last: nn.Module) -> bool:
     """Return whether two layers have the same parent and as many outputs, and the second cannot take the first's."""
     (_, outputs), (inputs, wanted) = _size(layer), _size(last)
-    same = [parent for parent in model.modules() if {id(layer), id(last)} <= {id(child) for child in parent.children()}]
-    chained = outputs == inputs or any(isinstance(parent, nn.Sequential) for parent in same)
-    return bool(same) and outputs == wanted and not chained
+    parents = []
+    for module in model.modules():
+        children = {id(child) for child in module.children()}
+        if {id(layer), id(last)} <= children:
+            parents.append(module)
+    chained = outputs == inputs or any(isinstance(parent, nn.Sequential) for parent in parents)
+    return bool(parents) and outputs == wanted and not chained
 
 
 def _size(layer: nn.Module) -> tuple[Any, Any]:

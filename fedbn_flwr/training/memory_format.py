@@ -81,17 +81,17 @@ def _error_in_channels_last(model: nn.Module, example: Callable[[], Tensor]) -> 
 def _error_of(model: nn.Module, memory_format: torch.memory_format, inputs: Tensor) -> str:
     """Return the error that a copy of the model raises in this format, in a step or in a test; "" for none."""
     try:
-        own: nn.Module = copy.deepcopy(model)
+        copied: nn.Module = copy.deepcopy(model)
     except Exception:  # it holds a lock, say, and is not tried
         return ""
-    own.to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
+    copied.to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
     try:
         with torch.enable_grad():
-            outputs = own.train()(inputs_for(own)(inputs))
+            outputs = copied.train()(inputs_for(copied)(inputs))
             if isinstance(outputs, Tensor) and outputs.requires_grad:
                 outputs.square().sum().backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            own.eval()(inputs_for(own)(inputs))
+            copied.eval()(inputs_for(copied)(inputs))
     except Exception as error:
         return str(error) or type(error).__name__
     return ""

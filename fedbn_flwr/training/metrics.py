@@ -5,6 +5,7 @@ scikit-learn is imported when a metric is computed, which takes a second or two 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -56,9 +57,9 @@ def of_classes(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[st
         targets: int64 (N,), each in 0..classes-1.
     """
     classes = logits.shape[1]
-    truth, told = (F.one_hot(labels, classes) for labels in (targets, logits.argmax(1)))
+    y_true, y_pred = F.one_hot(targets, classes), F.one_hot(logits.argmax(1), classes)
     # Not the probabilities, which are equal for all large logits.
-    return _over_columns({"balanced-accuracy": _recall}, names, logits.log_softmax(1), told, truth)
+    return _over_columns({"balanced-accuracy": _recall}, names, logits.log_softmax(1), y_pred, y_true)
 
 
 def of_labels(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[str, float]:
@@ -83,28 +84,30 @@ def of_numbers(names: Iterable[str], outputs: Tensor, targets: Tensor) -> dict[s
         targets: float64 (N, columns), NaN = unknown.
     """
     known = ~targets.isnan()
-    found = {
-        "mae": lambda: float(_sklearn().mean_absolute_error(targets[known], outputs[known])) if known.any() else _NAN
+    if not outputs.isfinite().all():
+        return dict.fromkeys(names, _NAN)
+    metrics = {
+        "mae": lambda: float(_sklearn().mean_absolute_error(targets[known], outputs[known])) if known.any() else _NAN,
+        "r2": lambda: _mean(_r2(outputs[rows, i], targets[rows, i]) for i, rows in enumerate(known.T)),
     }
-    found["r2"] = lambda: _mean(_r2(outputs[k, i], targets[k, i]) for i, k in enumerate(known.T))
-    return {name: found[name]() if bool(outputs.isfinite().all()) else _NAN for name in names}
+    return {name: metrics[name]() for name in names}
 
 
 _OfColumn = Callable[[Tensor, Tensor, Tensor], float]
-"""A metric of scores, decisions and truth, each (n,)."""
+"""A metric of scores, y_pred and y_true, each (n,)."""
 
 
 def _over_columns(
-    own: dict[str, _OfColumn], names: Iterable[str], scores: Tensor, told: Tensor, truth: Tensor
+    of_task: dict[str, _OfColumn], names: Iterable[str], scores: Tensor, y_pred: Tensor, y_true: Tensor
 ) -> dict[str, float]:
     """Return for each name its mean over the columns where it is defined; NaN if a score is NaN."""
-    known = [~column.isnan() for column in truth.T]
-    columns = [(scores[k, i], told[k, i], truth[k, i].long()) for i, k in enumerate(known)]
-    diverged = bool(scores.isnan().any())
-    return {
-        name: _NAN if diverged else _mean(({**_OF_COLUMN, **own})[name](*column) for column in columns)
-        for name in names
-    }
+    if scores.isnan().any():
+        return dict.fromkeys(names, _NAN)
+    columns = []
+    for index, known in enumerate(~y_true.T.isnan()):
+        columns.append((scores[known, index], y_pred[known, index], y_true[known, index].long()))
+    metrics = {**_OF_COLUMN, **of_task}
+    return {name: _mean(itertools.starmap(metrics[name], columns)) for name in names}
 
 
 def _sklearn() -> Any:
@@ -118,24 +121,24 @@ def _mean(values: Iterable[float]) -> float:
     return sum(defined) / len(defined) if defined else _NAN
 
 
-def _recall(_: Tensor, told: Tensor, truth: Tensor) -> float:
-    return float(_sklearn().recall_score(truth, told)) if truth.any() else _NAN
+def _recall(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
+    return float(_sklearn().recall_score(y_true, y_pred)) if y_true.any() else _NAN
 
 
-def _mean_recall(scores: Tensor, told: Tensor, truth: Tensor) -> float:
-    return _mean((_recall(scores, told, truth), _recall(scores, 1 - told, 1 - truth)))
+def _mean_recall(scores: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
+    return _mean((_recall(scores, y_pred, y_true), _recall(scores, 1 - y_pred, 1 - y_true)))
 
 
-def _f1(_: Tensor, told: Tensor, truth: Tensor) -> float:
-    return float(_sklearn().f1_score(truth, told)) if (truth | told).any() else _NAN
+def _f1(_: Tensor, y_pred: Tensor, y_true: Tensor) -> float:
+    return float(_sklearn().f1_score(y_true, y_pred)) if (y_true | y_pred).any() else _NAN
 
 
-def _auroc(scores: Tensor, _: Tensor, truth: Tensor) -> float:
-    return float(_sklearn().roc_auc_score(truth, _ranks(scores))) if 0 < truth.sum() < len(truth) else _NAN
+def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
+    return float(_sklearn().roc_auc_score(y_true, _ranks(scores))) if 0 < y_true.sum() < len(y_true) else _NAN
 
 
-def _auprc(scores: Tensor, _: Tensor, truth: Tensor) -> float:
-    return float(_sklearn().average_precision_score(truth, _ranks(scores))) if truth.any() else _NAN
+def _auprc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
+    return float(_sklearn().average_precision_score(y_true, _ranks(scores))) if y_true.any() else _NAN
 
 
 _OF_COLUMN: dict[str, _OfColumn] = {"f1": _f1, "macro-f1": _f1, "auroc": _auroc, "auprc": _auprc}

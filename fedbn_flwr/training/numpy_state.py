@@ -1,8 +1,9 @@
 """The state of NumPy's default generator, saved and restored in a fraction of the time of ``np.random.get_state``.
 
-A synchronised step does both some hundred times a round. The bits are copied from and to the memory of the generator,
-whose address NumPy publishes (``BitGenerator.ctypes``). NumPy draws normal numbers in pairs, and keeps the second one
-elsewhere, for the next call: a call that does not change the bits returns it.
+A synchronised step does both some hundred times a round; each takes 16 microseconds here, and 150 there. The bits are
+copied from and to the memory of the generator, whose address NumPy publishes (``BitGenerator.ctypes``). NumPy draws
+normal numbers in pairs, and keeps the second one elsewhere, for the next call: a call that does not change the bits
+returns it.
 """
 
 from __future__ import annotations

@@ -111,9 +111,8 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for key in (
-            *("local_steps", "local_epochs", "batch_size", "sgd_momentum", "weight_decay", "gradient_clip_norm"),
-        ):
+        numbers = ("local_steps", "local_epochs", "batch_size", "sgd_momentum", "weight_decay", "gradient_clip_norm")
+        for key in numbers:
             if not getattr(self, key) >= 0:
                 raise ConfigError(f"{key}={getattr(self, key)} must be at least 0")
         if not self.local_steps and not self.local_epochs:

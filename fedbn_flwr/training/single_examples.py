@@ -54,13 +54,12 @@ def refusing_layers(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook
     A forward pass in eval mode, which changes nothing, counts the values: late BN2d layers may see 1x1 maps. A layer
     that it does not call or that TorchScript holds is asked by a forward pass of a copy in train mode.
     """
-    layers = {
-        path or "(the model itself)": module
-        for path, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        and (module.training or module.running_mean is None)
-        and not any(hook.takes_one_value(module) for hook in hooks)
-    }
+    layers = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or not (module.training or module.running_mean is None):
+            continue
+        if not any(hook.takes_one_value(module) for hook in hooks):
+            layers[path or "(the model itself)"] = module
     counts: dict[str, int] = {}
 
     def count(path: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:

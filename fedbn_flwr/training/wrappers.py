@@ -42,13 +42,16 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def loads_by_copy(model: nn.Module) -> bool:
     """Return whether copies of all entries do what ``load_state_dict`` does: no layer loads in a way of its own."""
-    own_ways = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    return all(
+    return all(map(_loads_by_copy, model.modules()))
+
+
+def _loads_by_copy(module: nn.Module) -> bool:
+    return (
         type(module)._load_from_state_dict in _USUAL
         and type(module).load_state_dict is nn.Module.load_state_dict
         and type(module).set_extra_state is nn.Module.set_extra_state
-        and not any(getattr(module, hooks) for hooks in own_ways)
-        for module in model.modules()
+        and not module._load_state_dict_pre_hooks
+        and not module._load_state_dict_post_hooks
     )
 
 
@@ -87,13 +90,13 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
     """
     wanted = frozenset(names)
     for module in _layers(model):
-        found = frozenset(module.state_dict(keep_vars=True))
-        if found == wanted:
+        has = frozenset(module.state_dict(keep_vars=True))
+        if has == wanted:
             return module
     bare = {_without_prefixes(name) for name in wanted}
-    missing, extra = sorted(found - wanted), sorted(wanted - found)
+    missing, extra = sorted(has - wanted), sorted(wanted - has)
     message = f"the arrays do not fit the model: {len(missing)} entries are missing and {len(extra)} unknown"
-    if bare == found:
+    if bare == has:
         message += (
             f": they come from a wrapped model ('{extra[0]}'), and this one is not wrapped. Build the initial arrays "
             "from fedbn_flwr.unwrap(model).state_dict()"

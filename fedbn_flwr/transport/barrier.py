@@ -317,7 +317,7 @@ def _kind(sent: Sent) -> tuple[str, tuple[int, ...], torch.dtype]:
 
 def odd_ones(sent: Mapping[int, Sent]) -> dict[int, str]:
     """Return why to drop each client whose tag, shape or dtype is not the most common one."""
-    kinds = {node_id: _kind(own) for node_id, own in sent.items()}
+    kinds = {node_id: _kind(tensor) for node_id, tensor in sent.items()}
     usual = Counter(kinds.values()).most_common(1)
     return {i: f"sent {kind} where the others sent {usual[0][0]}" for i, kind in kinds.items() if kind != usual[0][0]}
 
