@@ -74,22 +74,22 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         clients, tests = _examples_of(config, max_examples, notes)
     except DataError as error:
         notes.append(f"the data of the run are not here, so its state alone was looked at: {error}")
-        found = diagnose_state(state, model=model, training=training_of(config, run))
-        found = replace(found, notes=notes)
+        diagnosis = diagnose_state(state, model=model, training=training_of(config, run))
+        diagnosis = replace(diagnosis, notes=notes)
     else:
         training = training_of(config, run)
-        found = _with_data(model, config, clients, tests, training=training, state=state, notes=notes)
+        diagnosis = _with_data(model, config, clients, tests, training=training, state=state, notes=notes)
     lines = read_metrics(run / STATISTICS_FILE)
     files = RunFiles.read(run)
-    of_clients = _of_clients(model, kept, found.findings)
+    of_clients = _of_clients(model, kept, diagnosis.findings)
     if clients and config.strategy != CENTRALIZED and Part.STATISTICS in config.methods().local:
         of_clients += _mismatch_of_clients(model, kept, tests, config)
-    findings = fitting([*_divergence(files), *of_clients, *found.findings], config)
-    found = replace(found, findings=findings, notes=[*run_warnings(files), *found.notes])
+    findings = fitting([*_divergence(files), *of_clients, *diagnosis.findings], config)
+    diagnosis = replace(diagnosis, findings=findings, notes=[*run_warnings(files), *diagnosis.notes])
     if lines:
-        return replace(found, measures={**found.measures, "history": trends(lines)})
+        return replace(diagnosis, measures={**diagnosis.measures, "history": trends(lines)})
     missing = f"changes from round to round: no statistics.jsonl yet (watch-statistics={config.watch_statistics})."
-    return replace(found, not_measured=[*found.not_measured, missing])
+    return replace(diagnosis, not_measured=[*diagnosis.not_measured, missing])
 
 
 def _divergence(files: RunFiles) -> list[Finding]:
@@ -176,8 +176,8 @@ def diagnose_model(
         load_state(built, saved)
     clients, tests = _examples_of(config, max_examples, notes)
     training = training_of(config)
-    found = _with_data(built, config, clients, tests, training=training, state=saved, notes=notes, **(split or {}))
-    return replace(found, findings=fitting(found.findings, config))
+    diagnosis = _with_data(built, config, clients, tests, training=training, state=saved, notes=notes, **(split or {}))
+    return replace(diagnosis, findings=fitting(diagnosis.findings, config))
 
 
 def diagnose_saved_state(

@@ -68,18 +68,15 @@ class NewLines:
             self._lines, self._bytes, self._inode = 0, 0, 0
             return []
         with file:
-            found, passed = os.fstat(file.fileno()), 0
-            if found.st_ino != self._inode or found.st_size < self._bytes:  # another file has taken its place
-                self._inode, self._bytes, passed, self._lines = found.st_ino, 0, self._lines, 0
+            status, passed = os.fstat(file.fileno()), 0
+            if status.st_ino != self._inode or status.st_size < self._bytes:  # another file has taken its place
+                self._inode, self._bytes, passed, self._lines = status.st_ino, 0, self._lines, 0
             file.seek(self._bytes)
             lines = [line for line in file if line.endswith(b"\n")]
-        first = self._lines
+        first = self._lines + passed + 1
         self._bytes += sum(map(len, lines))
         self._lines += len(lines)
-        return [
-            _mapping(line, f"{self._path}, line {number},")
-            for number, line in enumerate(lines[passed:], first + passed + 1)
-        ]
+        return [_mapping(line, f"{self._path}, line {at},") for at, line in enumerate(lines[passed:], first)]
 
 
 def _mapping(text: bytes, where: str) -> dict[str, Any]:

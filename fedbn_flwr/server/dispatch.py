@@ -106,7 +106,8 @@ def in_order(
         dropped: ids of nodes that the report names already, and from which no reply is expected.
     """
     asked = {node.node_id for node in sent.nodes}
-    expected, strange = [], []
+    expected: list[Message] = []
+    strange: list[Message] = []
     for message in replies:
         (expected if message.metadata.src_node_id in asked else strange).append(message)
     pairs = [(run.nodes.identify_sender(message), message) for message in expected]

@@ -97,8 +97,8 @@ class Ask(NamedTuple):
     """
 
     hook: str
-    config: Mapping[str, Any] = {}
-    sends: Mapping[str, State] = {}
+    config: Mapping[Any, Any] = {}
+    sends: Mapping[Any, State] = {}
     shown: bool = False
 
 

@@ -177,7 +177,7 @@ def _place(kind: type) -> str:
 
 def _makers() -> dict[str, type[Kind]]:
     """Return a method for each client hook, by the hook's name: one of the package, or the one registered last."""
-    of_package = METHODS.values()
+    of_package = list(METHODS.values())
     return {hook: kind for kind in (*_REGISTERED, *reversed(of_package), *OPTIONS) for hook in kind.client_hooks}
 
 
@@ -194,7 +194,7 @@ def combined(*strategies: StrategyClass) -> StrategyClass:
     if len(chosen) < 2:
         of_more = [strategy for strategy in strategies if FedAvgMethod not in strategy.combination.kinds]
         return next(iter(of_more), FedAvg)
-    return _combined(*sorted(chosen, key=_rank))
+    return _combined(tuple(sorted(chosen, key=_rank)))
 
 
 def _rank(kind: type[Kind]) -> tuple[int, int, str]:
@@ -205,7 +205,7 @@ def _rank(kind: type[Kind]) -> tuple[int, int, str]:
 
 
 @functools.cache
-def _combined(*kinds: type[Kind]) -> Combination:
+def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
     """Return the combination of methods that are in order."""
     problems = []
     for first, second in itertools.combinations(kinds, 2):

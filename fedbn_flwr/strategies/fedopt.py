@@ -158,7 +158,7 @@ class FedAdagradMethod(ServerStep[A]):
 
     def step(self, number: int, delta: Array, moments: Moments) -> tuple[Array, Moments]:
         """Return eta_t m / (sqrt(v) + tau), and (m, v)."""
-        m, v = moments or (0.0, 0.0)
+        m, v = moments or (np.zeros(()), np.zeros(()))
         m = self.beta_1 * m + (1 - self.beta_1) * delta
         v = self.second_moment(v, delta**2)
         return np.asarray(self.rate(number) * m / (np.sqrt(v) + self.params.tau)), (m, v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -147,7 +148,7 @@ class Config(Values):
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
         values: dict[str, Scalar] = self.model_dump(by_alias=True)
-        return {key: values[key] for group in GROUPS for key in self.keys(group)}
+        return {key: values[key] for key in chain.from_iterable(map(self.keys, GROUPS))}
 
     @classmethod
     def keys(cls, group: str) -> list[str]:

@@ -110,8 +110,8 @@ def _of_model(config: Values) -> Conditions:
 def _of_data(config: Values) -> Conditions:
     """Return whether the keys of the data, the task and the split have an effect, and what they need."""
     info, task = config.data_info(), config.plain_task()
-    own, partition = is_own(config.dataset), config.split_name()
-    tables = own and config.dataset.startswith(("csv:", "hf:"))
+    of_user, partition = is_own(config.dataset), config.split_name()
+    tables = of_user and config.dataset.startswith(("csv:", "hf:"))
     return {
         "label_column": (tables, "it is for dataset=csv: and hf:"),
         "client_column": (tables, "it is for dataset=csv: and hf:"),
@@ -119,13 +119,16 @@ def _of_data(config: Values) -> Conditions:
         "split_column": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "feature_columns": (tables and bool(info.input_shape), "it is for rows of dataset=csv: and hf:"),
         "missing": (bool(info.input_shape), "it is for rows and signals"),
-        "positive_values": (own and not config.dataset.startswith("folder:"), "it is for dataset=csv:, npz: and hf:"),
+        "positive_values": (
+            of_user and not config.dataset.startswith("folder:"),
+            "it is for dataset=csv:, npz: and hf:",
+        ),
         "class_names": (
-            own and task.name in ("classification", "binary") and not config.positive_values,
+            of_user and task.name in ("classification", "binary") and not config.positive_values,
             "it is for own data with classes, without positive-values",
         ),
         "skip_unreadable": (config.dataset.startswith("folder:"), "it is for dataset=folder:"),
-        "test_share": (own, "it is for own data"),
+        "test_share": (of_user, "it is for own data"),
         "held_out_clients": (
             not config.data_on_nodes() and not config.shares_nothing(),
             f"{config.title} shares no model" if config.shares_nothing() else "only the nodes have the data",

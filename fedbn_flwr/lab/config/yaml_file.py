@@ -20,10 +20,9 @@ class _Loader(yaml.SafeLoader):
     """Reads ``01`` and ``1:30`` as texts, such as the name of a client; in YAML 1.1 they are 1, in octal, and 90."""
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+_Loader.yaml_implicit_resolvers = {}  # a copy of SafeLoader's, without its whole numbers
+for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+    _Loader.yaml_implicit_resolvers[_first] = [resolver for resolver in _resolvers if resolver[0] != _INT]
 _WHOLE = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
 _Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
 

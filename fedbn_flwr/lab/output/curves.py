@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,18 +46,20 @@ def draw_curves(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    epsilon = any(line.get(EPSILON) is not None for lines in runs.values() for line in lines)
-    panels = [(label, _curves(label)) for label in (*scores, "loss")] + [(EPSILON, [EPSILON])] * epsilon
+    every_line = [*itertools.chain.from_iterable(runs.values())]
+    panels = [(label, _curves(label)) for label in (*scores, "loss")]
+    if _has(every_line, EPSILON):
+        panels.append((EPSILON, [EPSILON]))
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    frozen = [line["round"] for lines in runs.values() for line in lines if line.get("phase") == "frozen"]
+    frozen = [line["round"] for line in every_line if line.get("phase") == "frozen"]
     tests = {name: key.removesuffix(f"-{quantity_of(key)}") for name, key in (headlines or {}).items()}
     mixed = len(set(tests.values())) > 1
     for axis, (label, keys) in zip(axes, panels, strict=True):
         for at, (name, lines) in enumerate(runs.items()):
-            ordered = sorted(keys, key=lambda key: key != f"{tests.get(name)}-{label}")
-            present = [key for key in ordered if any(line.get(key) is not None for line in lines)]
+            main = f"{tests.get(name)}-{label}"
+            present = sorted((key for key in keys if _has(lines, key)), key=lambda key, main=main: key != main)
             for key in present if len(runs) == 1 else present[:1]:
                 shown = f"{name} ({tests[name]})" if mixed else name or key
                 _plot(axis, lines, key, shown, f"C{at}" if len(runs) > 1 else None)
@@ -68,15 +71,20 @@ def draw_curves(
         if len(runs) == 1 and axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize="small")
     if len(runs) > 1:  # a run has one colour in all panels: one legend below them
-        drawn = [axis.get_legend_handles_labels() for axis in axes]
-        handles = {label: handle for both in reversed(drawn) for handle, label in zip(*both, strict=True)}
-        handles = {label: handles[label] for _, labels in drawn for label in labels}
+        handles: dict[str, Any] = {}
+        for axis in axes:
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
         figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=5, fontsize="small")
     if title:
         figure.suptitle(_as_it_is(title))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
+
+
+def _has(lines: Sequence[Mapping[str, Any]], key: str) -> bool:
+    return any(line.get(key) is not None for line in lines)
 
 
 def _plot(axis: Axes, lines: Sequence[Mapping[str, Any]], key: str, label: str, colour: str | None) -> None:

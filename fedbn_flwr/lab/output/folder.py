@@ -6,6 +6,7 @@ import csv
 import errno
 import fcntl
 import io
+import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -287,7 +288,7 @@ def _table(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return lines of ``metrics.jsonl`` as CSV: a row a round, domains as ``metric/domain``, clients left out."""
     rows = [{"round": line["round"], "phase": line.get("phase"), **numbers_of(line)} for line in lines]
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(dict.fromkeys(name for row in rows for name in row)))
+    writer = csv.DictWriter(buffer, list(dict.fromkeys(itertools.chain.from_iterable(rows))))
     writer.writeheader()
     writer.writerows(rows)
     return buffer.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import time
@@ -78,7 +79,7 @@ class Recorder:
         lines = read_metrics(folder.path / "metrics.jsonl")  # of a resumed run
         self.stopping = EarlyStopping(config, lines) if config.early_stopping else None
         self._stop()
-        self._trained = {str(client) for line in lines for client in line["participants"]}
+        self._trained = set(map(str, itertools.chain.from_iterable(line["participants"] for line in lines)))
         self._tested: dict[str, Any] = {}  # of this round, until its line is written
         self._by_domain: dict[str, dict[str, float]] = {}
         self.start_clock()

@@ -205,7 +205,8 @@ def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedDa
     train, test = split_dataset(data, partition, num_clients + len(apart), alpha=alpha, **options)
     places = [at % len(train) for at in apart.values()]  # -1 is the last client
     held_out = tuple((train[at], test[at]) for at in places)
-    train, test = ([part for at, part in enumerate(parts) if at not in places] for parts in (train, test))
+    train = [part for at, part in enumerate(train) if at not in places]
+    test = [part for at, part in enumerate(test) if at not in places]
     clients, seed = range(num_clients), options["seed"]
     return _prepared(data, train, test, clients, standardise, augment, seed, share, tuple(apart), held_out)
 

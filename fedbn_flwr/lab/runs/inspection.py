@@ -166,10 +166,11 @@ class _Costs:
 
     def elements(self, *, floating: bool) -> dict[Part, int]:
         """Return the number of elements of floating or of integer entries by part."""
-        found = dict.fromkeys(Part, 0)
+        numbers = dict.fromkeys(Part, 0)
         for name, array in self._state.items():
-            found[self.parts.part_of[name]] += array.size * (np.issubdtype(array.dtype, np.inexact) == floating)
-        return found
+            if np.issubdtype(array.dtype, np.inexact) == floating:
+                numbers[self.parts.part_of[name]] += array.size
+        return numbers
 
     def one_round(self, down: Sizes, up: Sizes) -> Traffic:
         """Return the traffic of a round with one exchange: a broadcast, and a reply of each client."""
@@ -233,7 +234,7 @@ def _phases(
     last = rounds if plan is None else freeze_round(plan.at, rounds)
     parts = frozenset() if plan is None else plan.parts
     cuts = {0, rounds, 1 if start != later else 0, rounds if last is None else min(last, rounds)}
-    found = []
+    phases = []
     for begin, end in itertools.pairwise(sorted(cuts)):
         traffic = start if begin == 0 else later
         if frozen := last is not None and begin >= last:
@@ -244,10 +245,11 @@ def _phases(
             name = "first" if begin == 0 else "later"
         else:
             name = "before T*" if plan else "every"
-        found.append(Phase(name, end - begin, traffic, parts if frozen else frozenset()))
+        phases.append(Phase(name, end - begin, traffic, parts if frozen else frozenset()))
     if last is None:
-        found = [*found[:-1], dataclasses.replace(found[-1], rounds=None), Phase("frozen", None, later, parts)]
-    return tuple(found)
+        phases[-1] = dataclasses.replace(phases[-1], rounds=None)
+        phases.append(Phase("frozen", None, later, parts))
+    return tuple(phases)
 
 
 def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool], ...]:
@@ -256,11 +258,11 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
     A layer called twice counts twice; layers that are kept in eval mode are left out.
     """
     parameter = next(model.parameters())
-    found: list[tuple[int, bool]] = []
+    calls: list[tuple[int, bool]] = []
 
     def note(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
         x = args[0] if args else kwargs["input"]
-        found.append((x.shape[1], x.requires_grad))
+        calls.append((x.shape[1], x.requires_grad))
 
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and not holds_eval(module)]
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
@@ -270,4 +272,4 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
     finally:
         for handle in handles:
             handle.remove()
-    return tuple(found)
+    return tuple(calls)

@@ -200,23 +200,18 @@ def _report(config: Config, context: Context) -> Callable[[], str] | None:
     if DATA_PATH not in context.node_config:
         return None
     path, state = context.node_config[DATA_PATH], context.state
+    read = functools.cache(lambda: data_report(*_own_data(config, context)))
     if REPORTED not in state:
         state[REPORTED] = ConfigRecord()  # over a network every message is a new process
-        report = data_report(*_own_data(config, context))
-        logger.info("data-path=%s\n%s", path, report.text())
-        for warning in report.warnings:
+        logger.info("data-path=%s\n%s", path, read().text())
+        for warning in read().warnings:
             logger.warning("data-path=%s: %s", path, warning)
     if str(context.node_config.get(REPORT_DATA, "")).lower() != "true":
         return None
     if config.masked_sums:
         logger.warning("report-data=true has no effect with masked-sums=true: the counts would not be masked")
         return None
-
-    def text() -> str:
-        report = data_report(*_own_data(config, context))
-        return "\n".join([report.text(), *report.warnings])
-
-    return text
+    return lambda: "\n".join([read().text(), *read().warnings])
 
 
 def _check_fit(config: Config, here: Config) -> None:
@@ -226,11 +221,10 @@ def _check_fit(config: Config, here: Config) -> None:
             f"dataset={config.dataset!r} names data of the server, whose mean and std are not those of the nodes. "
             f"Start the run with dataset='{config.dataset.partition(':')[0]}:', or with standardise=local or none."
         )
-    found, wanted = here.data_info(), config.data_info()
-    if found.input_shape != wanted.input_shape or (
-        wanted.feature_names and found.feature_names != wanted.feature_names
-    ):
-        names, shape = found.feature_names, config.example_shape()
+    info, wanted = here.data_info(), config.data_info()
+    other_names = wanted.feature_names and info.feature_names != wanted.feature_names
+    if info.input_shape != wanted.input_shape or other_names:
+        names, shape = info.feature_names, config.example_shape()
         has = f"{len(names)} features ({', '.join(names[:20])})" if names else f"inputs {here.example_shape()}"
         raise DataError(
             f"it has {has}; the run's model takes {shape[0] if len(shape) == 1 else shape}. Set feature-columns, with "
@@ -241,8 +235,8 @@ def _check_fit(config: Config, here: Config) -> None:
             f"it needs a model with {here.num_outputs()} outputs; the run's has {config.num_outputs()}. Set "
             "num-classes."
         )
-    if found.class_names != wanted.class_names and found.task.name in ("classification", "binary"):
+    if info.class_names != wanted.class_names and info.task.name in ("classification", "binary"):
         raise DataError(
-            f"its classes have names ({', '.join(found.class_names[:20])}), whose numbers must be those of all nodes. "
+            f"its classes have names ({', '.join(info.class_names[:20])}), whose numbers must be those of all nodes. "
             "State them in the run's config: class-names."
         )
