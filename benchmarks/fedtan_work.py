@@ -25,7 +25,7 @@ from fedbn_flwr.lab.data import Samples, Subset
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from fedbn_flwr.strategies import STRATEGIES, Strategy
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.transport.polling_grid import PollingGrid
@@ -138,14 +138,14 @@ class FloorGrid(PollingGrid):
             yield reply
 
 
-def make_strategy(name: str, clients: int = CLIENTS, **settings: Any) -> FedAvg:
+def make_strategy(name: str, clients: int = CLIENTS, **settings: Any) -> Strategy:
     """Return a strategy over all clients, without evaluation."""
     return STRATEGIES[name](
         fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients, min_replies=clients, **settings
     )
 
 
-def round_seconds(strategy: FedAvg, grid: Grid, rounds: int) -> list[float]:
+def round_seconds(strategy: Strategy, grid: Grid, rounds: int) -> list[float]:
     """Run rounds and return the seconds each took, without the first, which also gets to know the nodes.
 
     With ``rounds`` = 0 the first alone is run and counted.

@@ -124,7 +124,7 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
         ways = list(_other_settings(config))
         if "norm='batch'" not in ways:
             ways.append("another model")
-        lines = [f"{need}; model {config.model!r} has {has or _norms(model)}." for need, has, _ in unfit]
+        lines = [f"{fit.text}; model {config.model!r} has {fit.has or _norms(model)}." for fit in unfit]
         raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
     if config.record_dp and (mixing := _mixing(config, model)):
         raise NormLayerError("\n".join(mixing) + f"\n{WAY_OUT}.")
