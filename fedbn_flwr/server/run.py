@@ -123,6 +123,11 @@ class Run:
         return self.reports[-1]
 
     @property
+    def local_hashes(self) -> Mapping[str, str]:
+        """The SHA-256 of what each client keeps, by label."""
+        return self.kept.hashes
+
+    @property
     def parts(self) -> Parts:
         """The split of the model's state; ConfigError if it is not known yet."""
         if self.parts_or_none is None:

@@ -59,7 +59,8 @@ def draw_curves(
     for axis, (label, keys) in zip(axes, panels, strict=True):
         for at, (name, lines) in enumerate(runs.items()):
             main = f"{tests.get(name)}-{label}"
-            present = sorted((key for key in keys if _has(lines, key)), key=lambda key, main=main: key != main)
+            present = [key for key in keys if _has(lines, key)]
+            present = [key for key in present if key == main] + [key for key in present if key != main]
             for key in present if len(runs) == 1 else present[:1]:
                 shown = f"{name} ({tests[name]})" if mixed else name or key
                 _plot(axis, lines, key, shown, f"C{at}" if len(runs) > 1 else None)
