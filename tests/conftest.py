@@ -39,7 +39,7 @@ from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.lab.output import curves
 from fedbn_flwr.lab.studies import tables
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
 from tests.support import federation, pictures, preloaded
 from tests.support.fake_gpu import fake_gpu
@@ -279,7 +279,7 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
     """
 
     def run(
-        strategy: FedAvg,
+        strategy: Strategy,
         model: Callable[[], nn.Module],
         datasets: Sequence[Any],
         *,
@@ -309,7 +309,7 @@ def run_step(federate: RunStrategy) -> RunStrategy:
     """
 
     def run(
-        strategy: FedAvg, model: nn.Module, datasets: Sequence[Any], *, transport: str = "barrier", **options: Any
+        strategy: Strategy, model: nn.Module, datasets: Sequence[Any], *, transport: str = "barrier", **options: Any
     ) -> Outcome:
         one_step = {"rounds": 1, "local_steps": 1, "batch_size": 0, "timeout": 30}
         together = {"barrier": transport == "barrier", "grid_options": {"threads": len(datasets)}}

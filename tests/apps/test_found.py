@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, to_record, to_state
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
+from fedbn_flwr.strategies import FedBN, FedTAN, FixBN, Strategy
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.diffs import changed_lines
 
@@ -48,7 +48,7 @@ FOLDERS = {
     BASELINE: "baselines/fedbn",
 }
 PACKAGES = {QUICKSTART: "pytorchexample", ADVANCED: "pytorch_example", BASELINE: "fedbn"}
-METHODS: dict[str, Callable[[], FedAvg]] = {"fedbn": FedBN, "fixbn": FixBN, "fedtan": FedTAN}
+METHODS: dict[str, Callable[[], Strategy]] = {"fedbn": FedBN, "fixbn": FixBN, "fedtan": FedTAN}
 ROUNDS = {QUICKSTART: 2, ADVANCED: 5, BASELINE: 2}  # the advanced example halves its rate in round 5
 CONFIG: dict[str, dict[str, Any]] = {
     QUICKSTART: {"fraction-evaluate": 1.0},
@@ -168,13 +168,13 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def watch(seen: SimpleNamespace, patch: pytest.MonkeyPatch) -> None:
     """Note our strategy, and the last model where the project does not write it."""
-    begin, start, fit = FedAvg.begin, FedAvg.start, Server.fit
+    prepare, start, fit = Strategy.prepare, Strategy.start, Server.fit
 
-    def begin_and_note(self: FedAvg) -> None:
+    def prepare_and_note(self: Strategy, *args: Any) -> int:
         seen.strategy = self
-        begin(self)
+        return prepare(self, *args)
 
-    def start_and_note(self: FedAvg, *args: Any, **kwargs: Any) -> Any:
+    def start_and_note(self: Strategy, *args: Any, **kwargs: Any) -> Any:
         result = start(self, *args, **kwargs)
         seen.state = from_record(result.arrays)
         return result
@@ -185,8 +185,8 @@ def watch(seen: SimpleNamespace, patch: pytest.MonkeyPatch) -> None:
         seen.state = dict(zip(seen.model().state_dict(), seen.arrays, strict=False))
         return history
 
-    patch.setattr(FedAvg, "begin", begin_and_note)
-    patch.setattr(FedAvg, "start", start_and_note)
+    patch.setattr(Strategy, "prepare", prepare_and_note)
+    patch.setattr(Strategy, "start", start_and_note)
     patch.setattr(Server, "fit", fit_and_note)
 
 

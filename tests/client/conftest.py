@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.mods import answer_query, answer_statistics, local_bn
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import Strategy
 from tests.support.federation import Outcome
 from tests.support.user_loops import BATCH, SIZES, Loop, plain_loop
 
@@ -92,7 +92,7 @@ def run_app(run_strategy, mlp) -> Callable[..., Outcome]:
     """
 
     def run(
-        strategy: FedAvg,
+        strategy: Strategy,
         app: ClientApp,
         *,
         start: Any = None,

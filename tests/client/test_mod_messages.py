@@ -21,7 +21,7 @@ from fedbn_flwr.errors import NOT_FINITE, ConfigError, NothingTrainedError, code
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.mods import answer_statistics, local_bn
-from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold
+from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold, Strategy
 from tests.support.user_loops import SIZES, fixbn_loop, hooked_loop, plain_loop
 from tests.support.versioned import Versioned
 
@@ -117,7 +117,7 @@ TAKEN = (
 
 
 @pytest.mark.parametrize("method", [FedBN, FixBN, FedProx, FedTAN])
-def test_a_users_keys_reach_the_app_as_they_were_given(run_app, user_app, method: type[FedAvg]) -> None:
+def test_a_users_keys_reach_the_app_as_they_were_given(run_app, user_app, method: type[Strategy]) -> None:
     """Under a method that adds keys of its own, and with a state folder's run beside them."""
     seen: list[dict[str, Any]] = []
 
@@ -245,7 +245,7 @@ def test_a_users_own_start_begins_the_method(user_app, mlp) -> None:
         assert [report.phase for report in strategy.reports] == ["train", "frozen", "frozen"]
         unknown = Own(freeze_at=0.5)
         unknown.config = ConfigRecord()
-        with pytest.raises(ConfigError, match="needs the number of rounds"):
+        with pytest.raises(ConfigError, match="pass num_rounds="):
             unknown.start(grid, to_record(mlp().state_dict()))
 
 

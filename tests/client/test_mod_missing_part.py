@@ -28,12 +28,13 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
     StaticBN,
+    Strategy,
 )
 from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 
 MOD = "Make the app `ClientApp(mods=[local_bn])`"
 RUN_INSIDE = "Run its training inside `with bn_rules(model, msg, context) as rules:`"
-MISSING: dict[str, tuple[Callable[[], FedAvg], int, str]] = {
+MISSING: dict[str, tuple[Callable[[], Strategy], int, str]] = {
     "fedbn": (FedBN, 1, MOD),
     "silobn": (SiloBN, 1, MOD),
     "mtfl": (MTFL, 1, MOD),
@@ -51,7 +52,7 @@ MISSING: dict[str, tuple[Callable[[], FedAvg], int, str]] = {
         1,
         f"client hook 'report-drift' of strategy 'fixbn'. {RUN_INSIDE}",
     ),
-    "staticbn": (StaticBN, 1, "under staticbn. Run the client's training inside `with bn_rules(model, msg, context):`"),
+    "staticbn": (StaticBN, 1, "inside `with bn_rules(model, msg, context):`"),
     "fbn": (FBN, 1, f"client hook 'global-statistics' of strategy 'fbn'. {RUN_INSIDE}"),
     "hbn": (HBN, 1, f"client hook 'hybrid-statistics' of strategy 'hbn'. {RUN_INSIDE}"),
     "bn-scaffold": (BNScaffold, 1, f"client hook 'bn-variates-of-steps' of strategy 'bn-scaffold'. {RUN_INSIDE}"),

@@ -26,7 +26,7 @@ from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import SERVER_ROUND
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import local_bn
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Strategy
 from tests.support.user_loops import SIZES, hooked_loop
 
 ADVICE = "Put local_bn first, ClientApp(mods=[local_bn]), and give mods that act on training to the training function"
@@ -34,10 +34,10 @@ local_dp_mod = LocalDpMod(clipping_norm=100.0, sensitivity=0.0, epsilon=1.0, del
 
 
 @pytest.fixture
-def run_private(mlp) -> Callable[[FedAvg, ClientApp], FedAvg]:
+def run_private(mlp) -> Callable[[Strategy, ClientApp], Strategy]:
     """``run_private(strategy, app)``: two rounds within Flower's wrapper, which sends the norm to clip to."""
 
-    def run(strategy: FedAvg, app: ClientApp) -> FedAvg:
+    def run(strategy: Strategy, app: ClientApp) -> Strategy:
         private = DifferentialPrivacyClientSideFixedClipping(strategy, 0.0, 100.0, len(SIZES))
         with InProcessGrid(app, len(SIZES)) as grid:
             private.start(grid, to_record(mlp().state_dict()), num_rounds=2, timeout=30)

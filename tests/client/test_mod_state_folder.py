@@ -14,7 +14,7 @@ from fedbn_flwr.client.state_folder import Continuity
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.mods import local_bn
-from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold, SiloBN, Standalone
+from fedbn_flwr.strategies import FedBN, Scaffold, SiloBN, Standalone, Strategy
 from tests.support.federation import Outcome
 from tests.support.user_loops import SIZES, Loop, hooked_loop
 
@@ -24,7 +24,7 @@ def run_on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
     """``run_on_disk(strategy, rounds, ...)``: run over nodes with a state folder, always of the same experiment."""
 
     def run(
-        strategy: FedAvg,
+        strategy: Strategy,
         rounds: int,
         *,
         run_id: str = "first",

@@ -32,6 +32,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
     SiloBN,
     Standalone,
+    Strategy,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 
@@ -94,7 +95,7 @@ def client_fn(mlp, datasets) -> Callable[..., Any]:
 def by_messages(run_strategy) -> Callable[..., dict[str, Array]]:
     """``by_messages(strategy, app, start, barrier=True)``: run over the Message API; the last state."""
 
-    def run(strategy: FedAvg, app: ClientApp, start: nn.Module, barrier: bool = True, **options: Any) -> Any:
+    def run(strategy: Strategy, app: ClientApp, start: nn.Module, barrier: bool = True, **options: Any) -> Any:
         options |= {"rounds": ROUNDS, "barrier": barrier, "grid_options": {"threads": len(SIZES)}}
         outcome = run_strategy(strategy, app, start.state_dict(), len(SIZES), **options)
         return outcome.state
@@ -113,7 +114,7 @@ def by_the_loop(run_legacy_loop) -> Callable[..., dict[str, Array]]:
     return run
 
 
-METHODS: dict[str, tuple[Callable[[], FedAvg], dict[str, Any]]] = {
+METHODS: dict[str, tuple[Callable[[], Strategy], dict[str, Any]]] = {
     "fedavg": (FedAvg, {"ruled": False}),
     "fedbn": (FedBN, {"ruled": False}),
     "silobn": (SiloBN, {"ruled": False}),

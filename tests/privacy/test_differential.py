@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedbn_flwr.server.run_state import RunState
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
@@ -35,21 +34,26 @@ from fedbn_flwr.privacy.noise import SystemNoise
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FixBN, combined
+from fedbn_flwr.server.run import Run
+from fedbn_flwr.server.travels import Travels
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FixBN, Method, Strategy, combined
 from tests.support.noise import SeededNoise
 
 SIZES = (9, 4, 12)
 IMAGES = (3, 32, 32)
 
 
-class Equal(FedAvg):
+class EqualMethod(Method):
     """FedAvg whose clients weigh the same."""
 
-    def beside_updates(self) -> dict[str, str]:
-        return super().beside_updates()
+    name = "equal"
 
-    def weights(self, replies: Any) -> list[float]:
-        return [1.0] * len(replies)
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        return (Travels(weights="equal"),)
+
+
+class Equal(Strategy):
+    method = EqualMethod
 
 
 @pytest.mark.parametrize("where", ["server", "client"])
@@ -74,7 +78,7 @@ def pooled(
     privacy: ClientLevelDP, before: dict[str, Any], states: list[dict[str, Any]], asked: int = 0
 ) -> dict[str, Any]:
     """What the method gets in place of the replies."""
-    state = RunState("fedavg", split_state(before))
+    state = FedAvg(parts=split_state(before)).run
     state.reports.append(RoundReport(1, "train", asked=asked or len(states)))
     state.num_able = asked or len(states)
     (reply,) = privacy.pool(state, [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)], before)
@@ -223,7 +227,7 @@ REFUSED = {
     "fedtan2": "exchanges of its first step",
     "feddna": "exchanges of its first step",
     "fedbs": "losses are the weights",
-    "staticbn": "strategy=staticbn collects statistics",
+    "staticbn": "strategy 'staticbn' collects statistics",
     "fbn": "strategy=fbn sends the moments of BatchNorm's inputs",
     "hbn": "strategy=hbn sends the moments of BatchNorm's inputs",
     "standalone": "nothing to protect",
@@ -291,9 +295,7 @@ def test_entries_that_no_client_trains_get_no_noise_and_may_not_change(mlp: Any)
     assert all(np.array_equal(got[name], before[name]) for name in fixed)
     assert not np.array_equal(got["1.weight"], before["1.weight"])
     with pytest.raises(ReplyError, match=r"entry '0\.weight' changed, and no client trains it"):
-        privacy.check(
-            RunState("fedavg"), Reply(Node(0), 1.0, {**before, "0.weight": states[0]["0.weight"]}, {}), before
-        )
+        privacy.check(FedAvg().run, Reply(Node(0), 1.0, {**before, "0.weight": states[0]["0.weight"]}, {}), before)
 
 
 def test_a_frozen_backbone_stays_as_it_is(tmp_path: Path) -> None:
@@ -322,10 +324,16 @@ def test_a_second_run_of_a_wrapper_costs_more(federate: Any, mlp: Any, datasets:
         assert f"after {releases} releases" in wrapper.guarantee()
 
 
-class OfAnotherProject(FedAvg):
-    def combine(self, server_round: int, replies: Any, before: Any) -> Any:
+class OfAnotherProjectMethod(Method):
+    name = "of-another-project"
+
+    def aggregate(self, state: Any, facts: Any, replies: Any, model: Any) -> Any:
         self.seen = [reply.metrics for reply in replies]
-        return super().combine(server_round, replies, before)
+        return model, state
+
+
+class OfAnotherProject(Strategy):
+    method = OfAnotherProjectMethod
 
 
 def test_wrappers_and_strategies_that_do_not_fit_are_refused(federate: Any, mlp: Any, datasets: Any) -> None:
@@ -347,7 +355,7 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(federate: Any, mlp:
         DPWrapper(FedAvg(), 1.0, clipping_rate=0.5)
     other = OfAnotherProject()
     DPWrapper(other, 1.0)
-    with pytest.raises(ConfigError, match="OfAnotherProject reads replies in a method of its own"):
+    with pytest.raises(ConfigError, match=r"OfAnotherProjectMethod\.aggregate may read anything of single replies"):
         federate(other, mlp, datasets, rounds=1)
     secret = FedBN(fraction_train=0.5)
     DPWrapper(secret, 1.0, sampling="secret", neighbours="replace-one")
@@ -365,8 +373,8 @@ def test_a_target_ends_a_run_in_which_more_is_released_than_was_planned() -> Non
     assert ends == [cost > 8.0 for cost in costs] == [False, True, True]
 
 
-def of_round(server_round: int, able: int, num_rounds: int = 10, after: int = 0) -> RunState:
-    state = RunState("fedavg", num_rounds=num_rounds, after=after, num_able=able)
+def of_round(server_round: int, able: int, num_rounds: int = 10, after: int = 0) -> Run:
+    state = replace(FedAvg(parts=split_state({})).run, num_rounds=num_rounds, after=after, num_able=able)
     state.reports = [RoundReport(r, "train") for r in range(after + 1, server_round + 1)]
     return state
 
@@ -393,7 +401,7 @@ def test_a_round_that_is_not_admitted_asks_nobody_and_ends_the_run(federate: Any
     wrapper = DPWrapper(strategy, 1.0, 1.0, max_epsilon=100.0)
     admits = wrapper.privacy.admits
 
-    def second_costs_too_much(state: RunState, asked: int) -> bool:
+    def second_costs_too_much(state: Run, asked: int) -> bool:
         if state.report.server_round == 2:
             wrapper.privacy.accountant.releases += [Release(0.05, 3, 3)]
         return admits(state, asked)

@@ -46,9 +46,11 @@ from fedbn_flwr.strategies import (
     FedDNA,
     FedTAN,
     FixBN,
+    Method,
     Scaffold,
     SiloBN,
     StaticBN,
+    Strategy,
     combined,
 )
 from fedbn_flwr.transport import wrapped
@@ -120,13 +122,18 @@ SUMMED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+def momentum_of(strategy: Any) -> State:
+    """The averaged buffers of SGD's momentum; none if the server does not average them."""
+    return dict(strategy.state_dict()["methods"].get("momentum-scope", {"momentum": {}})["momentum"])
+
+
 @pytest.mark.parametrize("case", SUMMED)
 def test_reestimated_statistics_and_buffers_are_sums_too(case, federate, datasets, mlp) -> None:
     make, options = SUMMED[case]
     options = {"rounds": 3, "local_steps": 2, **options}
     plain, ours = (federate(kind(make()), mlp, datasets, **options) for kind in (lambda s: s, masked))
     assert 0 < furthest(plain.state, ours.state) < 1e-9
-    buffers = ours.strategy.momentum, plain.strategy.momentum
+    buffers = momentum_of(ours.strategy), momentum_of(plain.strategy)
     assert set(buffers[0]) == set(buffers[1])
     assert bool(buffers[0]) == ("momentum" in case or "both" in case)
     assert furthest(*buffers) < 1e-9 if buffers[0] else True
@@ -666,9 +673,15 @@ def test_a_client_weighs_its_numbers_by_its_own_count(federate, datasets, mlp, m
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-class Median(FedAvg):
-    def combine(self, server_round, replies, before):
-        return dict(replies[0].state)
+class MedianMethod(Method):
+    name = "median"
+
+    def aggregate(self, state, facts, replies, model):
+        return dict(replies[0].state), state
+
+
+class Median(Strategy):
+    method = MedianMethod
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -677,10 +690,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "losses": (FedBS, "the clients' losses are the weights"),
     "local statistics": (lambda: SiloBN(recalibrate=True), "relative to global ones, which the clients do not have"),
     "moments": (FBN, "strategy=fbn sends the moments"),
-    "pooled": (lambda: FedAvg(variance="pooled"), "variance=pooled adds the spread"),
+    "pooled": (lambda: FedAvg(variance="pooled"), "variance=pooled reads the statistics of single replies"),
     "drift": (lambda: FixBN(freeze_at="auto", freeze_window=2), "freeze-at=auto follows delta_m of each client"),
     "shared BN": (lambda: FedBN(eval_on="averaged-bn"), "eval-on=averaged-bn collects the BN parts"),
-    "a method of one's own": (lambda: Median(), "Median reads replies in a method of its own"),
+    "a method of one's own": (lambda: Median(), r"MedianMethod\.aggregate may read anything of single replies"),
     "another weight": (lambda: FedAvg(weighted_by_key="w"), "weighted_by_key='w': masked sums are weighted by"),
 }
 
@@ -690,10 +703,10 @@ def test_the_guides_table_says_what_a_round_of_each_method_does(
     name: str, federate, datasets, mlp, wsconv_net, run_step, branches
 ) -> None:
     strategy = masked(STRATEGIES[name](fraction_evaluate=0.0))
-    if beside_sums(strategy):
+    if beside_sums(strategy.methods):
         with pytest.raises(ConfigError, match=f"strategy '{name}' with masked-sums=true"):
             federate(strategy, mlp, datasets)
-    elif strategy.synchronises:
+    elif strategy.methods.whole.exchanges:
         run_step(masked(synchronised(STRATEGIES[name])), branches, client_data((3, 6, 6), (2, 5, 1)))
     else:
         federate(strategy, wsconv_net if name == "fedwon" else mlp, datasets, rounds=1)

@@ -18,12 +18,12 @@ from unittest.mock import ANY, Mock
 import numpy as np
 import pytest
 import torch
-from fedbn_flwr.server.run_state import RunState
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.errors import ClientPartError, ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.lab.config import Config
@@ -46,9 +46,10 @@ from fedbn_flwr.privacy.record_server import RecordLevelDP
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.strategies import MTFL, STRATEGIES, FedAvg, FixBN, Scaffold, combined
+from fedbn_flwr.server.run import Run
+from fedbn_flwr.strategies import MTFL, STRATEGIES, FedAvg, FixBN, Method, Scaffold, Strategy, combined
 from fedbn_flwr.strategies.fedprox import ProximalTerm
-from fedbn_flwr.strategies.fixbn import FreezeBN
+from fedbn_flwr.strategies.fixbn import FixBNMethod, FreezeBN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs
 from fedbn_flwr.training.step_rule import StepRule
@@ -468,7 +469,7 @@ class Changing(FreezeBN):
 def test_a_client_refuses_to_send_a_buffer_that_has_changed(
     federate: Any, mlp: Any, datasets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FixBN.client_hooks, "freeze-bn", lambda context: Changing(affine=False))
+    monkeypatch.setitem(FixBNMethod.client_hooks, "freeze-bn", lambda context: Changing(affine=False))
     with pytest.raises(ConfigError, match=r"buffer '1\.running_mean' has changed in training"):
         federate(FixBN(freeze_at=0), mlp, datasets, rounds=1, local_steps=1, client=clients_with(RecordLevel(1.0)))
 
@@ -553,7 +554,7 @@ def test_a_client_sends_its_model_and_nothing_else_of_its_data(federate: Any, da
     ],
 )
 def test_a_client_refuses_what_a_server_must_not_ask(
-    federate: Any, mlp: Any, datasets: Any, strategy: FedAvg, words: str
+    federate: Any, mlp: Any, datasets: Any, strategy: Strategy, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         federate(strategy, mlp, datasets, rounds=2, local_steps=1, client=clients_with(RecordLevel(1.0)))
@@ -586,7 +587,7 @@ class OwnLoop(NumPyClient):
         return arrays, len(self._data), dp.reply(steps=3)
 
 
-def own_loops(run_strategy: Any, datasets: Any, countless: Sequence[int] = ()) -> FedAvg:
+def own_loops(run_strategy: Any, datasets: Any, countless: Sequence[int] = ()) -> Strategy:
     """Run a round over clients of another project, some of which do not say how many examples they have."""
     strategy = FedAvg()
     strategy.protect(RecordLevelDP(RecordLevel(1.0), steps=3, batch_size=4))
@@ -621,17 +622,21 @@ def test_a_client_does_not_send_tests_of_its_data(federate: Any, datasets: Any) 
         federate(FedAvg(), gn_mlp, datasets, rounds=1, local_steps=1, client=clients_with(RecordLevel(1.0)))
 
 
-class Reads(FedAvg):
+class ReadsMethod(Method):
     name = "reads"
 
-    def combine(self, server_round: int, replies: Any, before: Any) -> Any:
-        return super().combine(server_round, replies, before)
+    def aggregate(self, state: Any, facts: Any, replies: Any, model: Any) -> Any:
+        return model, state
+
+
+class Reads(Strategy):
+    method = ReadsMethod
 
 
 def test_a_foreign_strategy_that_reads_replies_must_say_what_it_takes(federate: Any, datasets: Any) -> None:
     strategy = Reads()
     strategy.protect(RecordLevelDP(RecordLevel(1.0), steps=3, batch_size=4))
-    with pytest.raises(ConfigError, match="Reads reads replies in a method of its own"):
+    with pytest.raises(ConfigError, match=r"ReadsMethod\.aggregate may read anything of single replies"):
         federate(strategy, gn_mlp, datasets, rounds=1, local_steps=3, client=clients_with(RecordLevel(1.0)))
 
 
@@ -657,7 +662,7 @@ def test_a_client_with_less_noise_than_is_counted_is_refused(
 
 
 def test_a_report_that_cannot_be_read_is_none() -> None:
-    protection, run, node = RecordLevelDP(RecordLevel(1.0), 1, 0), RunState("fedavg"), Node(1, num_examples=3)
+    protection, run, node = RecordLevelDP(RecordLevel(1.0), 1, 0), FedAvg().run, Node(1, num_examples=3)
     run.reports.append(RoundReport(1, "train"))
     message: Any = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
     protection.open_round(run, [(node, message)], None, 1)  # type: ignore[arg-type]
@@ -792,7 +797,7 @@ def test_rounds_with_noise_that_can_be_repeated_stay_without_a_guarantee(tmp_pat
     file, grid = tmp_path / "privacy.jsonl", Mock()
     for settings in (RecordLevel(2.0, noise=SeededNoise(0)), RecordLevel(2.0)):
         counts = RecordLevelDP(settings, 2, 4, file=file)
-        counts.begin(FedAvg())
+        counts.begin(FedAvg().methods, "num-examples")
         counts.open_round(state_in(1), [(Node(1, num_examples=9), Message(RecordDict(), 1, "train"))], grid, 1.0)
         assert counts.epsilon() == math.inf
     assert counts.guarantee().startswith("No privacy is guaranteed: there were rounds without noise, or with noise")
@@ -802,7 +807,7 @@ def test_a_delta_that_protects_no_example_is_told_once_before_a_client_trains(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     counts, grid = RecordLevelDP(RecordLevel(2.0), 2, 4, delta=0.1), Mock()
-    counts.begin(FedAvg())
+    counts.begin(FedAvg().methods, "num-examples")
     assert counts.guarantee() == "No round has been released."
     for examples, warns in ((9, False), (10, True), (12, True)):
         node = Node(1, num_examples=examples)
@@ -825,8 +830,8 @@ def test_that_a_person_has_several_examples_is_told_with_how_many(tmp_path: Path
         assert most > 1
 
 
-def state_in(server_round: int, after: int = 0, phase: str = "train") -> RunState:
-    made = RunState("fedavg", num_rounds=4, after=after, num_able=3, smallest=9)
+def state_in(server_round: int, after: int = 0, phase: str = "train") -> Run:
+    made = dataclasses.replace(FedAvg(parts=split_state({})).run, num_rounds=4, after=after, num_able=3, smallest=9)
     made.reports = [RoundReport(number, phase) for number in range(after + 1, server_round + 1)]
     return made
 
@@ -953,7 +958,7 @@ def test_after_the_freeze_a_step_is_that_of_dp_sgd(federate: Any, mlp: Any, data
     ],
 )
 def test_nothing_without_noise_is_carried_into_dp_sgd(
-    federate: Any, mlp: Any, datasets: Any, kind: type[FedAvg], params: dict[str, Any], words: str
+    federate: Any, mlp: Any, datasets: Any, kind: type[Strategy], params: dict[str, Any], words: str
 ) -> None:
     """The server refuses it, and so does a client, whose server may not."""
     settings = RecordLevel(1.0, publishes_metrics=True, frozen_only=True)

@@ -20,7 +20,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.strategies import FedAvg, Strategy
+from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training import CLASSIFICATION, LocalTraining, Task
 from fedbn_flwr.transport.polling_grid import PollingGrid
 
@@ -118,7 +118,7 @@ class Outcome:
 
 def run_strategy(
     grids: ExitStack,
-    strategy: FedAvg,
+    strategy: Strategy,
     app: ClientApp,
     start: Mapping[str, Any],
     num_nodes: int,
@@ -202,7 +202,7 @@ class LegacyOutcome:
     """The global arrays before the first round and after each."""
     evaluations: list[Any]
     """What the strategy returned for the evaluations of each round: the loss, and the metrics."""
-    strategy: FedAvg
+    strategy: Strategy
     grid: InProcessGrid
 
 
