@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any, TypeVar, get_args
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.errors import ConfigError, FedBNError
@@ -22,40 +22,38 @@ from fedbn_flwr.training.tasks import TASKS
 
 __all__ = ["problems_of"]
 
+T = TypeVar("T")
+
 
 def problems_of(config: Values) -> list[str]:
     """Return what is wrong with the keys together, one line each."""
     problems = [*_of_names(config), *_of_data(config)]
     if not problems:  # else the methods cannot be asked
-        with _noting(problems):
-            problems += _of_methods(config)
+        problems += _noted(problems, _of_methods, config) or []
     return problems + _of_training(config)
 
 
-@contextmanager
-def _noting(problems: list[str]) -> Iterator[None]:
-    """Add the error that the block raises, and go on after it."""
+def _noted(problems: list[str], read: Callable[..., T], *args: Any) -> T | None:
+    """Return what a function returns; None if it raises an error, which is added to the problems."""
     try:
-        yield
+        return read(*args)
     except FedBNError as error:
         problems.append(str(error))
+        return None
 
 
 def _of_names(config: Values) -> list[str]:
     """Return what is wrong with names of methods and norms."""
     problems: list[str] = []
-    with _noting(problems):
-        check_known("strategy", config.strategy, [*STRATEGIES, CENTRALIZED])
-    for role in ROLES:
-        allowed = [name for name, method in METHODS.items() if method.role == role]
+    _noted(problems, check_known, "strategy", config.strategy, [*STRATEGIES, CENTRALIZED])
+    for role in get_args(Role):
+        allowed = [name for name, method in STRATEGIES.items() if method.role == role]
         for name in config.added(role):
-            with _noting(problems):
-                check_known(role, name, allowed)
+            _noted(problems, check_known, role, name, allowed)
     names = config.method_names()
     if twice := sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and server-step")
-    with _noting(problems):
-        check_known("norm", config.norm, NORMS)
+    _noted(problems, check_known, "norm", config.norm, NORMS)
     return problems
 
 
@@ -74,22 +72,16 @@ def _of_methods(config: Values) -> list[str]:
 def _of_data(config: Values) -> list[str]:
     """Return what is wrong with the data, the task and the tests, and what cannot be read."""
     problems: list[str] = []
-    info: DatasetInfo | None = None
-    with _noting(problems):
-        info = config.data_info()
+    info = _noted(problems, config.data_info)
     if info:
-        with _noting(problems):
-            check_known("partition", config.split_name(), PARTITIONS)
-    with _noting(problems):
-        _check_task(config, info)
-    with _noting(problems):
-        Augment.parse(config.augment)
-    for check in (config.decays, config.hidden, config.test_bn_settings):
-        with _noting(problems):
-            check()
+        _noted(problems, check_known, "partition", config.split_name(), PARTITIONS)
+    _noted(problems, _check_task, config, info)
+    _noted(problems, Augment.parse, config.augment)
+    _noted(problems, config.decays)
+    _noted(problems, config.hidden)
     for name in split(config.eval_on):
-        with _noting(problems):
-            check_known("eval-on", name, EVALUATIONS)
+        _noted(problems, check_known, "eval-on", name, EVALUATIONS)
+    _noted(problems, config.test_bn_settings)
     if not config.test_bn and (asked := [name for name in split(config.eval_on) if name.endswith(TEST_BN)]):
         problems.append(f"eval-on={','.join(asked)} needs test-bn: {', '.join(TEST_BN_MODES)}")
     classes = info.num_classes if info and not is_own(config.dataset) else 0
