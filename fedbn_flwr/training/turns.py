@@ -79,6 +79,7 @@ def _held_lock() -> threading.Lock:
 _TURNS = _Turns()
 # After a fork the child has a copy of the turns, but not the threads that would give them back.
 os.register_at_fork(after_in_child=lambda: globals().update(_TURNS=_Turns()))
+# A context variable, not a thread's number: a user may train in a thread with a copied context (asyncio.to_thread).
 _HAS_TURN: ContextVar[bool] = ContextVar("has_turn", default=False)
 
 

@@ -209,7 +209,7 @@ def test_sums_over_batches_are_the_moments_of_all_values(offset: float, monkeypa
     x = torch.randn(7, 3, 2, 2, dtype=torch.float64) + offset
     for batch in x.split(3):  # the last one has one example
         sums.add(layer, batch, batch_statistics(batch) if offset else None)
-        assert len(sums._found[layer]) == 1
+        assert len(sums._moments[layer]) == 1
     found, want = sums.by_path(layer)[""], moments_of(x)
     assert found.count == want.count == 28
     torch.testing.assert_close(found.mean, want.mean, rtol=1e-14, atol=1e-14)
