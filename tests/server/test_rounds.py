@@ -199,6 +199,16 @@ def test_the_callback_gets_the_state_to_test_or_save(
         assert bool(wanted) == (name != "kept previous" or bool(done.result.evaluate_metrics_clientapp))
 
 
+def test_the_callback_gets_no_metrics_of_earlier_rounds(federate, mlp, points) -> None:
+    """Round 3 has too few replies, and no test."""
+    ends = Ends()
+    strategy = FedAvg(eval_every=2, min_replies=3, on_round_end=ends)
+    federate(strategy, mlp, [points(8), points(12, 1), points(6, 2)], rounds=4, hide={3: {1}})
+    kinds = {server_round: set(metrics) for server_round, metrics in ends.metrics.items()}
+    both = {"train_metrics_clientapp", "evaluate_metrics_clientapp"}
+    assert kinds == {1: {"train_metrics_clientapp"}, 2: both, 3: set(), 4: both}
+
+
 def test_the_callback_gets_the_servers_own_test(mlp) -> None:
     ends = Ends()
     strategy = FedAvg(on_round_end=ends)
