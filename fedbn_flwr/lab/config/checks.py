@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.errors import ConfigError, FedBNError
@@ -46,8 +46,8 @@ def _of_names(config: Values) -> list[str]:
     """Return what is wrong with names of methods and norms."""
     problems: list[str] = []
     _noted(problems, check_known, "strategy", config.strategy, [*STRATEGIES, CENTRALIZED])
-    for role in get_args(Role):
-        allowed = [name for name, method in STRATEGIES.items() if method.role == role]
+    for role in ROLES:
+        allowed = [name for name, method in METHODS.items() if method.role == role]
         for name in config.added(role):
             _noted(problems, check_known, role, name, allowed)
     names = config.method_names()
