@@ -21,8 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.models.extras import SMP_PREFIX, TIMM_PREFIX, published_smp, published_timm
-from fedbn_flwr.lab.models.segmentation import SEGMENTATION_PREFIX
-from fedbn_flwr.lab.models.zoo import PREFIX
+from fedbn_flwr.lab.models.zoo import PREFIX, SEGMENTATION_PREFIX
 from fedbn_flwr.training.state_file import load_file, tensors_by_name
 from fedbn_flwr.training.wrappers import load_state
 

@@ -16,8 +16,14 @@ from fedbn_flwr.lab.models.fedbs import cifar_net, mnist_net
 from fedbn_flwr.lab.models.info import ModelInfo, always, at_least
 from fedbn_flwr.lab.models.own import OWN, is_own, own_info
 from fedbn_flwr.lab.models.resnet import SmallResNet
-from fedbn_flwr.lab.models.segmentation import SEGMENTATION_PREFIX, segmentation_info, segmentation_names
-from fedbn_flwr.lab.models.zoo import PREFIX, zoo_info, zoo_names
+from fedbn_flwr.lab.models.zoo import (
+    PREFIX,
+    SEGMENTATION_PREFIX,
+    segmentation_info,
+    segmentation_names,
+    zoo_info,
+    zoo_names,
+)
 from fedbn_flwr.norms import NORMS, FeatureScale, replace_norm, use_feature_norm
 from fedbn_flwr.seeds import derive_seed
 from fedbn_flwr.training.randomness import seeded_on_cpu
