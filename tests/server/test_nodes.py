@@ -7,14 +7,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
+from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import NodeProperties
 from fedbn_flwr.server.nodes import Node, NodeRegistry
+from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.federation import torch_clients
 
 
 class Answers(InProcessGrid):
@@ -163,3 +167,31 @@ def test_a_later_round_does_nothing_for_each_node(nodes: NodeRegistry, monkeypat
     reply.content["properties"] = ConfigRecord({"partition-id": 7})
     assert nodes.identify_sender(reply).partition_id == 7
     assert ids() == ([13, 11, 12], 3)
+
+
+@pytest.mark.parametrize("unusable", ["no images", ""], ids=["unusable", "no training data"])
+def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tested_either(
+    run_strategy, mlp, points, unusable: str
+) -> None:
+    """Nor is it asked for statistics."""
+    data = [points(8), points(9, 1), points(7, 2)]
+    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    whole, app = client_app(torch_clients(mlp, data, training)), ClientApp()
+
+    @app.query()
+    def tell(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] != 1:
+            return whole(message, context)
+        told = NodeProperties(1, 0, 1, unusable)
+        return Message(RecordDict(dict(told.write())), reply_to=message)
+
+    for register in (app.train(), app.evaluate(), app.query("statistics")):
+        register(whole)
+    run = run_strategy(FedAvg(recalibrate=True), app, mlp().state_dict(), 3, rounds=2)
+    asked = {(m.metadata.message_type, run.grid.partition(m.metadata.dst_node_id)) for m in run.grid.sent}
+    kinds = {"train": (0, 2), "query.statistics": (0, 2), "evaluate": (0, 2) if unusable else (0, 1, 2)}
+    assert asked == {("query", i) for i in range(3)} | {(kind, i) for kind, who in kinds.items() for i in who}
+    for report in run.strategy.reports:
+        assert report.participants == [0, 2]
+        assert list(report.evaluations) == [str(i) for i in kinds["evaluate"]]
+        assert [why.partition(": ")[2] for why in report.rejected.values()] == ([unusable] if unusable else [])
