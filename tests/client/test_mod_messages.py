@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import NOT_FINITE, ConfigError, NothingTrainedError, code_of
+from fedbn_flwr.errors import NOT_FINITE, ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.mods import answer_statistics, local_bn
@@ -210,7 +210,7 @@ def test_a_part_that_diverged_is_not_kept(run_app, user_app) -> None:
     strategy = FedBN()
     run = run_app(strategy, user_app(diverge), rounds=2)
     assert strategy.reports[1].participants == [1, 2]
-    assert [code_of(why) for why in strategy.reports[1].rejected.values()] == [NOT_FINITE]
+    assert list(strategy.reports[1].codes.values()) == [{NOT_FINITE}]
     assert np.isfinite(run.local_state(0)["1.running_mean"]).all()
 
 

@@ -195,3 +195,21 @@ def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tes
         assert report.participants == [0, 2]
         assert list(report.evaluations) == [str(i) for i in kinds["evaluate"]]
         assert [why.partition(": ")[2] for why in report.rejected.values()] == ([unusable] if unusable else [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "trained", "tested"),
+    [
+        ({"fraction_train": 0.25, "min_train_nodes": 3, "fraction_evaluate": 0.25, "min_evaluate_nodes": 1}, 3, 1),
+        ({"fraction_train": 0.5, "min_train_nodes": 1, "fraction_evaluate": 0.25, "min_evaluate_nodes": 3}, 2, 3),
+        ({"fraction_train": 0.0, "fraction_evaluate": 1.0}, 0, 4),
+        ({"fraction_train": 0.75, "fraction_evaluate": 0.0}, 3, 0),
+    ],
+)
+def test_as_many_nodes_are_asked_as_the_shares_and_the_minima_say(
+    federate, mlp, points, settings, trained: int, tested: int
+) -> None:
+    run = federate(FedAvg(**settings), mlp, [points(8, i) for i in range(4)], rounds=2)
+    kinds = [message.metadata.message_type for message in run.grid.sent]
+    assert (kinds.count("train"), kinds.count("evaluate")) == (2 * trained, 2 * tested)
+    assert [(report.asked, len(report.evaluations)) for report in run.strategy.reports] == [(trained, tested)] * 2
