@@ -37,7 +37,7 @@ def test_a_recipe_loads_and_says_how_to_run_it(name: str) -> None:
     header = HEADER.match(path.read_text())
     assert header is not None
     assert header["file"] == name
-    local = bool(config.method().local)
+    local = bool(config.methods().local)
     assert (header["on"] == "the clients' own two classes") == local
 
 

@@ -8,7 +8,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import RENAMED, Config
 from fedbn_flwr.lab.config.method_settings import method_fields, methods_with, own_default
 from fedbn_flwr.server.params import Params, setting
-from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg
+from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg, Method, Strategy
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -46,9 +46,12 @@ def test_methods_must_agree_about_a_settings_limits() -> None:
     class OtherParams(Params):
         eta: float = setting(0.5, "another eta", ge=0)
 
-    class Other(FedAvg[OtherParams]):
+    class OtherMethod(Method[OtherParams]):
         name = "other"
         Params = OtherParams
+
+    class Other(Strategy):
+        method = OtherMethod
 
     with pytest.raises(ConfigError, match="methods declare the setting 'eta' with different types or limits"):
         method_fields([FedAdam, Other])
@@ -58,9 +61,12 @@ def test_a_new_methods_parameter_is_a_key_without_more() -> None:
     class OtherParams(Params):
         cut: float = setting(0.2, "share of the replies that is cut off at each end", ge=0, lt=0.5)
 
-    class Other(FedAvg[OtherParams]):
+    class OtherMethod(Method[OtherParams]):
         name = "other"
         Params = OtherParams
+
+    class Other(Strategy):
+        method = OtherMethod
 
     annotation, field = method_fields([*STRATEGIES.values(), Other])["cut"]
     assert (annotation, field.default, field.json_schema_extra) == (float, 0.2, {"group": "methods"})
