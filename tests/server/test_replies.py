@@ -57,7 +57,7 @@ def test_reading_checking_averaging_and_writing_takes_less_than_three_models_for
     tracemalloc.start()
     try:
         replies = [TERMS.read(Node(i), message) for i, message in enumerate(messages)]
-        mean = average([read.state for read in replies], [read.num_examples for read in replies], TERMS.parts)
+        mean = average([read.state for read in replies], [read.num_examples for read in replies], TERMS.facts.parts)
         averaging = tracemalloc.get_traced_memory()[1]
         record = to_record(mean)
         everything = tracemalloc.get_traced_memory()[1]
@@ -73,8 +73,7 @@ def test_parts_that_the_server_keeps_do_not_hold_on_to_the_message() -> None:
     """They stay until the client's next reply; the message may lie in memory shared with a client's process."""
     message, latest = reply(2.0), LatestBN()
     state, _, _ = read_arrays(message, "arrays")
-    latest.take((False, 0, 7), state, 2.0)
-    ((_, _, kept, _),) = latest.tree
+    ((_, _, kept, _),) = latest.with_latest([((False, 0, 7), state, 2.0)]).tree
     for name, array in state.items():
         assert np.array_equal(kept[name], array)
         assert not np.shares_memory(kept[name], array)
