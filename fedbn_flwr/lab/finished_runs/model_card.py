@@ -182,7 +182,7 @@ def _metrics(run: Path) -> dict[str, Any]:
         (line.get("clients", {}) for line in lines if line["round"] == final.get("round")), {}
     )
     names = sorted({name for metrics in tested.values() for name in metrics if name.startswith(("own-", "global-"))})
-    metrics = [
+    figures = [
         (name, _shown(value), definitions.get(name, ""))
         for name, value in final.items()
         if isinstance(value, (int, float)) and name != "round"
@@ -191,7 +191,7 @@ def _metrics(run: Path) -> dict[str, Any]:
     for client, of_client in tested.items():
         cells = [_shown(of_client.get(name)) for name in names]
         by_client.append([client, *cells])
-    return {"final": final, "metrics": metrics, "names_by_client": names, "by_client": by_client}
+    return {"final": final, "figures": figures, "names_by_client": names, "by_client": by_client}
 
 
 def _shown(value: Any) -> str:
