@@ -53,12 +53,11 @@ class Facts:
         """The shapes of the model's entries."""
         return {name: array.shape for name, array in self.before.items()}
 
-    @property
-    def total_rounds(self) -> int:
-        """The number of rounds of the run; ConfigError if Flower's loop does not say it."""
+    def total_rounds(self, setting: str) -> int:
+        """Return the number of rounds, which a setting needs; ConfigError if Flower's loop does not say it."""
         if self.num_rounds is None:
             raise ConfigError(
-                "a setting is a share of the rounds of the run, and their number is known to the strategy's own "
-                "start() alone: set rounds (int), not fractions; in Flower's legacy loop pass num_rounds= to to_legacy"
+                f"{setting} needs the number of rounds, which the strategy's own start() alone knows: give it as a "
+                "round (int), not as a fraction; in Flower's legacy loop pass num_rounds= to to_legacy"
             )
         return self.num_rounds

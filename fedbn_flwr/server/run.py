@@ -139,7 +139,7 @@ class Run:
     @property
     def rounds_left(self) -> int:
         """The number of rounds from this one to the last; ConfigError if Flower's loop does not say."""
-        return self.facts(0).total_rounds - self.after - len(self.reports) + 1
+        return self.facts(0).total_rounds("a target epsilon") - self.after - len(self.reports) + 1
 
     def facts(self, number: int, phase: Phase | None = None) -> Facts:
         """Return what the methods know of a round; 0 = before the first."""

@@ -295,7 +295,8 @@ class FreezingMethod(Method[W, Frozen]):
                     "to freeze after is 'auto'. Use a smaller window, more rounds, or a fixed round."
                 )
             return Frozen()
-        rounds = facts.total_rounds if isinstance(plan.at, float) else 0
+        key = f"{plan.key.replace('-', '_')}={plan.at}"
+        rounds = facts.total_rounds(key) if isinstance(plan.at, float) else 0
         return Frozen(freeze_round(plan.at, rounds))
 
     def phase(self, state: Frozen, number: int) -> str:
