@@ -33,13 +33,14 @@ def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
 
 @pytest.mark.parametrize(("limits", "default"), [({"ge": 0, "lt": 1}, -1.0), ({"gt": 0}, 0.0), ({"ge": 0.5}, 0.0)])
 def test_no_one_can_set_the_value_for_the_methods_own_default(limits: dict[str, float], default: float) -> None:
-    def method(value: float) -> type[FedAvg]:
+    def strategy(value: float) -> type[Strategy]:
         class OtherParams(Params):
             cut: float = setting(value, "a share", **limits)
 
-        return type("Other", (FedAvg,), {"name": f"other-{value}", "Params": OtherParams})
+        method = type("OtherMethod", (Method,), {"name": f"other-{value}", "Params": OtherParams})
+        return type("Other", (Strategy,), {"method": method})
 
-    assert own_default([method(0.6), method(0.7)]) == {"cut": default}
+    assert own_default([strategy(0.6), strategy(0.7)]) == {"cut": default}
 
 
 def test_methods_must_agree_about_a_settings_limits() -> None:

@@ -41,7 +41,7 @@ BAD = {
     ),
     "a part of a combination that needs BatchNorm": (
         ["client-hooks=fixbn,fedprox", "norm=group"],
-        "strategy 'fedprox+fixbn' needs BatchNorm; model 'mlp' has only GroupNorm (norm, ...). Use client-hooks='' or "
+        "strategy 'fixbn' needs BatchNorm; model 'mlp' has only GroupNorm (norm, ...). Use client-hooks='' or "
         "norm='batch'.",
     ),
     "nothing to standardise": (

@@ -15,6 +15,7 @@ from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import Inspection, inspect_model
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
 from fedbn_flwr.server.report import Traffic
+from fedbn_flwr.server.travels import model_needs
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.federation import torch_clients
 
@@ -70,7 +71,7 @@ def test_predicted_traffic_equals_measured_traffic(run_strategy, strategy: str, 
     config = settings(strategy, name, "wsconv" if strategy == "fedwon" else norm, rounds=2)
     found = inspect_model(make_model(config), strategy, 2, config)
     if any("a run is refused" in warning for warning in found.warnings):
-        assert (strategy, name) == ("fedwon", "mlp") or (norm == "group" and STRATEGIES[strategy].needs_batchnorm)
+        assert (strategy, name) == ("fedwon", "mlp") or (norm == "group" and model_needs(config.methods().whole))
         with pytest.raises(NormLayerError):
             measured(run_strategy, config, 2)
         return
@@ -135,7 +136,7 @@ def test_predicted_traffic_equals_measured_traffic_of_methods_in_one_run(run_str
     config = Config.make({**values, "local-epochs": 0, **combination})
     found = inspect_model(make_model(config), config.strategy, 2, config)
     assert measured(run_strategy, config, 2) == predicted(found)
-    assert found.local == config.method().local
+    assert found.local == config.methods().local
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_the_matrix_has_every_strategy(runs) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_writes_its_folder(name: str, runs) -> None:
     summary, out = runs[name]
-    more = {"clients"} if name in STRATEGIES and STRATEGIES[name].local else set()
+    more = {"clients"} if name in STRATEGIES and STRATEGIES[name]().local else set()
     assert {path.name for path in out.iterdir()} == FILES | {"checkpoint"} | more
     assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(summary))
     config = Config.load(out / "config.yaml")
@@ -96,7 +96,7 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     assert all(np.isfinite(line["train-loss"]) and 0 <= line["train-accuracy"] <= 1 for line in lines)
     assert summary["rounds"] == 3
     assert summary["ledger"]["examples"] == sum(line["examples"] for line in lines)
-    headline = "test-accuracy" if name == CENTRALIZED or not STRATEGIES[name].local else "personal-own-accuracy"
+    headline = "test-accuracy" if name == CENTRALIZED or not STRATEGIES[name]().local else "personal-own-accuracy"
     assert summary["headline"] == headline
     assert summary["final"][headline] == lines[-1][headline]
     assert summary["best"][headline] == max(line[headline] for line in lines)
@@ -110,7 +110,7 @@ def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
     summary, out = runs[name]
     config = Config.load(out / "config.yaml")
     model = make_model(config)
-    if name in STRATEGIES and STRATEGIES[name].local:  # see test_evaluations.py
+    if name in STRATEGIES and STRATEGIES[name]().local:  # see test_evaluations.py
         return
     model.load_state_dict(global_state(out))
     with safe_open(out / "model.safetensors", "pt") as file:
