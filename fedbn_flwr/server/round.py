@@ -25,7 +25,6 @@ from fedbn_flwr.server.training import (
     address_training,
     average_replies,
     forget_first_rounds,
-    hold,
     read_training,
     release,
     sample_for_training,
@@ -57,7 +56,7 @@ def play_training(run: Run, number: int, arrays: ArrayRecord, config: ConfigReco
     replies = release(run, facts, usable)
     model = None
     if replies:
-        model = hold(average_replies(run, replies), facts)
+        model = facts.hold(average_replies(run, replies))
         model, run.states = run.methods.fold(run.states, facts, replies, model)
         model = {**facts.before, **model}
         run.kept = run.kept.after_use(usable, phase.travels.undo)
