@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Parts
@@ -52,6 +53,10 @@ class Facts:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the model's entries."""
         return {name: array.shape for name, array in self.before.items()}
+
+    def hold(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the model with held entries as they were sent, bit for bit."""
+        return {**model, **{name: self.before[name] for name in self.held}}
 
     def total_rounds(self, setting: str) -> int:
         """Return the number of rounds, which a setting needs; ConfigError if Flower's loop does not say it."""

@@ -7,7 +7,7 @@ one half out. ``server.strategy`` drives them, under any of Flower's loops.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -25,7 +25,6 @@ from fedbn_flwr.server.training import (
     address_training,
     average_replies,
     forget_first_rounds,
-    hold,
     read_training,
     release,
     sample_for_training,
@@ -57,7 +56,7 @@ def play_training(run: Run, number: int, arrays: ArrayRecord, config: ConfigReco
     replies = release(run, facts, usable)
     model = None
     if replies:
-        model = hold(average_replies(run, replies), facts)
+        model = facts.hold(average_replies(run, replies))
         model, run.states = run.methods.fold(run.states, facts, replies, model)
         model = {**facts.before, **model}
         run.kept = run.kept.after_use(usable, phase.travels.undo)
@@ -81,10 +80,10 @@ def play_tests(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord,
     yield test_metrics(run, tests)
 
 
-def close_round(run: Run, number: int, server_test: Mapping[str, Any] | None) -> None:
+def close_round(run: Run, number: int, server_test: MetricRecord | None) -> None:
     """End a round: note the result of the server's own test, and tell ``on_round_end``."""
     if server_test is not None:
-        run.metrics["evaluate_metrics_serverapp"] = MetricRecord(dict(server_test))
+        run.metrics["evaluate_metrics_serverapp"] = server_test
         health.note_losses(run, losses_not_finite({"": server_test}))
     if run.options.on_round_end is not None:
         run.options.on_round_end(number, completed(run, run.arrays), dict(run.metrics))

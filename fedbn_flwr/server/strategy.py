@@ -411,6 +411,7 @@ class Strategy(FlowerFedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model."""
+        self.run.options = self._options()
         replies = [*self._early_replies, *replies]
         self._early_replies = []
         training, self._training = self._training, None
@@ -431,6 +432,7 @@ class Strategy(FlowerFedAvg):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the clients' metrics; write each client's metrics to the report."""
+        self.run.options = self._options()
         replies = list(replies)
         tests, self._tests = self._tests, None
         self._require_super_call("configure_evaluate", server_round, tests, replies)
@@ -440,8 +442,9 @@ class Strategy(FlowerFedAvg):
             health.raise_if_ends(self.run)
         return metrics
 
-    def end_round(self, server_round: int, server_test: Mapping[str, Any] | None) -> None:
+    def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
         """End a round after the server's own test, if there was one; ``start`` calls this."""
+        self.run.options = self._options()
         close_round(self.run, server_round, server_test)
 
     def _require_super_call(

@@ -1,4 +1,4 @@
-"""The training half of a round, in the order of ``server.round``: sample, address, read, release, average, hold."""
+"""The training half of a round, in the order of ``server.round``: sample, address, read, release, average."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedbn_flwr.server.replies import Refused, Replies, Reply, Terms, read_repli
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["address_training", "average_replies", "forget_first_rounds", "hold", "read_training", "release"]
+__all__ = ["address_training", "average_replies", "forget_first_rounds", "read_training", "release"]
 __all__ += ["sample_for_training", "terms_of", "training_metrics"]
 
 logger = logging.getLogger("flwr")
@@ -160,11 +160,6 @@ def average_replies(run: Run, replies: Replies) -> dict[str, Any]:
     """Return the average of the replies with the weights p_i; counters take the maximum."""
     states = [reply.state for reply in replies]
     return average(states, replies.weights, run.parts, run.methods.params.variance)
-
-
-def hold(model: dict[str, Any], facts: Facts) -> dict[str, Any]:
-    """Return the model with held entries as they were sent, bit for bit."""
-    return {**model, **{name: facts.before[name] for name in facts.held}}
 
 
 def forget_first_rounds(run: Run, usable: Usable, undo: bool) -> None:

@@ -91,6 +91,7 @@ __all__ = [
 ]
 
 Kind = Method[Any, Any]
+_PACKAGE = "fedbn_flwr."
 StrategyClass = type[Strategy] | Combination
 """A strategy before it has settings: a class, or what ``combined`` returns."""
 
@@ -188,20 +189,40 @@ def combined(*strategies: StrategyClass) -> StrategyClass:
     the server's step. The order of the arguments has no meaning. The settings are those of all methods.
 
     Raises:
-        ConfigError: two of the methods cannot be combined; the error has the reason of each pair.
+        ConfigError: two of the methods cannot be combined, with the reason of each pair; or a strategy is a class that
+            overrides more than the method, which a combination would leave out.
     """
     chosen = {kind: None for strategy in strategies for kind in strategy.combination.kinds if kind is not FedAvgMethod}
+    others = [strategy for strategy in dict.fromkeys(strategies) if strategy is not FedAvg]
+    if len(others) < 2:
+        return next(iter(others), FedAvg)
+    if overriding := next((strategy for strategy in others if _overrides(strategy)), None):
+        raise ConfigError(
+            f"combined takes the methods of {overriding}, and leaves out what the class overrides: "
+            f"{', '.join(_overrides(overriding))}. Write a class with these functions and `method = combined(...)`."
+        )
     if len(chosen) < 2:
-        of_more = [strategy for strategy in strategies if FedAvgMethod not in strategy.combination.kinds]
-        return next(iter(of_more), FedAvg)
+        return others[0]
     return _combined(tuple(sorted(chosen, key=_rank)))
 
 
+def _overrides(strategy: StrategyClass) -> list[str]:
+    """Return what the user's classes of a strategy define beside its method."""
+    if isinstance(strategy, Combination):
+        return []
+    own = [base for base in strategy.__mro__ if issubclass(base, Strategy) and not base.__module__.startswith(_PACKAGE)]
+    names = {name for base in own for name in vars(base) if name == "__init__" or not name.startswith("_")}
+    return sorted(names - {"method", "combination", "name", "Params"})
+
+
 def _rank(kind: type[Kind]) -> tuple[int, int, str]:
-    """Return the sorting key of a method: the place in the registry of the method that it is, or is made of."""
+    """Return the sorting key of a method: the place in the registry of the method that it is, or is made of.
+
+    One of the user's own has FedAvg's place: FixBN, which restores entries, acts after its server step.
+    """
     registry = list(METHODS.values())
     known = [base for base in kind.__mro__ if base in registry]
-    return registry.index(known[0]) if known else len(registry), len(kind.__mro__), _place(kind)
+    return registry.index(known[0]) if known else 0, len(kind.__mro__), _place(kind)
 
 
 @functools.cache

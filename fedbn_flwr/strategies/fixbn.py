@@ -318,7 +318,9 @@ class FreezingMethod(Method[W, Frozen]):
     def aggregate(
         self, state: Frozen, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], Frozen]:
-        """Apply the window rule while an automatic round is not known; freeze from the next round on if it holds."""
+        """Restore frozen entries bit for bit; apply the window rule while an automatic round is not known."""
+        if self.phase(state, facts.number) == "frozen":
+            return facts.hold(model), state  # the server step of another method may have moved them
         if state.frozen_after is not None:
             return model, state
         deltas = [reply.metrics[DELTA] for reply in replies]

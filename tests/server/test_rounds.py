@@ -220,6 +220,34 @@ def test_the_callback_gets_the_servers_own_test(mlp) -> None:
     assert ends.metrics == {r: {"evaluate_metrics_serverapp": MetricRecord({"accuracy": r / 10})} for r in (1, 2)}
 
 
+def test_the_servers_own_test_may_return_any_mapping(mlp) -> None:
+    """Numbers of NumPy and text are no values of a MetricRecord; a dict goes through Flower's loop as it is."""
+    ends, tested = Ends(), {"accuracy": np.float32(0.5), "model": "a"}
+    strategy = FedAvg(0.0, 0.0, min_train_nodes=0, min_evaluate_nodes=0, on_round_end=ends)
+    with InProcessGrid(client_app(lambda context: None), 2) as grid:
+        strategy.start(grid, to_record(mlp().state_dict()), 2, timeout=5, evaluate_fn=lambda *_: tested)  # type: ignore
+    assert ends.metrics == {server_round: {"evaluate_metrics_serverapp": tested} for server_round in (1, 2)}
+
+
+def test_what_is_set_on_the_strategy_before_a_call_acts_in_it(federate, mlp, points) -> None:
+    mine, replies, ends = MetricRecord({"mine": 1}), list[int](), list[int]()
+
+    class Late(FedAvg):
+        def aggregate_train(self, *args):
+            self.train_metrics_aggr_fn = lambda *_: mine
+            self.on_replies = lambda server_round, *_: replies.append(server_round)
+            return super().aggregate_train(*args)
+
+        def aggregate_evaluate(self, *args):
+            self.evaluate_metrics_aggr_fn = lambda *_: mine
+            self.on_round_end = lambda server_round, *_: ends.append(server_round)
+            return super().aggregate_evaluate(*args)
+
+    result = federate(Late(), mlp, [points(8), points(12, 1)], rounds=1).result
+    assert (result.train_metrics_clientapp[1], result.evaluate_metrics_clientapp[1]) == (mine, mine)
+    assert (replies, ends) == ([1], [1])
+
+
 def test_after_a_resume_the_callback_gets_the_new_rounds(federate, mlp, points) -> None:
     ends, data = Ends(), [points(8), points(12, 1)]
     saved = federate(FedAvg(), mlp, data, rounds=2).strategy.state_dict()

@@ -17,7 +17,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg, FedProx, FixBN, combined
+from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg, FedBN, FedProx, FixBN, Method, Travels, combined
 from fedbn_flwr.strategies.fedbn import FedBNMethod
 from fedbn_flwr.strategies.fedopt import FedAdamMethod
 
@@ -297,3 +297,55 @@ def test_the_own_subclass_of_a_method_can_be_combined() -> None:
     assert combined(FedAdam, Mine).combination.kinds == (FedAdamMethod, MineMethod)
     assert combined(Mine) is Mine
     assert combined(FedAvg) is FedAvg
+
+
+def test_a_server_step_of_the_users_own_does_not_move_what_fixbn_has_frozen(federate, datasets, mlp, same_bits) -> None:
+    class MomentumMethod(Method):
+        name = "momentum"
+        role = "server-step"
+
+        def travels(self, num_rounds=None):
+            return (Travels(decides=frozenset({"server step"})),)
+
+        def begin(self, facts):
+            return {}
+
+        def aggregate(self, state, facts, replies, model):
+            v = {}
+            for name in (*facts.parts.affine, *facts.parts.rest):
+                v[name] = 0.9 * state.get(name, 0.0) + model[name] - facts.before[name]
+                model[name] = (facts.before[name] + v[name]).astype(model[name].dtype)
+            return model, v
+
+    class Momentum(Strategy):
+        method = MomentumMethod
+
+    strategy = combined(FixBN, Momentum)(freeze_at=1, freeze_affine=True)
+    assert strategy.name == "momentum+fixbn"
+    history = federate(strategy, mlp, datasets, rounds=3).history
+    affine = split_state(mlp()).affine
+    frozen, last = ({name: history[server_round][name] for name in affine} for server_round in (1, 3))
+    same_bits(frozen, last)
+
+
+def test_a_class_that_overrides_calls_of_flower_is_not_combined_without_a_word(federate, datasets, mlp) -> None:
+    asked = []
+
+    class Asking(FedBN):
+        def configure_train(self, server_round, *rest):
+            asked.append(server_round)
+            return super().configure_train(server_round, *rest)
+
+    class AskingAverage(FedAvg):
+        configure_train = Asking.configure_train
+
+    class Both(Asking):
+        method = combined(FedBN, FedProx)
+
+    assert combined(Asking) is combined(Asking, FedAvg) is Asking
+    assert combined(AskingAverage) is AskingAverage
+    for pair in ((Asking, FedProx), (FedBN, AskingAverage)):
+        with pytest.raises(ConfigError, match=r"leaves out what the class overrides: configure_train\."):
+            combined(*pair)
+    federate(Both(), mlp, datasets, rounds=2)
+    assert asked == [1, 2]
