@@ -183,7 +183,7 @@ class Methods:
             )
         after = dict(states)
         for name, fields in saved.items():
-            known = states[name]
+            known: Any = states[name]
             after[name] = dataclasses.replace(known, **fields) if dataclasses.is_dataclass(known) else fields[_VALUE]
         return after
 
