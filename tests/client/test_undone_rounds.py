@@ -212,3 +212,23 @@ def test_the_next_run_of_a_series_begins_with_zero(on_disk, same_bits) -> None:
     assert_mean(run)
     assert all("fedbn-flwr.local" in keys for keys in seen.values())
     assert strategy.run.kept.hashes.keys() == first.strategy.run.kept.hashes.keys()
+
+
+def test_a_client_that_gets_a_state_folder_keeps_its_part_on_disk_from_then_on(on_disk) -> None:
+    """Its node starts again with one; the checkpoint names the clients with which a run cannot be resumed."""
+    in_memory: list[list[str]] = []
+
+    def bare_at_first(message: Message, context: Context, call_next: Any) -> Message:
+        config = message.content.config_records.get("config", {})
+        bare = config.get("server-round") == 1 and context.node_config["partition-id"] != BAD
+        folder = context.node_config.pop("state-dir") if bare else None
+        reply = call_next(message, context)
+        context.node_config |= {"state-dir": folder} if bare else {}
+        return reply
+
+    def note(*_: Any) -> None:
+        in_memory.append(strategy.state_dict()["kept"]["volatile"])
+
+    strategy = FedBN(on_round_end=note)
+    on_disk(strategy, 2, mods=(bare_at_first,))
+    assert in_memory == [["0", "2"], []]

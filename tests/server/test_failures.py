@@ -358,3 +358,11 @@ def test_it_does_not_end_a_run_in_which_a_client_has_trained(federate, datasets,
     resumed.load_state_dict(first.state_dict(), 1)
     federate(resumed, mlp, datasets, client=client(fit))
     assert [report.server_round for report in resumed.reports] == [2, 3]
+
+
+def test_it_does_not_end_a_run_in_which_a_client_was_tested(federate, datasets, mlp) -> None:
+    """Nobody trains, so that only an earlier test tells that the clients work."""
+    strategy = FedAvg(fraction_train=0.0)
+    late = refusing("evaluate", lambda partition: "no disk" if len(strategy.reports) > 1 else "")
+    federate(strategy, mlp, datasets, rounds=3, wrap=late)
+    assert [len(report.rejected) for report in strategy.reports] == [0, 3, 3]

@@ -94,6 +94,23 @@ def test_recalibration_runs_before_tests_and_its_traffic_is_counted(federate, da
     assert (beside.train.exchanges, beside.evaluate.exchanges, beside.evaluate.up) == (1, 1, 3 * 64)
 
 
+def test_between_two_tests_the_model_has_the_statistics_of_the_training(federate, datasets, mlp, same_bits) -> None:
+    """Those that were re-estimated two rounds ago are of other weights."""
+    run = federate(FedAvg(recalibrate=True, eval_every=2), mlp, datasets, rounds=5)
+    plain = federate(FedAvg(), mlp, datasets, rounds=5)
+    for number in (1, 3):
+        same_bits(run.history[number], plain.history[number])
+
+
+def test_statistics_of_a_model_that_two_rounds_kept_are_asked_for_once(federate, datasets, mlp, same_bits) -> None:
+    """The first of these rounds has no test."""
+    strategy = FedAvg(recalibrate=True, eval_every=2, min_replies=3)
+    run = federate(strategy, mlp, datasets, rounds=4, hide={3: {1}, 4: {1}})
+    assert [report.kept_previous for report in strategy.reports] == [False, False, True, True]
+    assert {config["server-round"] for config in run.grid.config("query.statistics")} == {2}
+    same_bits(run.state, run.history[2])
+
+
 def spoil_statistics(change):
     """Return an app whose bad client changes the statistics that it sends."""
     return functools.partial(spoiling, spoil_state(change), kind="query.statistics")

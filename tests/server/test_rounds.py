@@ -405,9 +405,13 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, 
     assert report.rejected[8].count("no reply") == 2, "that of the training, and that of the test"
 
 
+@pytest.mark.parametrize("make", [Scaffold, FedBN])
 @pytest.mark.parametrize("loses", [True, False])
-def test_a_client_that_lost_what_it_kept_is_named(loses: bool, federate, mlp, points, caplog) -> None:
-    """SCAFFOLD's variate starts at zero again: nothing is missing, so nothing else would tell."""
+def test_a_client_that_lost_what_it_kept_is_named(make: type[FedAvg], loses: bool, federate, mlp, points, caplog):
+    """SCAFFOLD's variate starts at zero again: nothing is missing, so nothing else would tell.
+
+    Under FedBN, whose rounds are not undone, the client is refused once, and then begins again.
+    """
 
     def forgetful(client_fn):
         def client(context):
@@ -420,7 +424,7 @@ def test_a_client_that_lost_what_it_kept_is_named(loses: bool, federate, mlp, po
 
     data = [points(8), points(12, 1), points(6, 2)]
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        federate(Scaffold(), mlp, data, rounds=4, wrap=forgetful)
+        federate(make(), mlp, data, rounds=4, wrap=forgetful)
     lost = [text for text in caplog.messages if "had lost what it kept between rounds" in text]
     assert len(lost) == loses
     assert all("(partition 1)" in text for text in lost)
@@ -535,3 +539,19 @@ def test_messages_that_the_strategy_did_not_make_are_refused(federate, mlp, poin
     said = rf"^configure_{kind} of Mine did not call super\(\)\.configure_{kind}\(\): take the messages that it returns"
     with pytest.raises(ConfigError, match=said):
         federate(mine(), mlp, [points(8), points(12, 1)])
+
+
+def test_arguments_that_change_in_the_run_hold_for_the_next_messages(federate, mlp, points) -> None:
+    """Fewer clients train after round 1, and fewer test after the training of round 2."""
+    strategy = FedAvg(min_train_nodes=1, min_evaluate_nodes=1)
+
+    def after_training(server_round: int, *_: Any) -> None:
+        strategy.fraction_evaluate = 1.0 if server_round == 1 else 0.5
+
+    def after_round(*_: Any) -> None:
+        strategy.fraction_train = 0.5
+
+    strategy.on_replies, strategy.on_round_end = after_training, after_round
+    federate(strategy, mlp, [points(8), points(12, 1)], rounds=2)
+    numbers = [(report.asked, len(report.evaluations)) for report in strategy.reports]
+    assert numbers == [(2, 2), (1, 1)]
