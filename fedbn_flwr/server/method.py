@@ -139,6 +139,8 @@ class Method(Generic[P, S]):
         role: what the method adds to another one, and the config key for it; "" = it is not combined with others.
         alone: why the method is not combined with others; "" if it has a role.
         Params: the class of the settings; its fields are constructor arguments of the strategy.
+        State: the class of the state; its fields are attributes of the strategy, also before a run. None = it is no
+            dataclass, or there is none.
         client_hooks: factories of the client hooks, by name.
         params: the settings.
     """
@@ -149,6 +151,7 @@ class Method(Generic[P, S]):
     role: ClassVar[Role] = ""
     alone: ClassVar[str] = ""
     Params: ClassVar[type[Any]] = Params
+    State: ClassVar[type[Any] | None] = None
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {}
 
     def __init__(self, params: P) -> None:
@@ -164,12 +167,12 @@ class Method(Generic[P, S]):
         return (Travels(),)
 
     def begin(self, facts: Facts) -> S:
-        """Return the state before the first round.
+        """Return the state before the first round: a ``State``, with the defaults of its fields.
 
         Raises:
             ConfigError: a setting does not fit the run.
         """
-        return None  # type: ignore[return-value]
+        return self.State() if self.State else None  # type: ignore[return-value]
 
     def phase(self, state: S, number: int) -> str:
         """Return the name of the round's phase, one of ``travels``."""

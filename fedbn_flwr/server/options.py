@@ -39,6 +39,7 @@ class MomentumScope(Option[Momentum]):
     """SGD's momentum between rounds: kept by the client, or averaged by the server."""
 
     name = "momentum-scope"
+    State = Momentum
     client_hooks = {MOMENTUM: lambda context: MomentumBuffers(context.config[SCOPE], context.local_entries)}
 
     @staticmethod
@@ -52,10 +53,6 @@ class MomentumScope(Option[Momentum]):
             return (Travels(kept="SGD's momentum"),)
         why = "momentum-scope=global sends SGD's momentum beside the model; use none or local"
         return (Travels(beside=(Beside(MOMENTUM, "trainable", why, down=True, read="mean"),)),)
-
-    def begin(self, facts: Facts) -> Momentum:
-        """Start without momentum."""
-        return Momentum()
 
     def on_clients(self, state: Momentum, facts: Facts) -> list[Ask]:
         """Send the scope; with "global" also the averaged buffers."""

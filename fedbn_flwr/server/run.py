@@ -73,7 +73,7 @@ class Run:
         num_rounds: R; None if Flower's loop does not say.
         after: the last round before this start; 0 if the run is not resumed.
         begun: whether the methods have begun.
-        states: the state of each method, after the last round.
+        states: the state of each method, after the last round; before a run of those that say its class.
         kept: what the clients keep.
         reports: the report of each round.
         arrays: the global model that training continues with; tests may complete it.

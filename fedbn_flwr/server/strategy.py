@@ -316,6 +316,7 @@ class Strategy(FlowerFedAvg):
             parts,
             continuity,
             num_rounds=num_rounds,
+            states=self.methods.before_a_run,
         )
         self._link = Link()
         self._training: Played | None = None  # of the round whose messages were made last

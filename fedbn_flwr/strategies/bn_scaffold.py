@@ -277,6 +277,7 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
     role = ""
     alone = "bn-scaffold corrects the gradients and the statistics of every step by itself"
     Params = BNScaffoldParams
+    State = BNVariates
     client_hooks = {
         "bn-variates-of-steps": lambda context: BNControlVariates(context.local_entries, float(context.config[FLOOR])),
         "bn-variates-of-a-pass": lambda context: SurveyedBNVariates(
@@ -290,10 +291,6 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         why = f"strategy={self.name} sends the moments of BatchNorm's inputs on the clients' data"
         beside = Beside(BN_VARIATES, "moments", why, down=True), Beside(FLOOR_SHARE, "scalar", "", read="log")
         return (replace(scaffold, beside=(*scaffold.beside, *beside)),)
-
-    def begin(self, facts: Facts) -> BNVariates:
-        """Start without variates."""
-        return BNVariates()
 
     def on_clients(self, state: BNVariates, facts: Facts) -> list[Ask]:
         """Ask for the variates of BN by steps or by a pass; send c, (u, s) and rho."""

@@ -65,7 +65,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -236,6 +236,7 @@ class PooledStatisticsMethod(Method[P, S]):
     """The common base of methods that train with global statistics, pooled by the server in each round."""
 
     role = "client-hooks"
+    State: ClassVar[type[Any] | None] = Pooled
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return the statistics, which training does not change, and the moments beside the model."""
@@ -246,9 +247,9 @@ class PooledStatisticsMethod(Method[P, S]):
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Return a layer's moments of all clients together; ``weights``: p_i, not normalised."""
 
-    def first_state(self, state: S) -> S:
-        """Return the state without rounds, given an empty one: without a warm-up it is over."""
-        return replace(state, warmed_up_after=None if self.params.statistics_warm_up else 0)
+    def begin(self, facts: Facts) -> S:
+        """Start with the warm-up; without one it is over."""
+        return replace(super().begin(facts), warmed_up_after=None if self.params.statistics_warm_up else 0)
 
     def phase(self, state: S, number: int) -> str:
         """Return "warm-up" as long as it lasts: these rounds train with the batches' statistics."""
@@ -354,9 +355,9 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
         "surveyed-statistics": lambda context: SurveyedStatistics(bool(context.config[WARM_UP])),
     }
 
-    def begin(self, facts: Facts) -> Pooled:
-        """Start with the warm-up."""
-        return self.first_state(Pooled())
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        """Return the statistics and the moments: ``aggregate`` reads nothing else of single replies."""
+        return super().travels(num_rounds)
 
     def on_clients(self, state: Pooled, facts: Facts) -> list[Ask]:
         """Ask the clients for the moments, by steps or by a pass, and say how BN normalises."""

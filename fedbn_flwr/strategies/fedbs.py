@@ -104,6 +104,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
     role = ""
     alone = "fedbs weighs the clients by their losses, and changes to fedprox by itself"
     Params = FedBSParams
+    State = FedBSState
     client_hooks = {
         **FedProxMethod.client_hooks,
         "report-validation": lambda context: ReportValidationLoss(context.validation_loss),
@@ -115,10 +116,6 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         why = "the clients' losses are the weights of the average"
         loss = (Beside(key, "scalar", why, required=True),)
         return Travels("loss-weighted", weights=key, beside=loss), Travels("proximal", weights="equal", beside=loss)
-
-    def begin(self, facts: Facts) -> FedBSState:
-        """Start in phase 1."""
-        return FedBSState()
 
     def phase(self, state: FedBSState, number: int) -> str:
         """Return the phase."""

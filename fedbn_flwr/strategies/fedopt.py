@@ -86,15 +86,12 @@ class ServerStep(Method[P, ServerMoments]):
     """
 
     role = "server-step"
+    State = ServerMoments
     server_rate: ClassVar[str]
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return that the method decides the server's step; the mean change is enough."""
         return (Travels(decides=frozenset({"server step"})),)
-
-    def begin(self, facts: Facts) -> ServerMoments:
-        """Start without moments."""
-        return ServerMoments()
 
     @abstractmethod
     def step(self, number: int, delta: Array, moments: Moments) -> tuple[Array, Moments]:

@@ -259,6 +259,7 @@ class Frozen:
 class FreezingMethod(Method[W, Frozen]):
     """The common base of FixBN and FedTAN-II: BN statistics are frozen after a fixed or an automatic round."""
 
+    State = Frozen
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {
         "freeze-bn": lambda context: FreezeBN(
             bool(context.config[FREEZE_AFFINE]), bool(context.config.get(FREEZE_STATISTICS, True))

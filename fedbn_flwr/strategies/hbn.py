@@ -219,6 +219,7 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
     summary_line = "BN trains with a learned mixture of batch and pooled global statistics"
     source = "Chen 2025, arXiv:2505.21877 (full text not read)"
     Params = HBNParams
+    State = HBNState
     client_hooks = {
         "hybrid-statistics": lambda context: HybridStatistics(
             bool(context.config[WARM_UP]), bool(context.config[SHARE_ALPHA])
@@ -232,10 +233,6 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
             return (pooled,)
         alpha = Beside(ALPHA, "channels", "share-alpha=true sends each client's alpha beside the model", down=True)
         return (replace(pooled, beside=(*pooled.beside, alpha)),)
-
-    def begin(self, facts: Facts) -> HBNState:
-        """Start with the warm-up, without a mean of alpha."""
-        return self.first_state(HBNState())
 
     def on_clients(self, state: HBNState, facts: Facts) -> list[Ask]:
         """Ask the clients to mix; send the mean of alpha if they share it."""

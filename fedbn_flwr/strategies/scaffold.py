@@ -229,6 +229,7 @@ class ScaffoldMethod(Method[P, S]):
     source = "Karimireddy 2020, arXiv:1910.06378"
     role: ClassVar[Role] = "client-hooks"
     Params: ClassVar[type[Any]] = ScaffoldParams
+    State: ClassVar[type[Any] | None] = Variates
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {
         "variates": lambda context: ControlVariates(context.local_entries)
     }
@@ -245,10 +246,6 @@ class ScaffoldMethod(Method[P, S]):
                 kept="c_i, and the one before the round",
             ),
         )
-
-    def begin(self, facts: Facts) -> S:
-        """Start with c = 0."""
-        return Variates()  # type: ignore[return-value]
 
     def on_clients(self, state: S, facts: Facts) -> list[Ask]:
         """Ask the clients to apply the control variates; send c."""

@@ -15,12 +15,13 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.method import Ask, Method
-from fedbn_flwr.server.methods import Methods, declared
+from fedbn_flwr.server.methods import Methods, declared, reads_unsaid
+from fedbn_flwr.server.options import OPTIONS
 from fedbn_flwr.server.params import Params
 from fedbn_flwr.server.sent_beside import sent_beside
 from fedbn_flwr.server.training import terms_of
 from fedbn_flwr.server.travels import Beside, Travels, in_parallel, model_needs, sums_suffice, together
-from fedbn_flwr.strategies import STRATEGIES, Strategy, combined
+from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
 RECORDED = json.loads((Path(__file__).parent / "interface_of_0_1.json").read_text())
 
@@ -128,3 +129,17 @@ def test_a_state_that_is_no_dataclass_is_saved_and_restored(first: int | None) -
     methods = Methods([Counts], Params())
     saved = methods.saved({"counts": 7})
     assert methods.restored({"counts": first}, saved) == {"counts": 7}
+
+
+def test_every_method_of_the_package_says_what_it_reads() -> None:
+    """Else the refusals of privacy would tell a user to write more into a class of the package."""
+    assert [kind.name for kind in (*METHODS.values(), *OPTIONS) if reads_unsaid(kind)] == []
+
+
+def test_fields_of_the_state_are_attributes_of_the_strategy_before_a_run_too() -> None:
+    """Flower's own loop calls ``evaluate_fn`` before the first ``configure_train``."""
+    assert STRATEGIES["fixbn"]().frozen_after is None
+    assert (STRATEGIES["fedbs"]().switched_after, STRATEGIES["fedbs"]().agreed) == (None, 0)
+    assert combined(STRATEGIES["hbn"], STRATEGIES["scaffold"])().alpha == {}
+    assert STRATEGIES["fedavg"](momentum_scope="global").momentum == {}
+    assert not hasattr(STRATEGIES["fedavg"](), "frozen_after")
