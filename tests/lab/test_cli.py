@@ -127,7 +127,7 @@ def test_inspect(strategy: str) -> None:
     assert "271,098" in result.output
     assert "1,376" in result.output
     kept = result.output.count("stays with the client")
-    assert kept == len(STRATEGIES[strategy].local)
+    assert kept == len(STRATEGIES[strategy]().local)
 
 
 def test_inspect_shows_the_papers_megabytes() -> None:

@@ -48,7 +48,7 @@ def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(out: Path
     folders = sorted(path.name for path in (out / "checkpoint/clients").rglob("partition-*"))
     assert folders == ["partition-0", "partition-1"]
     found = read_checked(out / "checkpoint/round-000004.safetensors")
-    assert (found["server_round"], found["config"]["strategy"], found["strategy"]["started"]) == (
+    assert (found["server_round"], found["config"]["strategy"], found["strategy"]["initialised"]) == (
         4,
         "fedbn",
         ["0", "1"],
@@ -75,12 +75,15 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(tmp_path: Path, monk
     plain = FedBN.start
 
     def stopped(strategy: FedBN, *, evaluate_fn: Any, **given: Any) -> Any:
+        write = strategy.on_round_end
+
         def tests(server_round: int, arrays: Any) -> Any:
             strategy.stopped = way == "evaluate_fn" and server_round == 3
             return evaluate_fn(server_round, arrays)
 
-        def end(server_round: int, *_: Any) -> None:
+        def end(server_round: int, *others: Any) -> None:
             strategy.stopped |= server_round == 3
+            write(server_round, *others)
 
         if way == "should_stop":
             given["should_stop"] = lambda server_round, result: server_round == 3
