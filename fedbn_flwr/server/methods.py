@@ -188,8 +188,8 @@ class Methods:
             )
         after = dict(states)
         for name, fields in saved.items():
-            known: Any = states[name]
-            after[name] = dataclasses.replace(known, **fields) if dataclasses.is_dataclass(known) else fields[_VALUE]
+            has_fields = dataclasses.is_dataclass(states[name])
+            after[name] = dataclasses.replace(states[name], **fields) if has_fields else fields[_VALUE]
         return after
 
     # --- what does not fit --------------------------------------------------------------------------------------------

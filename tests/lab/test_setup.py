@@ -16,6 +16,7 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError, EngineError
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config.method_settings import config_fields
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.runs.node import client_fn
@@ -195,7 +196,7 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
     assert strategy.parts is not None
     assert list(strategy.parts.names) == list(make_model(config).state_dict())
     refused = set()
-    for field, info in strategy.Params.model_fields.items():
+    for field in config_fields(strategy.Params):
         value, needs = CHANGED[key := field.replace("_", "-")]
         given = {other.replace("-", "_"): setting for other, setting in {**needs, field: value}.items()}
         try:
@@ -203,7 +204,7 @@ def test_every_parameter_reaches_the_strategy(name: str, quick_config) -> None:
         except ConfigError:
             refused.add(key)
         else:
-            assert getattr(params, field) == value != info.default, field
+            assert getattr(params, field) == value != strategy.Params.model_fields[field].default, field
     assert refused <= {"variance", "recalibrate", "momentum-scope", "agc"}
 
 

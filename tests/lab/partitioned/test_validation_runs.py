@@ -73,10 +73,8 @@ def test_personal_models_are_tested_each_on_its_own_validation_part(quick_run) -
 def test_fedbs_weighs_by_the_validation_loss_where_there_is_one(quick_run) -> None:
     """``tests/strategies/test_fedbs.py`` has the weights."""
     found = [quick_run(strategy="fedbs", **settings) for settings in ({}, SHARE)]
-    assert [make_strategy(Config.load(out / "config.yaml"), nn.Linear(1, 1), 3).loss_key for _, out in found] == [
-        "train-loss",
-        "validation-loss",
-    ]
+    strategies = [make_strategy(Config.load(out / "config.yaml"), nn.Linear(1, 1), 3) for _, out in found]
+    assert [strategy.params.loss_key for strategy in strategies] == ["train-loss", "validation-loss"]
     assert all(line["participants"] == [0, 1, 2] for _, out in found for line in read_metrics(out / "metrics.jsonl"))
 
 
