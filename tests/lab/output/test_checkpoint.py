@@ -75,8 +75,6 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(tmp_path: Path, monk
     plain = FedBN.start
 
     def stopped(strategy: FedBN, *, evaluate_fn: Any, **given: Any) -> Any:
-        write = strategy.on_round_end
-
         def tests(server_round: int, arrays: Any) -> Any:
             strategy.stopped = way == "evaluate_fn" and server_round == 3
             return evaluate_fn(server_round, arrays)
