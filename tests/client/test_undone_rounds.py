@@ -111,6 +111,12 @@ def test_clients_come_and_go(hidden, federate, datasets, mlp) -> None:
     assert_mean(run)
 
 
+def test_a_client_that_is_gone_before_a_reply_of_it_was_used_still_counts(federate, datasets, mlp, monkeypatch) -> None:
+    lose_replies(monkeypatch, {1: 2})
+    run = federate(Scaffold(), mlp, datasets, rounds=3, hide={2: {2}, 3: {2}})
+    assert run.strategy.num_clients == CLIENTS
+
+
 def test_a_client_without_its_variate_begins_with_zero_and_is_named(
     federate, datasets, mlp, monkeypatch, caplog
 ) -> None:

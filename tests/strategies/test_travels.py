@@ -4,6 +4,7 @@
 settings, and which of the 210 pairs ``combined`` took.
 """
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import to_record
@@ -20,7 +22,16 @@ from fedbn_flwr.server.options import OPTIONS
 from fedbn_flwr.server.params import Params
 from fedbn_flwr.server.sent_beside import sent_beside
 from fedbn_flwr.server.training import terms_of
-from fedbn_flwr.server.travels import Beside, Travels, in_parallel, model_needs, sums_suffice, together
+from fedbn_flwr.server.travels import (
+    TRACKED,
+    Beside,
+    Exchanges,
+    Travels,
+    in_parallel,
+    model_needs,
+    sums_suffice,
+    together,
+)
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
 RECORDED = json.loads((Path(__file__).parent / "interface_of_0_1.json").read_text())
@@ -69,6 +80,53 @@ def test_phases_of_two_methods_run_in_parallel() -> None:
     second = [Travels("x", last=5, weights="equal"), Travels("y")]
     phases = [(one.phase, one.last, one.weights) for one in in_parallel([first, second])]
     assert phases == [("x", 3, "equal"), ("x", 5, "equal"), ("y", None, "examples")]
+
+
+def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> None:
+    moments, metric = Key("moments", "", "client", "server"), Key("metric", "", "client", "server")
+    one = Travels(
+        local=frozenset({Part.AFFINE}),
+        held=TRACKED,
+        each=frozenset({Part.REST}),
+        weights=metric,
+        beside=(Beside(moments, "moments", "why"), Beside(metric, "scalar", "why", required=True)),
+        exchanges=Exchanges((1, 3)),
+        reestimates=True,
+        undo=True,
+        decides=frozenset({"gradients"}),
+        needs=(frozenset({Part.AFFINE}),),
+        kept="a variate",
+    )
+    assert together([one, Travels()]) == together([Travels(), one]) == one
+
+
+class Early(Method):
+    name = "early"
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        return Travels("a", last=1, undo=True), Travels("b")
+
+    def phase(self, state: None, number: int) -> str:
+        return "a" if number == 1 else "b"
+
+
+class Late(Early):
+    name = "late"
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        return Travels("x", last=2, weights="equal"), Travels("y")
+
+    def phase(self, state: None, number: int) -> str:
+        return "x" if number <= 2 else "y"
+
+
+def test_a_round_has_the_phase_that_was_foretold() -> None:
+    methods = Methods((Early, Late), Params())
+    states = {"early": None, "late": None}
+    for number, foretold in enumerate(methods.phases(3), start=1):
+        phase = methods.phase(states, number)
+        assert phase.name == foretold.phase
+        assert dataclasses.replace(phase.travels, phase=phase.name, last=foretold.last) == foretold
 
 
 def test_two_ends_that_are_found_out_in_the_run_are_refused() -> None:
