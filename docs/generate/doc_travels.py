@@ -78,11 +78,10 @@ def _weights(weights: str) -> str:
 def _cost(travels: Travels) -> str:
     floats = {(): "$F$", tuple(sorted(ALL)): "nothing"}.get(tuple(sorted(travels.local)), "$F - F_l$")
     down_statistics, up_statistics = travels.extra_statistics
-    copies = travels.extra_copies
-    extra = _plus(copies, "T")
+    copies_down, copies_up = travels.extra_copies
     step = _plus(travels.exchanges.cost()[1] / 2, "S") if travels.exchanges else ""
-    down = f"{floats}{extra}{_plus(down_statistics, 'S')}{step}"
-    up = f"{floats}{extra}{_plus(up_statistics, 'S')}{step}"
+    down = f"{floats}{_plus(copies_down, 'T')}{_plus(down_statistics, 'S')}{step}"
+    up = f"{floats}{_plus(copies_up, 'T')}{_plus(up_statistics, 'S')}{step}"
     text = f"{down} floats down, {up} up per client"
     if travels.exchanges:
         text += f"; {_exchanges(travels.exchanges)} exchanges"

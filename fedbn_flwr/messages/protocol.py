@@ -1,7 +1,7 @@
 """All names in the messages between server and clients, and in a client's ``Context.state``.
 
 This file declares each record name and key that more than one module uses. The keys of a single method are declared in
-the method's file (its ``keys``). No other file may write such a name (``tests/messages/test_protocol.py``). ``make
+the method's file. No other file may write such a name (``tests/messages/test_protocol.py``). ``make
 generate`` writes the table of all keys, ``docs/reference/messages.md``, from the declarations.
 
 Keys that the server or the codec adds to a config in which users have keys of their own begin with ``PREFIX``. The

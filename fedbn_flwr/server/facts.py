@@ -26,7 +26,7 @@ class Facts:
         phase: the name of the round's phase.
         travels: what travels in the round, of all methods together.
         num_able: number of nodes with training data, N of the papers.
-        keep: labels of the clients of which the server knows that they keep something.
+        known: labels of the clients of which the server knows that they keep something.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Facts:
     phase: str = ""
     travels: Travels = field(default_factory=Travels)
     num_able: int = 0
-    keep: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
 
     @cached_property
     def held(self) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ The federated mean of two numbers, as a method::
             return (Travels(decides=frozenset({"server step"})),)
 
         def aggregate(self, state, facts, replies, model):
-            return {name: (facts.before[name] + model[name]) / 2 for name in model}, state
+            damped = {name: (facts.before[name] + model[name]) / 2 for name in facts.parts.rest}
+            return {**model, **damped}, state
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Ask(NamedTuple):
     Attributes:
         hook: its name in ``client_hooks``.
         config: the config entries that its clients get.
-        sends: the records that travel beside the model, by key; {} for one that only clients send.
+        sends: the records that go down beside the model, by key; ``travels`` declares each.
         shown: whether the reply need not name the hook as applied: it shows the effect, or a client may leave it out.
     """
 

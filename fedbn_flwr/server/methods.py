@@ -172,7 +172,9 @@ class Methods:
             ConfigError: the saved states are of other methods.
         """
         needed = {f"{name}.{field}" for name, state in self.saved(states).items() for field in state}
-        found = {f"{name}.{field}" for name, state in saved.items() for field in state}
+        saved_fields = {f"{name}.{field}" for name, state in saved.items() for field in state}
+        # A state may begin as None.
+        found = saved_fields - {f"{name}.{_VALUE}" for name, state in states.items() if state is None}
         if needed != found:
             listed = ", ".join(sorted(found)) or "none"
             raise ConfigError(
@@ -181,7 +183,8 @@ class Methods:
             )
         after = dict(states)
         for name, fields in saved.items():
-            after[name] = fields[_VALUE] if _VALUE in fields else dataclasses.replace(states[name], **fields)
+            known = states[name]
+            after[name] = dataclasses.replace(known, **fields) if dataclasses.is_dataclass(known) else fields[_VALUE]
         return after
 
     # --- what does not fit --------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class AveragedBN(Option):
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask for the copies; a client may leave them out."""
-        return [Ask("share-bn", {}, {SHARED_BN: {}}, shown=True)]
+        return [Ask("share-bn", shown=True)]
 
 
 class Recalibrate(Option):

@@ -50,6 +50,7 @@ def play_training(run: Run, number: int, arrays: ArrayRecord, config: ConfigReco
 
     messages = yield sent.messages  # they travel
 
+    # A synchronised step has reported the clients that it lost.
     received = in_order(run, sent, messages, run.report.rejected)
     usable = read_training(run, sent, received, terms)
     run.kept = run.kept.after_receipt(received, usable, phase.travels.undo)
@@ -62,7 +63,8 @@ def play_training(run: Run, number: int, arrays: ArrayRecord, config: ConfigReco
         run.kept = run.kept.after_use(usable, phase.travels.undo)
     else:
         forget_first_rounds(run, usable, phase.travels.undo)
-    yield model and to_record(model), training_metrics(run, replies, model, usable)
+    trained = None if model is None else to_record(model)
+    yield trained, training_metrics(run, replies, model, usable)
 
 
 def play_tests(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Played:

@@ -31,7 +31,7 @@ def sent_beside(methods: Methods) -> list[SentBeside]:
         travels = together(declared(method))
         if Part.REST in travels.local:
             sent.append(SentBeside("its clients share nothing, so there is nothing to protect"))
-        records = [_record(beside) for beside in travels.beside if beside.read != "log"]
+        records = [_record(beside) for beside in travels.beside if beside.size != "scalar" or beside.read != "log"]
         sent += records
         if travels.weights not in ("examples", "equal") and not records:
             sent.append(SentBeside(f"the clients' {travels.weights} are the weights of the average"))

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import average
-from fedbn_flwr.errors import ClientPartError
+from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import TrainConfig
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server import health
@@ -57,16 +57,25 @@ def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
         facts=facts,
         expected={name: array for name, array in facts.before.items() if part_of[name] not in local},
         hooks=frozenset(ask.hook for ask in asks if not ask.shown),
-        extras=frozenset(_records_of(asks)),
+        extras=frozenset(beside.key for beside in facts.travels.records),
         arrays_key=run.options.arrays_key,
         count_key=run.options.weighted_by_key,
     )
 
 
-def _records_of(asks: Sequence[Ask]) -> dict[str, Any]:
-    """Return the records that travel beside the model, by key."""
-    records: dict[str, Any] = {}
+def _records(facts: Facts, asks: Sequence[Ask]) -> dict[str, Any]:
+    """Return the records that travel beside the model, by key; {} for one that only clients send.
+
+    Raises:
+        ConfigError: a client hook sends a record that no method declares.
+    """
+    records: dict[str, Any] = {beside.key: {} for beside in facts.travels.records}
     for ask in asks:
+        if undeclared := ask.sends.keys() - records.keys():
+            raise ConfigError(
+                f"client hook {ask.hook!r} sends record {min(undeclared)!r}, which no method declares: add a Beside "
+                "with this key to what travels() returns"
+            )
         records |= ask.sends
     return records
 
@@ -77,7 +86,7 @@ def address_training(
     """Return the training messages of a round; ``config``: the user's entries."""
     if not nodes:
         return NOTHING
-    extras = {key: to_record(state) for key, state in _records_of(asks).items()}
+    extras = {key: to_record(state) for key, state in _records(facts, asks).items()}
     hooks = tuple(ask.hook for ask in asks)
     common = vars(run.message_config(facts.number))
     entries: dict[str, Any] = {**config, **TrainConfig(**common, hooks=hooks, extras=tuple(extras)).write()}

@@ -127,20 +127,26 @@ class Travels:
     kept: str = ""
 
     @property
-    def extra_copies(self) -> int:
-        """How many copies of the shared trainable floats travel beside the model, each way."""
-        return sum(beside.size == "trainable" for beside in self.beside)
+    def extra_copies(self) -> tuple[int, int]:
+        """How many copies of the shared trainable floats travel beside the model: down, not in round 1, and up."""
+        copies = [beside.down for beside in self.beside if beside.size == "trainable"]
+        return sum(copies), len(copies)
 
     @property
     def extra_statistics(self) -> tuple[float, float]:
-        """How many times the floats of the running statistics travel beside the model: down, and up.
+        """How many times the floats of the running statistics travel beside the model: down, not in round 1, and up.
 
-        Up there is an integer for each BN layer, too. Nothing goes down in the first round.
+        With "moments" an integer for each BN layer goes up, too.
         """
         shares = {"moments": 1.0, "channels": 0.5}
         down = sum(shares.get(beside.size, 0.0) for beside in self.beside if beside.down)
         up = sum(shares.get(beside.size, 0.0) for beside in self.beside)
         return down, up
+
+    @property
+    def records(self) -> tuple[Beside, ...]:
+        """The records of arrays beside the model, without the metrics."""
+        return tuple(beside for beside in self.beside if beside.size != "scalar")
 
     @property
     def needs_all_at_once(self) -> bool:
@@ -181,17 +187,21 @@ def in_parallel(methods: Iterable[Sequence[Travels]]) -> list[Travels]:
 
 
 def _merged_phases(first: Sequence[Travels], second: Sequence[Travels]) -> Iterator[Travels]:
-    i = j = 0
-    while i < len(first) and j < len(second):
-        a, b = first[i], second[j]
-        a_ends, b_ends = i + 1 < len(first), j + 1 < len(second)
-        if a_ends and b_ends and (a.last is None or b.last is None):
+    """Yield the phases of two lists that begin together; each lasts until a phase of either list ends."""
+    left, right = list(first), list(second)
+    while left and right:
+        a, b = left[0], right[0]
+        ends = [phases[0].last for phases in (left, right) if len(phases) > 1]  # the last phase of a list has no end
+        known = [end for end in ends if end is not None]
+        if len(ends) == 2 and len(known) < 2:
             raise ConfigError(f"phases {a.phase!r} and {b.phase!r} both end in a round that is found out in the run")
-        a_first = a_ends and (not b_ends or a.last <= b.last)  # type: ignore[operator]
-        b_first = b_ends and (not a_ends or b.last <= a.last)  # type: ignore[operator]
-        last = a.last if a_first else b.last
+        last = min(known, default=None)
         yield dataclasses.replace(together([a, b]), phase=b.phase or a.phase, last=last)
-        i, j = i + (a_first or not b_ends), j + (b_first or not a_ends)
+        if not ends:
+            return
+        for phases in (left, right):
+            if len(phases) > 1 and phases[0].last == last:
+                phases.pop(0)
 
 
 def single_decisions(travels: Travels) -> frozenset[str]:

@@ -362,7 +362,7 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
         """Ask the clients for the moments, by steps or by a pass, and say how BN normalises."""
         hook = "global-statistics" if self.params.fbn_measure == "steps" else "surveyed-statistics"
         warms_up = bool(self.phase(state, facts.number))
-        return [Ask(hook, {WARM_UP: warms_up}, {BN_MOMENTS: {}})]
+        return [Ask(hook, {WARM_UP: warms_up})]
 
     def aggregate(
         self, state: Pooled, facts: Facts, replies: Replies, model: dict[str, Any]

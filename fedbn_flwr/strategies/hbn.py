@@ -83,7 +83,6 @@ from fedbn_flwr.server.replies import Replies, channel_shapes
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
 from fedbn_flwr.strategies.fbn import (
-    BN_MOMENTS,
     WARM_UP,
     Pooled,
     PooledParams,
@@ -242,8 +241,8 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         """Ask the clients to mix; send the mean of alpha if they share it."""
         share = self.params.share_alpha
         warms_up = bool(self.phase(state, facts.number))
-        sends = {BN_MOMENTS: {}, **({ALPHA: state.alpha} if share else {})}
-        return [Ask("hybrid-statistics", {WARM_UP: warms_up, SHARE_ALPHA: share}, sends)]
+        config = {WARM_UP: warms_up, SHARE_ALPHA: share}
+        return [Ask("hybrid-statistics", config, {ALPHA: state.alpha} if share else {})]
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Merge by the counts of the passes."""

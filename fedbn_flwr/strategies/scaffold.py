@@ -282,7 +282,7 @@ class ScaffoldMethod(Method[P, S]):
 
 def _scaled(state: Variates, facts: Facts, replies: Replies) -> tuple[dict[str, Any], int]:
     """Return c and N; c is a mean over N clients, those without a variate included, and is scaled when N grows."""
-    with_variate = {*facts.keep, *(reply.node.label for reply in replies)}
+    with_variate = {*facts.known, *(reply.node.label for reply in replies)}
     count = max(state.num_clients, facts.num_able, len(with_variate))
     if not count > state.num_clients > 0:
         return dict(state.variates), count

@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.methods import declared
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.server.method import Ask, Method
+from fedbn_flwr.server.methods import Methods, declared
+from fedbn_flwr.server.params import Params
 from fedbn_flwr.server.sent_beside import sent_beside
-from fedbn_flwr.server.travels import Travels, in_parallel, model_needs, sums_suffice, together
-from fedbn_flwr.strategies import STRATEGIES, combined
+from fedbn_flwr.server.training import terms_of
+from fedbn_flwr.server.travels import Beside, Travels, in_parallel, model_needs, sums_suffice, together
+from fedbn_flwr.strategies import STRATEGIES, Strategy, combined
 
 RECORDED = json.loads((Path(__file__).parent / "interface_of_0_1.json").read_text())
 
@@ -34,7 +39,7 @@ def test_what_follows_from_a_declaration_is_what_was_declared_before(was: dict[s
         "reestimates": methods.reestimates,
         "undo": whole.undo,
         "freezes-bn": methods.freezes_bn,
-        "extra-copies": whole.extra_copies,
+        "extra-copies": whole.extra_copies[1],
         "extra-statistics": list(whole.extra_statistics),
         "exchange-cost": [list(cost) for cost in costs],
         "all-at-once": whole.needs_all_at_once,
@@ -68,3 +73,58 @@ def test_phases_of_two_methods_run_in_parallel() -> None:
 def test_two_ends_that_are_found_out_in_the_run_are_refused() -> None:
     with pytest.raises(ConfigError):
         in_parallel([[Travels("a"), Travels("b")], [Travels("x", last=2), Travels("y")]])
+
+
+class OnlyUp(Method):
+    """A method with a record that clients send, and one that it forgets to declare."""
+
+    name = "only-up"
+    undeclared = False
+
+    def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+        return (Travels(beside=(Beside(SENT, "trainable", "tells all", read="log"),)),)
+
+    def on_clients(self, state: None, facts: Any) -> list[Ask]:
+        return [Ask("nothing", {}, {"other": {}} if self.undeclared else {}, shown=True)]
+
+
+SENT = Key("tests.sent", "ArrayRecord: what is sent", "client", "server")
+
+
+def test_a_record_that_only_clients_send_is_asked_for_counted_once_and_refused_by_privacy(
+    federate, mlp, points
+) -> None:
+    class Mine(Strategy):
+        method = OnlyUp
+
+    strategy = Mine()
+    assert strategy.methods.whole.extra_copies == (0, 1)
+    assert [one.text for one in sent_beside(strategy.methods)] == ["tells all"], "arrays tell, also if only reported"
+    run = strategy.run
+    run.set_model(to_record(mlp().state_dict()))
+    asks = strategy.methods.on_clients({"only-up": None}, run.facts(1))
+    assert terms_of(run, run.facts(1), asks).extras == {SENT}
+
+
+def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(federate, mlp, points) -> None:
+    class Forgetful(OnlyUp):
+        undeclared = True
+
+    class Mine(Strategy):
+        method = Forgetful
+
+    with pytest.raises(ConfigError, match=r"'nothing' sends record 'other'.*travels"):
+        federate(Mine(), mlp, [points(8), points(12, 1)], rounds=1)
+
+
+@pytest.mark.parametrize("first", [None, 0])
+def test_a_state_that_is_no_dataclass_is_saved_and_restored(first: int | None) -> None:
+    class Counts(Method):
+        name = "counts"
+
+        def begin(self, facts: Any) -> Any:
+            return first
+
+    methods = Methods([Counts], Params())
+    saved = methods.saved({"counts": 7})
+    assert methods.restored({"counts": first}, saved) == {"counts": 7}

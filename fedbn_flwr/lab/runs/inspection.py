@@ -180,12 +180,12 @@ class _Costs:
         """Return the traffic of round 1 and of each later one, without a synchronised step."""
         start, later = self.one_round(self.everything, self.shared), self.one_round(self.shared, self.shared)
         # Further records (variates, momentum) start at zero and are not sent down in the first round.
-        extra = self._travels.extra_copies * self._trained
-        rows_down, rows_up = self._travels.extra_statistics
-        later.down += extra + int(rows_down * self._statistics)
+        (copies_down, copies_up), (rows_down, rows_up) = self._travels.extra_copies, self._travels.extra_statistics
+        counts = sum(beside.size == "moments" for beside in self._travels.beside)
+        later.down += copies_down * self._trained + int(rows_down * self._statistics)
         for traffic in (start, later):
-            traffic.up += self._num_clients * (extra + int(rows_up * self._statistics))
-            traffic.counters_up += self._num_clients * 8 * self._layers * (rows_up > 0)
+            traffic.up += self._num_clients * (copies_up * self._trained + int(rows_up * self._statistics))
+            traffic.counters_up += self._num_clients * 8 * self._layers * counts
             if SHARED_BN in self._config.evaluations():
                 traffic.up += self._num_clients * (self.everything[0] - self.shared[0])
                 traffic.counters_up += self._num_clients * (self.everything[1] - self.shared[1])

@@ -81,7 +81,14 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(tmp_path: Path, monk
             strategy.stopped = way == "evaluate_fn" and server_round == 3
             return evaluate_fn(server_round, arrays)
 
+<<<<<<< HEAD
         def end(server_round: int, *others: Any) -> None:
+=======
+        of_the_run = strategy.on_round_end
+
+        def end(server_round: int, *rest: Any) -> None:
+            of_the_run(server_round, *rest)
+>>>>>>> core
             strategy.stopped |= server_round == 3
             write(server_round, *others)
 
