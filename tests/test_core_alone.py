@@ -27,7 +27,6 @@ BROUGHT = {
 }
 WHERE_USED = {
     ("training", "sklearn"): "metrics of scikit-learn",
-    ("privacy", "sklearn"): "the attack of a study",
     ("privacy", "dp_accounting"): "epsilon",
     ("doctor", "matplotlib"): "pictures",
     ("engines", "cloudpickle"): "an app for new processes",
