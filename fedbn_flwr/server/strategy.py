@@ -183,6 +183,7 @@ class Strategy(FlowerFedAvg):
         self.protection = Protection()
         self._saved: tuple[int, Mapping[str, Any]] | None = None
         self._in_start = False
+        self._link = Link()
         self._forget_run(None, 3600.0, parts, None)
 
     def __getattr__(self, name: str) -> Any:
@@ -296,8 +297,9 @@ class Strategy(FlowerFedAvg):
         self._begin()
         if self._saved is None:
             return 0
-        (after, saved), self._saved = self._saved, None
+        after, saved = self._saved
         self.run.resume(after, saved)
+        self._saved = None  # a state that does not fit is refused again
         return after
 
     def _forget_run(
@@ -318,6 +320,7 @@ class Strategy(FlowerFedAvg):
             num_rounds=num_rounds,
             states=self.methods.before_a_run,
         )
+        self._link.close()  # a loop of Flower's does not: its address must be free again
         self._link = Link()
         self._training: Played | None = None  # of the round whose messages were made last
         self._tests: Played | None = None
