@@ -37,11 +37,11 @@ def check(strategy: Strategy) -> None:
         ConfigError: the method or a setting needs the arrays of each client, or an entry has no dimension.
     """
     parts, before = strategy.run.parts, strategy.run.before
-    single = [method.title for method in strategy.methods if not sums_suffice(together(declared(method)))]
+    single = [method for method in strategy.methods if not sums_suffice(together(declared(method)))]
     if single:
         raise ConfigError(
-            f"{single[-1]} needs the arrays of each client, and Flower's secure aggregation gives only their average, "
-            "weighted by num-examples. Use another method, or a workflow without SecAggPlusWorkflow."
+            f"{single[-1].title} needs the arrays of each client, and Flower's secure aggregation gives only their "
+            f"average, weighted by num-examples. Use {single[-1].instead}, or a workflow without SecAggPlusWorkflow."
         )
     shared = [name for name in before if parts.part_of[name] not in strategy.local and before[name].ndim == 0]
     if lost := [name for name in shared if name not in parts.counters]:

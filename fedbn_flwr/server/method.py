@@ -138,6 +138,7 @@ class Method(Generic[P, S]):
         source: the paper.
         role: what the method adds to another one, and the config key for it; "" = it is not combined with others.
         alone: why the method is not combined with others; "" if it has a role.
+        instead: what to use where the method does not fit.
         Params: the class of the settings; its fields are constructor arguments of the strategy.
         State: the class of the state; its fields are attributes of the strategy, also before a run. None = it is no
             dataclass, or there is none.
@@ -150,6 +151,7 @@ class Method(Generic[P, S]):
     source: ClassVar[str] = ""
     role: ClassVar[Role] = ""
     alone: ClassVar[str] = ""
+    instead: ClassVar[str] = "FedAvg"
     Params: ClassVar[type[Any]] = Params
     State: ClassVar[type[Any] | None] = None
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {}

@@ -256,17 +256,16 @@ class Methods:
         """Return which layers that the methods act on the model lacks."""
         problems = []
         for method in self._methods:
-            instead = "a run without it" if method.role == "option" else "FedAvg"
             for wanted in model_needs(together(declared(method))):
                 if not parts.layers:
                     has = _NOT_BY_NAMES if parts.by_names else ""
-                    text, remedy = f"{method.title} needs BatchNorm", f"{instead}, or a model with BatchNorm"
+                    text, remedy = f"{method.title} needs BatchNorm", f"{method.instead}, or a model with BatchNorm"
                     problems.append(Problem("no-batchnorm", text, "model", has=has, remedy=remedy))
                 elif wanted and not parts.select(wanted):
                     words, reasons = zip(*(pair for part, pair in _WORDS.items() if part in wanted), strict=True)
                     kind = f"BatchNorm with {' or '.join(words)}"
                     has = f"{parts.named_layers()} without ({', '.join(reasons)})"
-                    text, remedy = f"{method.title} needs {kind}", f"{instead}, or a model with {kind}"
+                    text, remedy = f"{method.title} needs {kind}", f"{method.instead}, or a model with {kind}"
                     problems.append(Problem("batchnorm-lacks-entries", text, "model", has=has, remedy=remedy))
         return problems
 

@@ -39,6 +39,7 @@ class MomentumScope(Option[Momentum]):
     """SGD's momentum between rounds: kept by the client, or averaged by the server."""
 
     name = "momentum-scope"
+    instead = "momentum-scope=none"
     State = Momentum
     client_hooks = {MOMENTUM: lambda context: MomentumBuffers(context.config[SCOPE], context.local_entries)}
 
@@ -86,6 +87,7 @@ class AdaptiveClipping(Option):
     """Adaptive gradient clipping in every step."""
 
     name = "agc"
+    instead = "agc=0"
     client_hooks = {"agc": lambda context: ClipGradients(float(context.config[AGC]))}
 
     @staticmethod
@@ -102,6 +104,7 @@ class AveragedBN(Option):
     """Tests of a global model with the average of the BN parts that stay with the clients."""
 
     name = "eval-on=averaged-bn"
+    instead = "another eval-on"
     client_hooks = {"share-bn": lambda context: ShareBN(context.local_entries)}
 
     @staticmethod
@@ -123,6 +126,7 @@ class Recalibrate(Option):
     """Every test and the final model use re-estimated statistics."""
 
     name = "recalibrate=true"
+    instead = "recalibrate=false"
 
     @staticmethod
     def chosen(params: Any) -> bool:
@@ -138,6 +142,7 @@ class TestRecalibrated(Recalibrate):
     """A test with re-estimated statistics."""
 
     name = f"eval-on={RECALIBRATED}"
+    instead = "another eval-on"
 
     @staticmethod
     def chosen(params: Any) -> bool:
@@ -149,6 +154,7 @@ class PooledVariance(Option):
     """The average of running variances has the spread of the clients' means."""
 
     name = "variance=pooled"
+    instead = "variance=mean"
 
     @staticmethod
     def chosen(params: Any) -> bool:

@@ -55,7 +55,7 @@ def run_rounds(
     Returns:
         The model and the metrics of these rounds.
     """
-    logger.info("Starting %s strategy:", type(strategy).__name__)
+    logger.info("Starting %s strategy:", strategy.name)
     log_start(num_rounds, arrays, train_config, evaluate_config)
     strategy.summary()
     if after:

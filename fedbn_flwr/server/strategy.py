@@ -157,25 +157,25 @@ class Strategy(FlowerFedAvg):
         **kwargs: Any,
     ) -> None:
         combination = combination or self.combination
+        self.name = combination.name
         fields = combination.Params.model_fields
         settings = {key: kwargs.pop(key) for key in fields.keys() & kwargs.keys()}
         try:
             super().__init__(*args, **kwargs)
         except TypeError as error:
             allowed = ", ".join([*sorted(fields), "on_round_end", "parts"])
-            message = f"{type(self).__name__}: {error}. In addition to Flower's own arguments it takes: {allowed}."
+            message = f"strategy {self.name!r}: {error}. In addition to Flower's own arguments it takes: {allowed}."
             raise ConfigError(message) from error
         for name in ("fraction_train", "fraction_evaluate"):
             share = getattr(self, name)
             if not isinstance(share, Real) or not 0 <= float(share) <= 1:
-                raise ConfigError(f"{type(self).__name__}: {name}={share!r} must be a number from 0 to 1")
+                raise ConfigError(f"strategy {self.name!r}: {name}={share!r} must be a number from 0 to 1")
         if is_default_aggregation(self.train_metrics_aggr_fn):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
             self.evaluate_metrics_aggr_fn = average_metrics
         self.params = combination.Params(**settings)
         self.methods = combination.methods(self.params)
-        self.name = combination.name
         if lines := self.methods.wrong_settings():
             raise ConfigError("\n".join(lines))
         self.on_round_end = on_round_end

@@ -14,8 +14,9 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
-from fedbn_flwr.messages.records import to_record, to_state
-from fedbn_flwr.strategies import FedAvg, FedBN
+from fedbn_flwr.messages.records import to_record, to_state, views
+from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold
+from fedbn_flwr.strategies.scaffold import VARIATES
 from fedbn_flwr.training.turns import interrupted
 from tests.support.bad_replies import BAD, Spoil, spoil_state, spoiling
 
@@ -131,6 +132,19 @@ def test_a_further_record_that_the_method_does_not_read_is_left_alone(federate, 
 
     run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, note))
     assert run.strategy.reports[0].rejected == {}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_record_of_the_method_that_is_not_finite_is_rejected_by_name(federate, datasets, mlp, value: float) -> None:
+    def spoil(content: RecordDict) -> None:
+        variates = {name: array.copy() for name, array in views(content[VARIATES]).items()}
+        variates["0.weight"].flat[3] = value
+        content[VARIATES] = to_record(variates)
+
+    run = federate(Scaffold(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil))
+    node_id = run.grid.get_node_ids()[BAD]
+    refused = f"node {node_id} (partition {BAD}): record '{VARIATES}': entry '0.weight' holds {value}"
+    assert run.strategy.reports[0].rejected[node_id].startswith(refused)
 
 
 @pytest.mark.parametrize(("name", "value"), [("0.bias", np.inf), ("1.running_mean", np.nan), ("1.running_var", -1.0)])

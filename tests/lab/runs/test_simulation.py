@@ -98,7 +98,7 @@ def test_the_simulation_engine_with_two_actors_gives_the_bits_of_the_run_in_proc
     config = preflight(Config.make(SETTINGS), out).config
     same_run(simulate(config, out, seen.append, federation), in_process)
     assert [line["round"] for line in seen] == [1, 2]
-    assert "Starting FedBN strategy" in (out / "flower.log").read_text()
+    assert "Starting fedbn strategy" in (out / "flower.log").read_text()
 
 
 @pytest.mark.slow  # tests/lab/runs/test_cluster.py continues one on a cluster
