@@ -154,7 +154,7 @@ def test_methods_without_global_weights_refuse_recalibration(method) -> None:
 
 
 def test_a_model_without_batchnorm_is_refused(federate, datasets, mlp) -> None:
-    with pytest.raises(NormLayerError, match=r"the model has none\. Use a run without it"):
+    with pytest.raises(NormLayerError, match=r"the model has none\. Use recalibrate=false"):
         federate(FedAvg(recalibrate=True), functools.partial(mlp, norm=False), datasets)
 
 
