@@ -169,7 +169,7 @@ def together(declarations: Iterable[Travels]) -> Travels:
             undo=total.undo or one.undo,
             decides=total.decides | one.decides,
             needs=total.needs + tuple(parts for parts in one.needs if parts not in total.needs),
-            kept="; ".join(filter(None, (total.kept, one.kept))),
+            kept="; ".join(dict.fromkeys(filter(None, (total.kept, one.kept)))),
         )
     return total
 

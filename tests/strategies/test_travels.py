@@ -97,7 +97,38 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
         needs=(frozenset({Part.AFFINE}),),
         kept="a variate",
     )
-    assert together([one, Travels()]) == together([Travels(), one]) == one
+    assert together([one, Travels()]) == together([Travels(), one]) == together([one, one]) == one
+
+
+@pytest.mark.parametrize(("read", "told"), [("log", []), ("each", ["a metric tells of it"])])
+def test_privacy_hears_of_metrics_that_the_server_reads(read: Any, told: list[str]) -> None:
+    class Measuring(Method):
+        name = "measuring"
+
+        def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+            metric = Key("metric", "", "client", "server")
+            return (Travels(beside=(Beside(metric, "scalar", "a metric tells of it", read=read),)),)
+
+    assert [one.text for one in sent_beside(Methods((Measuring,), Params()))] == told
+
+
+def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
+    statistics, affine = frozenset({Part.STATISTICS}), frozenset({Part.AFFINE})
+    assert model_needs(Travels(held=TRACKED, needs=(affine,))) == [frozenset(), statistics, affine]
+
+
+def test_an_average_with_other_weights_than_examples_is_no_sum() -> None:
+    assert sums_suffice(Travels())
+    assert not sums_suffice(Travels(weights="equal"))
+
+
+@pytest.mark.parametrize(("held", "freezes"), [(frozenset(), True), (TRACKED, False)])
+def test_what_is_held_from_the_first_phase_on_does_not_freeze_in_the_run(held: frozenset[Part], freezes: bool) -> None:
+    class Holding(Early):
+        def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+            return Travels("a", last=1, held=held), Travels("b", held=TRACKED)
+
+    assert Methods((Holding,), Params()).freezes_bn is freezes
 
 
 class Early(Method):
