@@ -158,9 +158,9 @@ def test_unknown_and_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         FedAvg(freeze_at=3)
     assert str(error.value) == (
-        "FedAvg: FedAvg.__init__() got an unexpected keyword argument 'freeze_at'. In addition to Flower's own "
-        "arguments it takes: agc, eval_every, eval_on, min_replies, momentum_scope, on_divergence, recalibrate, seed, "
-        "variance, on_round_end, parts."
+        "strategy 'fedavg': FedAvg.__init__() got an unexpected keyword argument 'freeze_at'. In addition to Flower's "
+        "own arguments it takes: agc, eval_every, eval_on, min_replies, momentum_scope, on_divergence, recalibrate, "
+        "seed, variance, on_round_end, parts."
     )
     with pytest.raises(ConfigError, match=r"unknown variance 'poled'\. Did you mean 'pooled'?"):
         FedAvg(variance="poled")
@@ -168,7 +168,8 @@ def test_unknown_and_wrong_arguments_are_refused() -> None:
         with pytest.raises(ConfigError, match=f"^{key}=0 must be at least 1$"):
             FedAvg(**{key: 0})
     for share in ("0.5", 1.5):
-        with pytest.raises(ConfigError, match=f"^FedAvg: fraction_train={share!r} must be a number from 0 to 1$"):
+        refused = f"^strategy 'fedavg': fraction_train={share!r} must be a number from 0 to 1$"
+        with pytest.raises(ConfigError, match=refused):
             FedAvg(fraction_train=share)
 
 
