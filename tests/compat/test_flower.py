@@ -365,7 +365,7 @@ def test_log_start(seam: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 def test_start_takes_what_flowers_takes() -> None:
-    todo = "give Server.start in fedbn_flwr/server/flower.py the same argument, in the same place."
+    todo = "give Strategy.start in fedbn_flwr/server/strategy.py the same argument, in the same place."
     with canary("Strategy.start takes no argument that our start lacks", todo):
         ours = importlib.import_module("fedbn_flwr.strategies").FedBN.start
         mine, theirs = ([*inspect.signature(start).parameters.values()] for start in (ours, FedAvg.start))
