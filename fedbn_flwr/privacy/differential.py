@@ -56,10 +56,10 @@ from fedbn_flwr.privacy.coordinates import Coordinates, norm
 from fedbn_flwr.privacy.differential_settings import DPSettings, conflicts
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.uncovered import beside_models
+from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run import Run
 
 __all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings"]

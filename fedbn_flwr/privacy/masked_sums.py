@@ -72,11 +72,12 @@ from fedbn_flwr.privacy.repeated_sums import RepeatedSums, has_one_batch
 from fedbn_flwr.privacy.ring import split
 from fedbn_flwr.privacy.round_sum import RoundSum
 from fedbn_flwr.privacy.uncovered import beside_sums
+from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.momentum import MOMENTUM
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.replies import Reply, Terms
+from fedbn_flwr.server.replies import Terms
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.synchronised_step import Limits, with_config
 from fedbn_flwr.transport import Member

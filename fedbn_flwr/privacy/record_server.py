@@ -37,10 +37,10 @@ from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP
 from fedbn_flwr.privacy.record_level import NOISE, RecordLevel, sampling_rate
 from fedbn_flwr.privacy.record_settings import TWO_NOISES
 from fedbn_flwr.privacy.uncovered import beside_models, kept_between_rounds
+from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.synchronised_step import with_config
 

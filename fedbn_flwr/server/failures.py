@@ -1,22 +1,30 @@
-"""Failures in words: error replies, losses that are not finite, and rounds without enough usable replies."""
+"""Failures: error replies, losses that are not finite, rounds without enough usable replies, and runs that end so."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message
+from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.compat.flower import is_mod_refusal
-from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT
+from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, DivergedError, NothingTrainedError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.server.report import RoundReport
 
-__all__ = ["MOD_ORDER", "TOO_LARGE_STEPS", "account", "all_not_finite", "divergence", "error_text"]
-__all__ += ["losses_not_finite", "nothing_trained", "training_losses"]
+if TYPE_CHECKING:  # a run imports this module
+    from fedbn_flwr.server.run import Run
+
+__all__ = ["MOD_ORDER", "TOO_LARGE_STEPS", "account", "all_not_finite", "divergence", "ends_run", "error_text"]
+__all__ += ["losses_not_finite", "note_losses", "note_too_few", "nothing_trained", "raise_if_ends", "raise_if_failed"]
+__all__ += ["training_losses"]
+
+logger = logging.getLogger("flwr")
 
 MOD_ORDER = (
     "A mod of the app refuses messages that it was not made for. Put local_bn first, ClientApp(mods=[local_bn]), and "
@@ -113,3 +121,63 @@ def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} others" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
+
+
+def ends_run(run: Run) -> bool:
+    """Return whether the run ends after this round because it diverged."""
+    stops = run.methods.params.on_divergence == "stop"
+    return stops and bool(run.reports) and bool(run.report.diverged)
+
+
+def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> None:
+    """Note in the report, and log, that losses of this round are not finite.
+
+    Args:
+        run: the run.
+        losses: the losses in words (``losses_not_finite``); empty = all are finite.
+        since: the round in which this began; None = this round.
+    """
+    if not losses:
+        return
+    report = run.report
+    known = any(earlier.diverged for earlier in run.reports[-2:])
+    report.diverged += [loss for loss in losses if loss not in report.diverged]
+    report.diverged_at = min(since or report.server_round, report.diverged_at or report.server_round)
+    advice = [] if known else run.methods.advice(run.states, report.server_round)
+    logger.error("%s", " ".join([f"round {report.server_round} diverged: {'; '.join(losses)}.", *advice]))
+
+
+def note_too_few(run: Run, num_usable: int) -> None:
+    """Note and log a round with too few usable replies, and divergence where all replies are not finite."""
+    report = run.report
+    report.kept_previous = True
+    logger.warning(
+        "round %d: %d usable replies, %d needed (min_replies): the previous global model is kept. %s.",
+        report.server_round,
+        num_usable,
+        run.methods.params.min_replies,
+        account([report]),
+    )
+    latest = run.reports[-2:]
+    if all(map(all_not_finite, latest)) and (len(latest) == 2 or run.num_rounds == 1):
+        since = latest[0].diverged_at or latest[0].server_round
+        note_losses(run, [f"since round {since} all replies hold values that are not finite"], since)
+
+
+def raise_if_ends(run: Run, result: Result | None = None) -> None:
+    """Raise DivergedError, with the result so far, if the run ends because it diverged."""
+    if ends_run(run):
+        report = run.report
+        advice = " ".join(run.methods.advice(run.states, report.server_round))
+        raise DivergedError(divergence(report, advice), report.diverged_at, result)
+
+
+def raise_if_failed(run: Run, result: Result) -> None:
+    """Raise DivergedError or NothingTrainedError, with the result, if the finished run is one."""
+    raise_if_ends(run, result)
+    # A resumed run may have trained before: its earlier rounds are not known here.
+    trains = run.options.fraction_train > 0 and not run.after
+    # A run that continues after divergence may have no usable reply for that reason alone.
+    diverged = any(report.diverged for report in run.reports)
+    if run.reports and trains and not diverged and all(report.kept_previous for report in run.reports):
+        raise NothingTrainedError(nothing_trained(run.methods.params.min_replies, run.reports), result)

@@ -11,8 +11,8 @@ from flwr.app import Message
 
 from fedbn_flwr.compat.flower import is_app_error
 from fedbn_flwr.messages.protocol import LOCAL_SHA256, USED_SHA256, ReplyInfo
+from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.shared_bn import SHARED_BN, LatestBN
 
 __all__ = ["Kept"]

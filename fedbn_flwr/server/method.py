@@ -21,8 +21,9 @@ The federated mean of two numbers, as a method::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from torch import nn
@@ -30,14 +31,127 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.protocol import ReplyInfo
+from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.params import Params
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.travels import Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 
-__all__ = ["ROLES", "Ask", "Facts", "HookContext", "HookFactory", "Method", "Problem", "Role", "RunSettings"]
+__all__ = ["ROLES", "Ask", "Facts", "HookContext", "HookFactory", "Method", "Problem", "Replies", "Reply", "Role"]
+__all__ += ["RunSettings", "Size"]
+
+Size = tuple[int, int]  # bytes of floats, and of others
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a method knows of the run and of its round.
+
+    Attributes:
+        number: the round, counted from 1; 0 in ``begin``.
+        num_rounds: R; None if Flower's own loop does not say it.
+        parts: the split of the model's state.
+        before: the global state that was sent; read-only.
+        phase: the name of the round's phase.
+        travels: what travels in the round, of all methods together.
+        num_able: number of nodes with training data, N of the papers.
+        known: labels of the clients of which the server knows that they keep something.
+    """
+
+    number: int
+    num_rounds: int | None
+    parts: Parts
+    before: State
+    phase: str = ""
+    travels: Travels = field(default_factory=Travels)
+    num_able: int = 0
+    known: frozenset[str] = frozenset()
+
+    @cached_property
+    def held(self) -> tuple[str, ...]:
+        """The entries that return as they were sent; those that stay with the clients are held there."""
+        return self.parts.select(self.travels.held - self.travels.local)
+
+    @cached_property
+    def local(self) -> tuple[str, ...]:
+        """The entries that stay with the clients."""
+        return self.parts.select(self.travels.local)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the model's entries."""
+        return {name: array.shape for name, array in self.before.items()}
+
+    def hold(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the model with held entries as they were sent, bit for bit."""
+        return {**model, **{name: self.before[name] for name in self.held}}
+
+    def total_rounds(self, setting: str) -> int:
+        """Return the number of rounds, which a setting needs; ConfigError if Flower's loop does not say it."""
+        if self.num_rounds is None:
+            raise ConfigError(
+                f"{setting} needs the number of rounds, which the strategy's own start() alone knows: give it as a "
+                "round (int), not as a fraction; in Flower's legacy loop pass num_rounds= to to_legacy"
+            )
+        return self.num_rounds
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A usable reply.
+
+    Attributes:
+        node: the sender.
+        num_examples: |D_i|, for the weight.
+        state: the shared entries; read-only views of the message.
+        metrics: metrics of the client's training.
+        extras: further records that the method reads, by name; read-only as well.
+        sizes: bytes of each record.
+        info: what the client part reports.
+    """
+
+    node: Node
+    num_examples: float
+    state: State
+    metrics: Mapping[str, float]
+    extras: Mapping[str, State] = field(default_factory=dict)
+    sizes: Sequence[Size] = ()
+    info: ReplyInfo = field(default_factory=ReplyInfo)
+
+
+class Replies(Sequence[Reply]):
+    """The replies that a round uses, in the order of partition ids.
+
+    Args:
+        replies: the replies.
+        weighted_by: what weighs them (``Travels.weights``).
+
+    Attributes:
+        weights: a weight >= 0 for each reply; the weights p_i are these, normalised. Losses that are all zero weigh
+            the same.
+    """
+
+    def __init__(self, replies: Sequence[Reply], weighted_by: str = "examples") -> None:
+        self._replies = tuple(replies)
+        if weighted_by == "examples":
+            weights = [reply.num_examples for reply in replies]
+        elif weighted_by == "equal":
+            weights = [1.0] * len(replies)
+        else:
+            weights = [reply.metrics[weighted_by] for reply in replies]
+            if not any(weights):
+                weights = [1.0] * len(replies)
+        self.weights: list[float] = weights
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a reply, or a tuple of them."""
+        return self._replies[index]
+
+    def __len__(self) -> int:
+        """Return the number of replies."""
+        return len(self._replies)
 
 
 @dataclass(frozen=True)

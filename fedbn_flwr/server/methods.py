@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS
-from fedbn_flwr.server.method import Ask, Facts, Method, Problem, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
 from fedbn_flwr.server.options import OPTIONS
 from fedbn_flwr.server.params import RECALIBRATED, Params, tests_in
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.server.travels import (
     ALL,

@@ -8,18 +8,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+from torch import nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.server.gradient_clipping import AGC, ClipGradients
-from fedbn_flwr.server.method import Ask, Facts, Method, Problem, RunSettings
+from fedbn_flwr.messages.protocol import Key
+from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
 from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, Momentum, MomentumBuffers, average_buffers
 from fedbn_flwr.server.params import RECALIBRATED, Params, tests_in
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
 from fedbn_flwr.server.travels import Beside, Travels
+from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 
-__all__ = ["OPTIONS", "Option"]
+__all__ = ["OPTIONS", "ClipGradients", "Option"]
+
+AGC = Key("fedbn-flwr.agc", "float: lambda", "server", "client")
 
 S = TypeVar("S", default=None)
 
@@ -81,6 +85,20 @@ class MomentumScope(Option[Momentum]):
         if not run.sgd_momentum:
             return [Problem("momentum-of-zero", f"momentum-scope={scope} needs sgd-momentum above 0")]
         return []
+
+
+class ClipGradients(ClientHook):
+    """Client half: adaptive gradient clipping in every step."""
+
+    def __init__(self, clipping: float) -> None:
+        self._clipping = clipping
+        self._head: tuple[nn.Parameter, ...] | None = None
+
+    def gradients(self, model: nn.Module) -> None:
+        """Clip all gradients except those of the classifier's last layer."""
+        if self._head is None:
+            self._head = exclude_head(model)  # once a round: it takes as long as a step of a small model
+        clip_gradients(model.parameters(), self._clipping, exclude=self._head)
 
 
 class AdaptiveClipping(Option):

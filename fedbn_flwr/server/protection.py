@@ -14,9 +14,10 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.messages.moments import decode_moments
+from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.replies import Reply, Terms
+from fedbn_flwr.server.replies import Terms
 from fedbn_flwr.server.synchronised_step import Limits
 from fedbn_flwr.transport import Member
 

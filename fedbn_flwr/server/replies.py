@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from flwr.app import Message
@@ -18,16 +18,14 @@ from fedbn_flwr.errors import ClientPartError, ReplyError, split_code
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, views
-from fedbn_flwr.server.facts import Facts
 from fedbn_flwr.server.failures import error_text
+from fedbn_flwr.server.method import Facts, Reply, Size
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.travels import Beside
 
 __all__ = [
     "Refused",
-    "Replies",
-    "Reply",
     "Terms",
     "channel_shapes",
     "no_batchnorm_hint",
@@ -41,66 +39,9 @@ __all__ = [
 
 logger = logging.getLogger("flwr")
 
-Size = tuple[int, int]  # bytes of floats, and of others
 Read = TypeVar("Read")
 Refused = Sequence[tuple[Node, Message, ReplyError]]
 """Refused replies: sender, reply, and what is wrong with it."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A usable reply.
-
-    Attributes:
-        node: the sender.
-        num_examples: |D_i|, for the weight.
-        state: the shared entries; read-only views of the message.
-        metrics: metrics of the client's training.
-        extras: further records that the method reads, by name; read-only as well.
-        sizes: bytes of each record.
-        info: what the client part reports.
-    """
-
-    node: Node
-    num_examples: float
-    state: State
-    metrics: Mapping[str, float]
-    extras: Mapping[str, State] = field(default_factory=dict)
-    sizes: Sequence[Size] = ()
-    info: ReplyInfo = field(default_factory=ReplyInfo)
-
-
-class Replies(Sequence[Reply]):
-    """The replies that a round uses, in the order of partition ids.
-
-    Args:
-        replies: the replies.
-        weighted_by: what weighs them (``Travels.weights``).
-
-    Attributes:
-        weights: a weight >= 0 for each reply; the weights p_i are these, normalised. Losses that are all zero weigh
-            the same.
-    """
-
-    def __init__(self, replies: Sequence[Reply], weighted_by: str = "examples") -> None:
-        self._replies = tuple(replies)
-        if weighted_by == "examples":
-            weights = [reply.num_examples for reply in replies]
-        elif weighted_by == "equal":
-            weights = [1.0] * len(replies)
-        else:
-            weights = [reply.metrics[weighted_by] for reply in replies]
-            if not any(weights):
-                weights = [1.0] * len(replies)
-        self.weights: list[float] = weights
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return a reply, or a tuple of them."""
-        return self._replies[index]
-
-    def __len__(self) -> int:
-        """Return the number of replies."""
-        return len(self._replies)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,11 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server import health
-from fedbn_flwr.server.completion import completed
 from fedbn_flwr.server.dispatch import NOTHING, in_order
-from fedbn_flwr.server.failures import losses_not_finite
+from fedbn_flwr.server.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.reestimation import reestimate_before_tests
 from fedbn_flwr.server.run import Run
-from fedbn_flwr.server.testing import address_tests, read_tests, test_metrics
+from fedbn_flwr.server.testing import address_tests, completed, read_tests, test_metrics
 from fedbn_flwr.server.training import (
     address_training,
     average_replies,
@@ -84,6 +82,6 @@ def close_round(run: Run, number: int, server_test: MetricRecord | None) -> None
     """End a round: note the result of the server's own test, and tell ``on_round_end``."""
     if server_test is not None:
         run.metrics["evaluate_metrics_serverapp"] = server_test
-        health.note_losses(run, losses_not_finite({"": server_test}))
+        note_losses(run, losses_not_finite({"": server_test}))
     if run.options.on_round_end is not None:
         run.options.on_round_end(number, completed(run, run.arrays), dict(run.metrics))

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.compat.flower import log_start
-from fedbn_flwr.server.metrics import AVERAGED, average_metrics
+from fedbn_flwr.server.report import AVERAGED, average_metrics
 
 if TYPE_CHECKING:  # the strategy calls this loop
     from fedbn_flwr.server.strategy import Strategy

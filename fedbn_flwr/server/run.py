@@ -16,12 +16,11 @@ from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import views
-from fedbn_flwr.server.facts import Facts
 from fedbn_flwr.server.kept import Kept
+from fedbn_flwr.server.method import Facts, Reply
 from fedbn_flwr.server.methods import Methods, Phase, States
 from fedbn_flwr.server.nodes import NodeRegistry
 from fedbn_flwr.server.protection import Protection
-from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.report import RoundReport
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]

@@ -14,9 +14,8 @@ from fedbn_flwr.compat.flower import lacks_function
 from fedbn_flwr.errors import NOT_FINITE, FedBNError, ReplyError
 from fedbn_flwr.messages.protocol import ATTEMPT, EXCHANGE, EXCHANGE_QUERY, STEP_ONLY, UNION
 from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_record
-from fedbn_flwr.server.polling import Enough, send_until
 from fedbn_flwr.server.report import Traffic
-from fedbn_flwr.server.synchronised_step import Limits, StepResult, with_config
+from fedbn_flwr.server.synchronised_step import Enough, Limits, StepResult, send_until, with_config
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.barrier import Sent, odd_ones
 

@@ -22,18 +22,17 @@ from fedbn_flwr.compat.flower import is_default_aggregation
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
 from fedbn_flwr.messages.records import views
-from fedbn_flwr.server import completion, health
-from fedbn_flwr.server.dp_wrappers import check_wrapper
+from fedbn_flwr.server import failures, testing
 from fedbn_flwr.server.method import Method, RunSettings
 from fedbn_flwr.server.methods import Methods
-from fedbn_flwr.server.metrics import average_metrics
 from fedbn_flwr.server.nodes import NodeRegistry
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.reestimation import reestimate_before_tests
-from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.report import RoundReport, average_metrics
 from fedbn_flwr.server.round import Played, close_round, play_tests, play_training
 from fedbn_flwr.server.rounds import ShouldStop, TestModel, run_rounds
 from fedbn_flwr.server.run import OnReplies, OnRoundEnd, Options, Run
+from fedbn_flwr.server.sent_beside import check_wrapper
 from fedbn_flwr.server.synchronised_training import Link
 from fedbn_flwr.server.travels import PartSet
 from fedbn_flwr.training.input_scale import Scale
@@ -110,7 +109,7 @@ class Strategy(FlowerFedAvg):
         on_replies: called with the replies that a round used, and the global state before and after it; it reads only.
         on_round_end: as given.
         completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
-            model with ``server.completion`` sets it to False.
+            model with ``server.testing`` sets it to False.
         input_scale: mean and std of inputs that only the nodes have; every message with the model has them.
         stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round; ``should_stop`` sets it.
         protection: what happens to the replies before the method sees them.
@@ -263,17 +262,17 @@ class Strategy(FlowerFedAvg):
             self._link.close()
             self.stopped = False  # of this run, not of a next one
         last = self.reports[-1].server_round if self.reports else num_rounds
-        if self.methods.reestimates and not health.ends_run(self.run) and not self.run.tests_after(last):
+        if self.methods.reestimates and not failures.ends_run(self.run) and not self.run.tests_after(last):
             reestimate_before_tests(self.run, result.arrays, grid)  # the run was stopped between two tests
-        result.arrays = completion.completed(self.run, result.arrays)
+        result.arrays = testing.completed(self.run, result.arrays)
         if self.completes_tests:
-            completion.warn_of_nothing_shared(self.run)
-        health.raise_if_failed(self.run, result)
+            testing.warn_of_nothing_shared(self.run)
+        failures.raise_if_failed(self.run, result)
         return result
 
     def stops_after(self, server_round: int) -> bool:
         """Return whether the run ends after this round: it diverged, was stopped, or has no privacy left to spend."""
-        return self.stopped or health.ends_run(self.run) or self.protection.stops_after(server_round)
+        return self.stopped or failures.ends_run(self.run) or self.protection.stops_after(server_round)
 
     def prepare(self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> int:
         """Prepare a new run and forget an earlier one; ``start`` calls this first.
@@ -364,7 +363,7 @@ class Strategy(FlowerFedAvg):
                 logger.warning("%s", problem.text)
         run.begin()
         if self.completes_tests:
-            completion.warn_of_initial_values(run)
+            testing.warn_of_initial_values(run)
 
     # --- Flower's calls -----------------------------------------------------------------------------------------------
 
@@ -389,7 +388,7 @@ class Strategy(FlowerFedAvg):
             self._begin()
             run.count_start(grid)
             if self.completes_tests and self.on_round_end is None:
-                completion.warn_of_own_start(run)
+                testing.warn_of_own_start(run)
         run.options = self._options()
         self._configured = "configure_train", server_round
         self._training = play_training(run, server_round, arrays, config, grid)
@@ -443,7 +442,7 @@ class Strategy(FlowerFedAvg):
         metrics: MetricRecord | None = tests.send(replies) if tests else None
         if not self._in_start:  # the last call in a round of a loop of Flower's
             self.end_round(server_round, None)
-            health.raise_if_ends(self.run)
+            failures.raise_if_ends(self.run)
         return metrics
 
     def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
@@ -497,7 +496,7 @@ class Strategy(FlowerFedAvg):
 
     def note_divergence(self, losses: Sequence[str]) -> None:
         """Note and log that losses of this round, in words (``losses_not_finite``), are not finite; empty = all are."""
-        health.note_losses(self.run, losses)
+        failures.note_losses(self.run, losses)
 
     def advice(self, server_round: int) -> list[str]:
         """Return the likely cause of a loss that is not finite in this round, with remedies; then further ones."""
@@ -506,8 +505,8 @@ class Strategy(FlowerFedAvg):
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the global model for the test after a round, with averaged BN parts if these are asked for."""
         if not self.completes_tests:
-            return completion.with_statistics(self.run, arrays)
-        return completion.tested_by_server(self.run, server_round, arrays)
+            return testing.with_statistics(self.run, arrays)
+        return testing.tested_by_server(self.run, server_round, arrays)
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:
         """Return what the summary of a run says of the methods and of the protection."""
@@ -536,4 +535,4 @@ class Strategy(FlowerFedAvg):
         self.load_state_dict(state, server_round)
         self.prepare(arrays, self.run.num_rounds, self.run.timeout)
         self.run.reports = reports
-        return completion.completed(self.run, arrays)
+        return testing.completed(self.run, arrays)

@@ -5,7 +5,8 @@ Here the clients exchange through a barrier in the server's process. ``server.st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -16,15 +17,18 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.sync import Combine, combine
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.protocol import BARRIER, CHANNEL_ADDRESS, CHANNEL_CA, CHANNEL_TIMEOUT, CHANNEL_TOKEN
-from fedbn_flwr.server.polling import send_until
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.transport import Barrier, BarrierGrid, Member
 from fedbn_flwr.transport.grpc_channel import ChannelServer
-from fedbn_flwr.transport.polling_grid import in_simulation
+from fedbn_flwr.transport.polling_grid import in_simulation, pull, push
 
-__all__ = ["Limits", "StepResult", "step_by_barrier", "step_by_channel", "with_config"]
+__all__ = ["Enough", "Limits", "StepResult", "send_until", "step_by_barrier", "step_by_channel", "with_config"]
 
 ENDED = "ended its work before the step was done"
+Enough = Callable[[Mapping[int, Message], float], bool]
+"""``enough(replies, seconds)``: whether to stop, given the replies by node id and the seconds waited so far."""
+
+_SHARE, _FIRST_WAIT, _LONGEST_WAIT = 0.02, 0.001, 0.1
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,27 @@ def _release(barrier: Barrier) -> None:
     """Drop the members that still wait, for example after Ctrl-C: else the command ends only after their timeout."""
     for node_id in barrier.members:
         barrier.leave(node_id, ENDED)
+
+
+def send_until(grid: Grid, messages: Sequence[Message], enough: Enough) -> dict[int, Message]:
+    """Send all messages; return the replies by node id when all have arrived or ``enough`` returns True.
+
+    ``enough`` also gets the time, so the caller gives up a client when it wants to and logs it itself;
+    ``ImmediateGrid.send_and_receive_until`` has one timeout and logs who is silent. A step has many exchanges of a few
+    milliseconds, so the pause between polls is 2% of the time waited so far, at least 1 ms and at most 0.1 s.
+
+    Raises:
+        EngineError: the messages could not be pushed.
+    """
+    waiting = push(grid, messages)
+    start, replies = time.monotonic(), dict[int, Message]()
+    while waiting:
+        replies |= {reply.metadata.src_node_id: reply for reply in pull(grid, waiting)}
+        seconds = time.monotonic() - start
+        if not waiting or enough(replies, seconds):
+            break
+        time.sleep(min(max(_SHARE * seconds, _FIRST_WAIT), _LONGEST_WAIT))
+    return replies
 
 
 def with_config(message: Message, config: Mapping[str, Any]) -> Message:

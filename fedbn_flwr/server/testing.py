@@ -1,21 +1,35 @@
-"""The testing half of a round, in the order of ``server.round``: address, read, average."""
+"""The testing half of a round, in the order of ``server.round``: address, read, average; and the model that is tested.
+
+That model, which a run also returns, is the global one, completed by BN entries that it does not have: averages of BN
+parts that stay with the clients (``server.shared_bn``), or re-estimated statistics (``server.reestimation``). Training
+does not see them.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 
-from fedbn_flwr.server import completion, health
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.dispatch import NOTHING, Sent, address, in_order, raise_shared_test_error
-from fedbn_flwr.server.failures import losses_not_finite
+from fedbn_flwr.server.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.server.replies import read_metrics, read_replies, tested_nothing
 from fedbn_flwr.server.run import Run
+from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["address_tests", "read_tests", "test_metrics"]
+__all__ = ["address_tests", "completed", "completing_entries", "is_completed", "read_tests", "test_metrics"]
+__all__ += ["tested_by_server", "warn_of_initial_values", "warn_of_nothing_shared", "warn_of_own_start"]
+__all__ += ["with_statistics"]
+
+logger = logging.getLogger("flwr")
 
 
 def address_tests(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Sent:
@@ -29,7 +43,7 @@ def address_tests(run: Run, number: int, arrays: ArrayRecord, config: ConfigReco
     nodes = run.nodes.sample(present, count, "evaluate", number)
     entries = {**config, **run.message_config(number).write()}
     # A client without BN parts of its own is tested with the averaged ones, and with the initial ones before these.
-    model = completion.completed(run, arrays)
+    model = completed(run, arrays)
     return address(run, nodes, MessageType.EVALUATE, model, entries, run.report.evaluate)
 
 
@@ -47,7 +61,7 @@ def read_tests(run: Run, sent: Sent, replies: Iterable[Message]) -> list[Message
     raise_shared_test_error(run, sent, refused)
     run.report.evaluations |= {node.label: metrics for node, _, metrics in usable}
     run.tested |= bool(usable)
-    health.note_losses(run, losses_not_finite(run.report.evaluations))
+    note_losses(run, losses_not_finite(run.report.evaluations))
     return [message for _, message, _ in usable]
 
 
@@ -59,3 +73,86 @@ def test_metrics(run: Run, tests: Sequence[Message]) -> MetricRecord | None:
     metrics = run.options.average_test_metrics(contents, run.options.weighted_by_key)
     run.metrics["evaluate_metrics_clientapp"] = metrics
     return metrics
+
+
+def is_completed(run: Run) -> bool:
+    """Return whether BN entries of the model are averaged or re-estimated for tests and the result."""
+    return SHARED_BN in run.methods.tests or run.methods.reestimates
+
+
+def completing_entries(run: Run, test: str) -> State:
+    """Return the entries that replace the global ones in test "recalibrated" or "averaged-bn"; else empty.
+
+    Those of "recalibrated" exist after ``configure_evaluate`` of a round with a test.
+    """
+    if test == SHARED_BN and SHARED_BN in run.methods.tests:
+        return run.kept.shared.average(run.parts, run.methods.params.variance)
+    return run.reestimated if test == RECALIBRATED else {}
+
+
+def completed(run: Run, arrays: ArrayRecord) -> ArrayRecord:
+    """Return the model with the averages, if a test asks for them, and with statistics that are re-estimated."""
+    return with_statistics(run, _replaced(arrays, completing_entries(run, SHARED_BN)))
+
+
+def with_statistics(run: Run, arrays: ArrayRecord) -> ArrayRecord:
+    """Return the model with re-estimated statistics, if every test uses them."""
+    return _replaced(arrays, run.reestimated) if run.methods.reestimates else arrays
+
+
+def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
+    """Return the completed model for the server's test after a round, 0 = before the first; warn of what it lacks."""
+    if run.methods.reestimates and number and not run.tests_after(number):
+        logger.warning(
+            "round %d: the model of evaluate_fn and on_round_end has statistics that are not re-estimated: that is "
+            "done after every %d rounds, with eval_every=1 after each",
+            number,
+            run.methods.params.eval_every,
+        )
+    if SHARED_BN in run.methods.tests and number and not run.kept.shared.tree:
+        logger.warning(
+            "round %d: no client has shared its BN parts: they are not trained in the test of the global model", number
+        )
+    return completed(run, arrays)
+
+
+def warn_of_initial_values(run: Run) -> None:
+    """Warn, before the first round, if entries that stay with the clients are not averaged."""
+    local = run.methods.local
+    if SHARED_BN in run.methods.tests or not (stay := run.parts.select(local)):
+        return
+    average = "eval_on='averaged-bn' puts the average of the clients' values there; "
+    logger.warning(
+        "strategy %r keeps %d entries of the model with its clients (%r, ...): in evaluate_fn and in the final arrays "
+        "they have their initial values, which are not trained. %sevaluation on the clients tests each with its own.",
+        run.methods.name,
+        len(stay),
+        stay[0],
+        "" if Part.REST in local else average,
+    )
+
+
+def warn_of_own_start(run: Run) -> None:
+    """Warn that only our ``start`` completes the model of ``evaluate_fn`` and of the result."""
+    if is_completed(run):
+        logger.warning(
+            "strategy %r re-estimates or averages BN entries for tests, and this run has a start() of your own: there "
+            "evaluate_fn and the result do not have them. After configure_evaluate call strategy.for_evaluate_fn("
+            "server_round, arrays), which returns the model with them, or pass on_round_end= to the strategy.",
+            run.methods.name,
+        )
+
+
+def warn_of_nothing_shared(run: Run) -> None:
+    """Warn, after the last round, if averages are asked for and there are none."""
+    if SHARED_BN in run.methods.tests and not run.kept.shared.tree:
+        logger.warning(
+            "no client has shared its BN parts, which eval_on='averaged-bn' asks for: in the returned arrays they have "
+            "their initial values. A client with a training loop of its own shares them if it trains inside `with "
+            "bn_rules(...)`."
+        )
+
+
+def _replaced(arrays: ArrayRecord, entries: State) -> ArrayRecord:
+    """Return the record with ``entries`` replaced."""
+    return ArrayRecord({**arrays, **to_record(entries)}) if entries else arrays

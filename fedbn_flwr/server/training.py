@@ -13,14 +13,12 @@ from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import TrainConfig
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server import health
-from fedbn_flwr.server.able_nodes import able_to_train
 from fedbn_flwr.server.dispatch import NOTHING, Sent, address, raise_shared_error
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.failures import losses_not_finite, training_losses
-from fedbn_flwr.server.method import Ask
+from fedbn_flwr.server.failures import MOD_ORDER, losses_not_finite, note_losses, note_too_few, training_losses
+from fedbn_flwr.server.method import Ask, Facts, Replies, Reply
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.replies import Refused, Replies, Reply, Terms, read_replies, warn_of_other_counts
+from fedbn_flwr.server.replies import Refused, Terms, read_replies, warn_of_other_counts
+from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.training.settings import share_of
 
@@ -148,9 +146,9 @@ def release(run: Run, facts: Facts, usable: Usable) -> Replies:
     replies = [reply for _, _, reply in usable]
     always = run.protection.always_releases and run.report.asked
     if len(replies) < run.methods.params.min_replies and not always:
-        health.note_too_few(run, len(replies))
+        note_too_few(run, len(replies))
         return Replies([])
-    health.note_losses(run, losses_not_finite(training_losses(run.report.clients)))
+    note_losses(run, losses_not_finite(training_losses(run.report.clients)))
     released = run.protection.pool(run, replies, facts.before)
     run.report.kept_previous = run.report.kept_previous or not released
     return Replies(released, facts.travels.weights)
@@ -185,3 +183,37 @@ def training_metrics(
     run.report.metrics = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
     run.metrics["train_metrics_clientapp"] = metrics
     return metrics
+
+
+def able_to_train(
+    present: Sequence[Node], silent: Mapping[int, str], keeps_parts: bool, report: RoundReport
+) -> list[Node]:
+    """Return the nodes that have training data and whose reply can be used; report those that cannot take part.
+
+    Args:
+        present: the nodes that have said who they are.
+        silent: node id to the reason why a node has not.
+        keeps_parts: whether parts of the model stay with the clients. A mod before ``local_bn`` would refuse every
+            reply, which lacks their entries.
+        report: the report of the round.
+
+    Raises:
+        ConfigError: no node can train.
+        ClientPartError: a mod would refuse the replies of all nodes.
+    """
+    for node in present:
+        if node.unusable:
+            report.reject(node.node_id, f"{node}: {node.unusable}")
+    if present and all(node.unusable for node in present):
+        raise ConfigError(f"no node can train; {present[0]}: {present[0].unusable}")
+    for node_id, why in silent.items():
+        report.reject(node_id, f"node {node_id} did not say who it is: {why}")
+    able = [node for node in present if node.num_examples != 0]
+    if not keeps_parts:
+        return able
+    blocked = {node.node_id: f"{node}: {node.refusal} {MOD_ORDER}." for node in able if node.behind_mod}
+    for node_id, why in blocked.items():
+        report.reject(node_id, why)
+    if blocked and len(blocked) == len(able):
+        raise ClientPartError(why)
+    return [node for node in able if not node.behind_mod]

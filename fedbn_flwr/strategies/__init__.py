@@ -16,12 +16,10 @@ from pydantic import create_model
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask, HookContext, Method, Problem, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, HookContext, Method, Problem, Replies, RunSettings
 from fedbn_flwr.server.methods import why_not_combined
 from fedbn_flwr.server.options import OPTIONS
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.strategy import Combination, Strategy
 from fedbn_flwr.server.travels import ALL, BATCHNORM, TRACKED, Beside, Travels
 from fedbn_flwr.strategies.bn_scaffold import BNScaffold

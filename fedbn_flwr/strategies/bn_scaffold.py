@@ -82,10 +82,8 @@ from fedbn_flwr.batchnorm.taken_forward import (
 )
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask, Problem, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, Problem, Replies, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.shared_bn import LatestBN
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels

@@ -77,10 +77,8 @@ from fedbn_flwr.batchnorm.reestimation import Moments, pool, reestimate_statisti
 from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask, Method, Problem, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import TRACKED, Beside, Travels
 from fedbn_flwr.strategies.fedavg import FedAvgParams

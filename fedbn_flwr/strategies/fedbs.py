@@ -46,10 +46,8 @@ import numpy as np
 from torch import nn
 
 from fedbn_flwr.messages.protocol import TRAIN_LOSS, VALIDATION_LOSS, Key
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask, Problem, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, Problem, Replies, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
 from fedbn_flwr.strategies.fedprox import FedProxMethod, FedProxParams

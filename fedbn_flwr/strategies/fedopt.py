@@ -51,10 +51,8 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Method
+from fedbn_flwr.server.method import Facts, Method, Replies
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Travels
 from fedbn_flwr.strategies.fedavg import FedAvgParams

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask, Method, Role
+from fedbn_flwr.server.method import Ask, Facts, Method, Role
 from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedavg import FedAvgParams

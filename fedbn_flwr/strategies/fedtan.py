@@ -66,8 +66,7 @@ from fedbn_flwr.batchnorm.sync import Backward, refuse_batch_renorm, synchronise
 from fedbn_flwr.batchnorm.sync import Exchanges as ExchangesName
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask, HookContext, HookFactory, Method, Problem, Role, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, HookContext, HookFactory, Method, Problem, Role, RunSettings
 from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Exchanges, LinkSettings, Travels

@@ -30,8 +30,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask, Problem, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, Problem, RunSettings
 from fedbn_flwr.server.params import setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import TRACKED, Travels

@@ -70,10 +70,8 @@ from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import FROZEN, Key
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask, HookFactory, Method, Problem, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, HookFactory, Method, Problem, Replies, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import NONE, TRACKED, Beside, PartSet, Travels
 from fedbn_flwr.strategies.fedavg import FedAvgParams

@@ -76,10 +76,9 @@ from fedbn_flwr.batchnorm.reestimation import Moments, pool
 from fedbn_flwr.batchnorm.taken_forward import batch_statistics, normalise, replaceable_layers, take_forward
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask
+from fedbn_flwr.server.method import Ask, Facts, Replies
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Replies, channel_shapes
+from fedbn_flwr.server.replies import channel_shapes
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
 from fedbn_flwr.strategies.fbn import (

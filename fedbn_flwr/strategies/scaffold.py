@@ -62,10 +62,8 @@ from fedbn_flwr.batchnorm.averaging import weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask, HookFactory, Method, Problem, Role, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, HookFactory, Method, Problem, Replies, Role, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
 from fedbn_flwr.strategies.fedavg import FedAvgParams

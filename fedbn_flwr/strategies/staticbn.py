@@ -40,8 +40,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import stop_tracking
 from fedbn_flwr.batchnorm.taken_forward import layers_in_training
-from fedbn_flwr.server.facts import Facts
-from fedbn_flwr.server.method import Ask, Method, Problem, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, Method, Problem, RunSettings
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import TRACKED, Travels
 from fedbn_flwr.training.client_hook import ClientHook

@@ -43,8 +43,8 @@ from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.mixed_examples import mixes_examples
 from fedbn_flwr.privacy.record_level import DPSGD, NOISE, RecordLevel
 from fedbn_flwr.privacy.record_server import RecordLevelDP
+from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.replies import Reply
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.strategies import MTFL, STRATEGIES, FedAvg, FixBN, Method, Scaffold, Strategy, combined

@@ -16,8 +16,8 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DivergedError, NothingTrainedError
 from fedbn_flwr.mods import local_bn
-from fedbn_flwr.server.facts import Facts
 from fedbn_flwr.server.failures import account, losses_not_finite, nothing_trained
+from fedbn_flwr.server.method import Facts
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN, FedBS, FedProx, FedTAN, FedWon, FixBN, combined
 from fedbn_flwr.training import LearningRate, LocalTraining

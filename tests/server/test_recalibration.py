@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
-from fedbn_flwr.server.completion import completing_entries
+from fedbn_flwr.server.testing import completing_entries
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedTAN, FixBN, Scaffold, SiloBN, Standalone
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.synchronised import client_data

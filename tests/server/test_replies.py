@@ -11,7 +11,7 @@ from fedbn_flwr.batchnorm.averaging import Array, average
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.messages.records import encode, to_record
-from fedbn_flwr.server.facts import Facts
+from fedbn_flwr.server.method import Facts
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Terms, read_arrays
 from fedbn_flwr.server.shared_bn import LatestBN

@@ -25,7 +25,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError, NothingTrainedError
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.server.metrics import average_metrics
+from fedbn_flwr.server.report import average_metrics
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import BINARY, MULTI_LABEL, REGRESSION, LearningRate, LocalTraining, Task, train
 from fedbn_flwr.training.evaluation import evaluate

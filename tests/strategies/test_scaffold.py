@@ -17,8 +17,8 @@ from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, tensors
+from fedbn_flwr.server.method import Replies
 from fedbn_flwr.server.momentum import MOMENTUM
-from fedbn_flwr.server.replies import Replies
 from fedbn_flwr.server.training import terms_of
 from fedbn_flwr.strategies import FedAvg, Scaffold
 from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates, ScaffoldMethod, Variates

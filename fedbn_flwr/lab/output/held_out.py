@@ -23,9 +23,9 @@ from fedbn_flwr.lab.output.definitions import CLIENTS, HELD_OUT
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.server.completion import completing_entries
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.server.shared_bn import SHARED_BN
+from fedbn_flwr.server.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task

@@ -13,7 +13,7 @@ from fedbn_flwr.doctor.history import statistics_line, tracked_layers
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE, RunFolder
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.server.replies import Reply
+from fedbn_flwr.server.method import Reply
 from fedbn_flwr.strategies import Strategy
 
 __all__ = ["StatisticsLog"]
