@@ -20,6 +20,7 @@ from fedbn_flwr.errors import NOT_FINITE, StateError, coded
 from fedbn_flwr.messages.protocol import (
     BEGUN,
     FINGERPRINT,
+    INPUT_SCALE,
     KEPT,
     KEPT_ABOUT,
     KEPT_BEFORE,
@@ -32,6 +33,7 @@ from fedbn_flwr.messages.protocol import (
     ReplyInfo,
 )
 from fedbn_flwr.messages.records import from_record, state_sha256, to_record
+from fedbn_flwr.training.input_scale import Scale
 
 __all__ = ["LocalState"]
 
@@ -125,19 +127,22 @@ class LocalState:
             if key in self._state:
                 self._state[name] = self._state[key]
 
-    def save(self, server_round: int, keep_last: bool = False) -> None:
+    def save(self, server_round: int, keep_last: bool = False, scale: Scale | None = None) -> None:
         """Write the kept state to the state folder, if there is one.
 
         Args:
             server_round: the round.
             keep_last: also keep the file of the round before, because this round may have to be undone.
+            scale: the client's own mean and std of inputs, written beside its part; the hash does not cover it.
 
         Raises:
             StateError: the folder cannot be written.
         """
-        if self._folder is not None and (sha256 := self.sha256()):
+        if self._folder is not None and ((sha256 := self.sha256()) or scale):
             kept: dict[str, Any] = {key: dict(self._read(key)) for key in (KEPT, KEPT_BY_HOOKS)}
-            content = {"sha256": sha256, "kept": {k: v for k, v in kept.items() if v}}
+            content: dict[str, Any] = {"sha256": sha256, "kept": {k: v for k, v in kept.items() if v}}
+            if scale:
+                content[INPUT_SCALE] = scale.to_json()
             self._folder.write(content, server_round, keep_last)
 
     def load(self, names: Collection[str]) -> Mapping[str, Array]:
@@ -229,7 +234,7 @@ class LocalState:
         """Replace what is kept with the content of a file of the state folder; None = nothing."""
         for key in _ASIDE:
             self._state.pop(key, None)
-        if content:
+        if content and content["kept"]:
             for key, entries in content["kept"].items():
                 self._state[key] = to_record(entries)
             self._describe(int(content["round"]), begun=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,19 +13,23 @@ from safetensors import SafetensorError, safe_open
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.protocol import FINGERPRINT, KEPT
+from fedbn_flwr.messages.protocol import FINGERPRINT, INPUT_SCALE, KEPT
 from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.training.input_scale import Scale
 
 __all__ = [
     "ABSENT",
     "AVERAGED",
     "KEPT_HASHES",
+    "RUN_ID",
     "SiteState",
     "client_file",
+    "client_scale",
     "global_state",
     "metadata",
     "personal_state",
     "read_state",
+    "scale_in",
     "site_state",
     "why_absent",
 ]
@@ -38,6 +42,10 @@ AVERAGED = "weighted average of the clients' latest: this part stays with the cl
 
 KEPT_HASHES = "kept-sha256"
 """The metadata of ``model.safetensors`` with the SHA-256 of what each client kept at the end of the run, JSON."""
+
+
+RUN_ID = "run"
+"""The metadata of ``model.safetensors`` with the id of a run whose clients have their own mean and std of inputs."""
 
 
 def client_file(run: Path, client: int | str) -> Path:
@@ -106,18 +114,32 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     return state
 
 
+def client_scale(run: Path, client: int) -> Scale | None:
+    """Return the mean and std with which a client standardised its inputs by itself; None if the folder has none."""
+    file = client_file(run, client)
+    about = read_state(file)[1] if file.is_file() else {}
+    return Scale.from_json(json.loads(about[INPUT_SCALE])) if INPUT_SCALE in about else None
+
+
+def scale_in(content: Mapping[str, Any]) -> Scale | None:
+    """Return the client's own mean and std of inputs in a file of a state folder; None if it has none."""
+    return Scale.from_json(content[INPUT_SCALE]) if INPUT_SCALE in content else None
+
+
 class SiteState(NamedTuple):
-    """A site's own model: its state, its partition id, and the file with what it kept."""
+    """A site's own model: its state, its partition id, and the mean and std of its inputs if they are its own."""
 
     state: dict[str, torch.Tensor]
     client: int
-    file: Path
+    scale: Scale | None
 
 
 def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client: int | None = None) -> SiteState:
     """Return the state of a site's own model: the shared entries, and those in the site's state folder.
 
-    What the site kept never left it. The server knows its SHA-256 only, so that no other run's entries are used.
+    What the site kept never left it. The server knows its SHA-256 only, so that no other run's entries are used. Where
+    it knows none, since the method keeps nothing with its clients, the site's mean and std of inputs are found by the
+    id of the run.
 
     Args:
         run: a folder with ``model.safetensors`` of the run.
@@ -129,15 +151,15 @@ def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client:
         StateError: the folder has no file that this run left; the error says what each file is.
         ConfigError: the folder has several clients of this run, and ``client`` is None.
     """
-    state, _ = _shared(Path(run))
-    expected = json.loads(metadata(run).get(KEPT_HASHES, "{}"))
-    if not expected:
+    state, absent = _shared(Path(run))
+    about = metadata(run)
+    expected, run_id = json.loads(about.get(KEPT_HASHES, "{}")), about.get(RUN_ID)
+    if not expected and (absent or AVERAGED in about.values() or run_id is None):
         raise StateError(
             f"{run}: model.safetensors does not say what its clients kept. The run kept nothing with them (leave "
             "--state-dir out), or it is of an older version (continue the run, or start it again)."
         )
-    files: dict[int, Path] = {}
-    entries: dict[int, dict[str, torch.Tensor]] = {}
+    found: dict[int, dict[str, Any]] = {}
     others: list[str] = []
     for path in sorted(Path(state_dir).glob("*/partition-*/*.safetensors")):
         try:
@@ -146,25 +168,27 @@ def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client:
                 raise StateError(f"{path} is not what a client kept")
             if content[FINGERPRINT] != fingerprint:
                 raise StateError(f"{path} belongs to another model: its names, layer types or shapes differ")
-            if content["sha256"] != expected.get(str(content["partition"])):
+            if expected and content["sha256"] != expected.get(str(content["partition"])):
                 raise StateError(f"{path} is of another run, or of another round than the last of this one")
+            if not expected and content["run"] != run_id:
+                raise StateError(f"{path} is of another run")
         except StateError as error:
             others.append(str(error))
             continue
-        files[content["partition"]] = path
-        entries[content["partition"]] = tensors(content["kept"].get(KEPT, {}))
-    if client is None and len(files) > 1:
-        here = ", ".join(map(str, sorted(files)))
+        found[content["partition"]] = content
+    if client is None and len(found) > 1:
+        here = ", ".join(map(str, sorted(found)))
         raise ConfigError(f"{state_dir} has what several clients of this run kept: {here}. Choose one with --client.")
-    chosen = next(iter(files), None) if client is None else client
-    if chosen is None or chosen not in files:
+    chosen = next(iter(found), None) if client is None else client
+    if chosen is None or chosen not in found:
         who = "a client" if client is None else f"client={client}"
-        why = "\n".join(others) or f"It has no file EXPERIMENT/partition-P/*.safetensors. Clients here: {len(files)}."
+        why = "\n".join(others) or f"It has no file EXPERIMENT/partition-P/*.safetensors. Clients here: {len(found)}."
         raise StateError(
             f"{state_dir} has nothing that {who} kept at the end of the run in {run}. Give the state folder of the "
             f"node that took part in this run, and the model.safetensors of this run.\n{why}"
         )
-    return SiteState({**state, **entries[chosen]}, chosen, files[chosen])
+    kept = tensors(found[chosen]["kept"].get(KEPT, {})) if expected else {}
+    return SiteState({**state, **kept}, chosen, scale_in(found[chosen]))
 
 
 def metadata(run: str | Path) -> Mapping[str, str]:

@@ -102,8 +102,11 @@ class StateFolder:
         return None
 
     def look_up(self, sha256: str) -> dict[str, Any] | None:
-        """Return the content with this hash, and change nothing."""
-        return next((content for _, content in self._readable() if content["sha256"] == sha256), None)
+        """Return the content with this hash ("": of this run, which keeps nothing), and change nothing."""
+        for file, content in self._readable():
+            if content["sha256"] == sha256 and (sha256 or file.run == self._continuity.run):
+                return content
+        return None
 
     def write(self, content: Mapping[str, Any], server_round: int, keep_last: bool) -> None:
         """Write the kept state after a round; remove files that neither the client nor a resume needs.

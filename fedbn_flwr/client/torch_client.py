@@ -61,7 +61,7 @@ from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.input_scale import FeatureMoments
+from fedbn_flwr.training.input_scale import FeatureMoments, Scale
 from fedbn_flwr.training.loaded import as_batches
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.memory_format import inputs_for
@@ -108,6 +108,8 @@ class TorchClient(NumPyClient):
         state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
             They remain after the node's process and the run. A partition id is needed. A function opens a folder on
             another machine. None = the ``state-dir`` that the context's node config or run config names, if any.
+        input_scale: the client's own mean and std of inputs, with which its data are standardised already. They are
+            written into ``state_dir`` beside what the method keeps, so that the client's model can be used elsewhere.
         plain_train_data: the training examples in the same order without random transforms, where ``train_data`` is a
             ``Dataset`` that has them. BatchNorm's statistics are measured on these (HBN, FBN and BN-SCAFFOLD by a pass,
             StaticBN, ``recalibrate``). None = ``train_data``.
@@ -135,6 +137,7 @@ class TorchClient(NumPyClient):
         validation_data: Batches | Dataset[Any] | None = None,
         data_report: Callable[[], str] | None = None,
         record_level: RecordLevel | None = None,
+        input_scale: Scale | None = None,
         plain_train_data: Dataset[Any] | None = None,
     ) -> None:
         self.model = model
@@ -156,6 +159,7 @@ class TorchClient(NumPyClient):
         self.state_dir = state_dir
         self.data_report = None if record_level else data_report
         self.record_level = record_level
+        self.input_scale = input_scale
 
     @property
     def _privacy(self) -> RecordPrivacy:
@@ -277,7 +281,7 @@ class TorchClient(NumPyClient):
             )
         clear_log(self.context)
         state = to_state(lent.state)
-        _keep(store, {name: state[name] for name in local}, hooks.values(), sent)
+        _keep(store, {name: state[name] for name in local}, hooks.values(), sent, self.input_scale)
         metrics = self._privacy.published(_metrics(result), rule, result.num_steps)
         if hooks:
             metrics[APPLIED] = ",".join(hooks)
@@ -402,12 +406,12 @@ class TorchClient(NumPyClient):
         return load_received(lent, parameters, config, store.load(entries_that_stay(lent, sent.local_entries)))
 
 
-def _keep(store: LocalState, kept: State, hooks: Iterable[ClientHook], sent: TrainConfig) -> None:
+def _keep(store: LocalState, kept: State, hooks: Iterable[ClientHook], sent: TrainConfig, scale: Scale | None) -> None:
     """Keep the client's own entries of the model and those of its hooks until the next round."""
     if kept:
         store.keep(kept, sent.server_round)
     store.save_hook_state({type(hook).__name__: to_state(hook.keep()) for hook in hooks}, sent.server_round)
-    store.save(sent.server_round, sent.used_sha256 is not None)
+    store.save(sent.server_round, sent.used_sha256 is not None, scale)
 
 
 def _metrics(result: TrainResult) -> Config:

@@ -186,6 +186,7 @@ FINGERPRINT = Key("fingerprint", "str, in fedbn-flwr.local.about: fingerprint of
 BEGUN = Key(
     "begun", "int, in fedbn-flwr.local.about: the round that made the kept state anew, else 0", "client", "client"
 )
+INPUT_SCALE = "input-scale"  # in a file of the state folder, beside the kept records: the client's own mean and std
 STEP_ATTEMPT = Key("attempt", "int, in fedbn-flwr.step", "client", "client")
 MASK_PARTY = Key("fedbn-flwr.masks", "ConfigRecord: this client in a round of masked sums", "client", "client")
 MASK_SECRETS = Key("secrets", "bytes, in fedbn-flwr.masks", "client", "client")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -40,6 +40,15 @@ class Scale:
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    def to_json(self) -> dict[str, list[float]]:
+        """Return JSON values."""
+        return {"mean": [*self.mean], "std": [*self.std]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Sequence[float]]) -> Scale:
+        """Return the scale that ``to_json`` has given, bit for bit."""
+        return cls(tuple(values["mean"]), tuple(values["std"]))
 
 
 def scale_of(moments: FeatureMoments) -> Scale:

@@ -32,6 +32,7 @@ def evaluate(
         PartChoice | None,
         typer.Option(help="Which examples. Default: all of new own data without a split of their own, else test."),
     ] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="State folder of this site: its own model.")] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for predictions.csv and metrics.json.")] = None,
 ) -> None:
     """Evaluate the model of a run on any data: a table of its metrics, and its predictions."""
@@ -40,7 +41,7 @@ def evaluate(
 
     with exit_codes():
         data = {**read_overrides(set_ or []), "dataset": dataset}
-        what, rows = evaluate_run(run, data, bn, part or "", out)
+        what, rows = evaluate_run(run, data, bn, part or "", out, state_dir)
         say(f"model: {what}")
         metrics = list(rows[0].result.named())
         table = Table("data", "BN statistics", "examples", *metrics, box=None)

@@ -56,6 +56,7 @@ def evaluate_run(
     bn: str = "",
     part: DataPart | Literal[""] = "",
     out: Path | None = None,
+    state_dir: Path | None = None,
 ) -> tuple[str, list[Row]]:
     """Evaluate the model of a run on any data.
 
@@ -71,6 +72,7 @@ def evaluate_run(
         part: the examples to use; "" = all of own data without a split of their own that are not those of the run, else
             the test examples.
         out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing is written.
+        state_dir: the state folder of a site, for its own model; "own:CLIENT" chooses where it has several.
 
     Returns:
         What model it is and how the data become its inputs and targets, and the results: with all data first, then by
@@ -86,7 +88,7 @@ def evaluate_run(
         raise unknown_name("part", part, get_args(DataPart))
     if out is not None:
         RunFolder.refuse_used(out)
-    saved = load_model(run, _choice(bn))
+    saved = load_model(run, _choice(bn, state_dir))
     config = config_of_data(saved, data, bn)
     new_data, notes = data_for_model(saved, config, {"class-names", "positive-values"} & data.keys())
     examples = choose_examples(saved, config, new_data, part)
@@ -122,15 +124,15 @@ def evaluate_run(
     return what, rows
 
 
-def _choice(bn: str) -> Choice:
+def _choice(bn: str, state_dir: Path | None) -> Choice:
     if bn in ("", ADAPT, *TEST_BN_MODES):
-        return Choice()
+        return Choice(state_dir=state_dir)
     if client := _CLIENT.fullmatch(bn):
-        return Choice(client=int(client[1]))
+        return Choice(client=int(client[1]), state_dir=state_dir)
     if bn != "averaged":
         others = ", ".join([ADAPT, *TEST_BN_MODES])
         raise ConfigError(f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2), {others}, or no bn.")
-    return Choice(averaged=True)
+    return Choice(averaged=True, state_dir=state_dir)
 
 
 def _statistics(model: nn.Module, config: Config, bn: str) -> dict[str, TestBN | None]:

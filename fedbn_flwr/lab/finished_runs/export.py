@@ -31,7 +31,7 @@ from fedbn_flwr.lab.export.formats import check_onnx_is_installed
 from fedbn_flwr.lab.finished_runs.model_card import CARD, dataset_name, model_card
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, count_clients, partitioned_data
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, count_clients, load_data, partitioned_data
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.memory_format import inputs_for
 
@@ -127,6 +127,12 @@ def export(
     saved = load_model(run, choice or Choice())
     if changed := saved.description.code_changed():
         raise ConfigError(changed)
+    if normalise and saved.lacks_scale:
+        raise ConfigError(
+            f"{run}: standardise=local, so each client has its own mean and std of inputs, and {saved.what} has none: "
+            "the file would give wrong outputs for raw inputs. Choose a client's own model (--client K, or on a site "
+            "--state-dir DIR), or --no-normalise for inputs that you standardise yourself."
+        )
     examples, raw, what, data = _inputs(saved)
     model, folding = copy.deepcopy(saved.model).to(memory_format=torch.contiguous_format), None
     if fold_bn:
@@ -207,7 +213,10 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, Tensor, str, PartitionedData | N
         data = partitioned_data(config, count_clients(config))
     if data is not None and data.dataset.test.shape != taken.shape:
         data, why = None, "the data have changed since the run"
-    if data is not None and len(test := data.dataset.test):
+    test = None
+    if data is not None:  # as read; but inputs that no scale of the model standardises
+        test = data.dataset.test if saved.lacks_scale else load_data(config).test
+    if test is not None and len(test):
         positions = torch.linspace(0, len(test) - 1, count).long()
         what = f"{min(count, len(test))} test examples of {dataset_name(config)}"
         raw = test.take(positions)[0].float()

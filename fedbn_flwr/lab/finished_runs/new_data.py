@@ -52,7 +52,8 @@ _OF_TEST_BN = ("test-bn-prior", "test-bn-alpha", "test-bn-tau", "test-bn-batch-s
 _OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_TEST_BN, *_OF_READING)
 _COLUMNS = ("client-column", "group-column", "split-column")  # a table of another place may lack them
 _OWN_SCALE = (
-    "inputs have the mean and std of the training part of these data, since the run standardised each client by its own"
+    "inputs have the mean and std of the training part of these data, since the run standardised each client by its "
+    "own: a row's output depends on the other rows (bn=own:CLIENT uses that client's mean and std)"
 )
 
 
@@ -107,7 +108,7 @@ def data_for_model(saved: SavedModel, config: Config, stated: Collection[str]) -
         named = data.dataset.class_names or taken.classes
         numbered = ", ".join(f"{number} = {name}" for number, name in enumerate(named))
         notes.append(f"classes of the {'data' if given else 'run'} by number: {numbered}")
-    if saved.config.standardise == "local":  # each client has its own mean and std, so these data have theirs
+    if saved.lacks_scale:  # each client has its own mean and std, so these data have theirs
         return data, [*notes, _OWN_SCALE]
     return replace(data, dataset=replace(data.dataset, mean=taken.mean, std=taken.std)), notes
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.client.saved_state import AVERAGED, client_file, global_state, metadata, personal_state, site_state
+from fedbn_flwr.client.saved_state import (
+    AVERAGED,
+    client_file,
+    client_scale,
+    global_state,
+    metadata,
+    personal_state,
+    site_state,
+)
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.data import is_own
@@ -17,6 +25,7 @@ from fedbn_flwr.lab.files import STUDY_FILE
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.setup import in_memory_format
+from fedbn_flwr.training.input_scale import Scale
 
 __all__ = ["Choice", "SavedModel", "load_model", "run_config"]
 
@@ -49,7 +58,7 @@ class SavedModel:
         model: in eval mode, on the CPU, in the run's memory format.
         description: what it is built from, takes and gives.
         about: the metadata of ``model.safetensors``.
-        what: which model it is, and where its BN entries are from.
+        what: which model it is, and where its BN entries and the mean and std of its inputs are from.
     """
 
     run: Path
@@ -58,6 +67,11 @@ class SavedModel:
     description: ModelDescription
     about: Mapping[str, str]
     what: str
+
+    @property
+    def lacks_scale(self) -> bool:
+        """Whether each client standardised its inputs by itself, and this is the model of no client."""
+        return self.config.standardise == "local" and not self.description.mean
 
 
 def run_config(run: Path) -> Config:
@@ -96,7 +110,9 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
     config, about = run_config(run), metadata(run)
     description = ModelDescription.saved(config, about)
     model = description.model()
-    state, what = _state(run, config, model, about, choice)
+    state, scale, what = _state(run, config, model, about, choice)
+    if scale:
+        description = replace(description, mean=scale.mean, std=scale.std)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -110,8 +126,12 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
 
 def _state(
     run: Path, config: Config, model: nn.Module, about: Mapping[str, str], choice: Choice
-) -> tuple[dict[str, Tensor], str]:
-    """Return the state of the chosen model, and what it is."""
+) -> tuple[dict[str, Tensor], Scale | None, str]:
+    """Return the state of the chosen model, the mean and std of its inputs if they are a client's own, what it is.
+
+    Raises:
+        StateError: a client standardised its inputs by itself, and its mean and std are not here.
+    """
     client, clients, parts = choice.client, config.num_clients, split_state(model)
     if client is not None and clients and not 0 <= client < clients:
         raise ConfigError(f"client={client}: the run has the clients 0 to {clients - 1}.")
@@ -122,13 +142,19 @@ def _state(
     if choice.state_dir is not None:
         shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
         site = site_state(run, choice.state_dir, parts.fingerprint(shapes), client)
-        return site.state, f"the own model of client {site.client}, with the {kept} entries that it kept"
+        state, client, scale = site.state, site.client, site.scale
+        here = True
+    elif client is not None:
+        state, scale, here = personal_state(run, client), client_scale(run, client), client_file(run, client).is_file()
     if client is not None:
-        state = personal_state(run, client)
-        if client_file(run, client).is_file():
-            return state, f"the own model of client {client}, with the {kept} entries that it kept"
+        if config.standardise == "local" and scale is None:
+            raise StateError(_no_scale(run, client))
+        scaled = " with its own mean and std of inputs" if scale else ""
+        if here and kept:
+            more = f", and{scaled}" if scale else ""
+            return state, scale, f"the own model of client {client}, with the {kept} entries that it kept{more}"
         why = "it kept nothing, since it did not train" if kept else f"under {config.title} all clients have it"
-        return state, f"the global model for client {client}: {why}"
+        return state, scale, f"the global model for client {client}{scaled}: {why}"
     notes: dict[str, list[str]] = {}
     for part in Part:
         if parts.select([part]) and (text := about.get(part, GLOBAL)) != GLOBAL:
@@ -136,7 +162,15 @@ def _state(
     what = "the global model"
     for text, names in notes.items():
         what += f"; its {', '.join(names)} entries: {text}"
-    return global_state(run), what
+    return global_state(run), None, what
+
+
+def _no_scale(run: Path, client: int) -> str:
+    return (
+        f"{run}: standardise=local, and the mean and std of inputs of client={client} are not here: other ones would "
+        "give other outputs. The client did not train, or they are on its node (--state-dir), or the run is of an "
+        "older version or had no state-dir: then run it again with one."
+    )
 
 
 def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +25,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.yaml_file import read_yaml
 from fedbn_flwr.lab.files import read_json, read_metrics
 from fedbn_flwr.lab.trackers import deliveries, numbers_of
+from fedbn_flwr.messages.protocol import INPUT_SCALE
 from fedbn_flwr.training.input_scale import Scale
 
 __all__ = [
@@ -243,14 +243,20 @@ class RunFolder:
             finally:
                 os.close(handle)
 
-    def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
-        """Write what clients kept of the model, readable for the files' owner only; return the clients."""
+    def save_clients(self, kept: Iterable[tuple[str, State, Scale | None]]) -> list[str]:
+        """Write what clients kept: entries of the model, and mean and std of their inputs where these are their own.
+
+        The files are readable for their owner only. Return the clients.
+        """
         clients = []
         with self._writing():
-            for client, entries in kept:
+            for client, entries, scale in kept:
                 path = client_file(self.path, client)
                 path.parent.mkdir(exist_ok=True, mode=0o700)
-                write_atomically(path, encode_safetensors(entries, {"format": "pt", "client": client}), mode=0o600)
+                about = {"format": "pt", "client": client}
+                if scale:
+                    about[INPUT_SCALE] = json.dumps(scale.to_json())
+                write_atomically(path, encode_safetensors(entries, about), mode=0o600)
                 clients.append(client)
         return clients
 
@@ -258,9 +264,9 @@ class RunFolder:
         """Return the mean and std of inputs in ``scale.json``; without the file those that ``ask`` returns, written."""
         path = self.path / "scale.json"
         if path.is_file():
-            return Scale(**{name: tuple(values) for name, values in read_json(path).items()})
+            return Scale.from_json(read_json(path))
         scale = ask()
-        self.save("scale.json", asdict(scale))
+        self.save("scale.json", scale.to_json())
         return scale
 
     def save(self, name: str, content: Mapping[str, Any], indent: int | None = 2) -> None:

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.client.saved_state import ABSENT, KEPT_HASHES, why_absent
+from fedbn_flwr.client.saved_state import ABSENT, KEPT_HASHES, RUN_ID, why_absent
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
@@ -202,6 +202,8 @@ class Recorder:
         about[MODEL_DESCRIPTION] = self._model_description.to_json()  # what using the model elsewhere needs
         if strategy and strategy.local and local:
             about[KEPT_HASHES] = json.dumps(dict(sorted(local.items())))
+        if strategy and strategy.continuity and self._config.standardise == "local":
+            about[RUN_ID] = strategy.continuity.run  # by which a site finds its mean and std of inputs
         if since and chosen >= since:
             about[DIVERGED_AT] = str(since)
         self._folder.finish(state, about, summary)

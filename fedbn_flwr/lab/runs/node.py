@@ -19,7 +19,7 @@ from fedbn_flwr.client.state_folder import OpenFolder, state_dir
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.lab.data import Subset, is_own, load_local_dataset
+from fedbn_flwr.lab.data import Scale, Subset, is_own, load_local_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, load_data, partitioned_data, whole_data
 from fedbn_flwr.lab.partitioned.report import data_report
 from fedbn_flwr.lab.runs.start_checks import Checked
@@ -94,7 +94,7 @@ class RunClients:
         """Return a node's client; see ``client_fn``."""
         config = self._config
         torch.set_num_threads(config.torch_threads)
-        train, tests, validation = self._node_data(context)
+        train, tests, validation, scale = self._node_data(context)
         return TorchClient(
             self._build,
             train,
@@ -107,6 +107,7 @@ class RunClients:
             validation_data=validation,
             data_report=_report(config, context),
             record_level=config.record_level(),
+            input_scale=scale,
         )
 
     def num_examples(self, context: Context) -> int:
@@ -114,8 +115,8 @@ class RunClients:
         client, num_clients = _part(context)
         return len(self._split(num_clients).train[client])
 
-    def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None]:
-        """Return a node's training data, its test sets, and its validation data if the run has some."""
+    def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None, Scale | None]:
+        """Return a node's training data, its test sets, its validation data if any, and its own scale if it has one."""
         config = self._config
         if DATA_PATH in context.node_config:
             if config.data_on_nodes() and "personal-global" in config.evaluations():
@@ -130,7 +131,8 @@ class RunClients:
             split = self._split(num_clients)
             tests = {"own": split.test_view(client), "global": split.test_view()}
         validation = split.validation_view(client) if config.validation_share else None
-        return split.train_view(client), tests, validation
+        scale = split.scales[client] if split.scales else None
+        return split.train_view(client), tests, validation, scale
 
 
 def _copy_to_train(model: nn.Module, config: Config) -> nn.Module:

@@ -46,7 +46,9 @@ def preflight(config: Config, out: Path) -> Checked:
     else:
         RunFolder.refuse_shorter(out, config.num_server_rounds)
     changes = {"out": str(out)}
-    if not config.state_dir and config.strategy != CENTRALIZED and (config.checkpoint_every or config.methods().local):
+    federated = config.strategy != CENTRALIZED
+    keeps = federated and (config.standardise == "local" or bool(config.methods().local))
+    if not config.state_dir and (keeps or (federated and config.checkpoint_every)):
         changes["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
     config = config.model_copy(update=changes)
     if config.series and not config.resume and not Path(config.state_dir).is_absolute():

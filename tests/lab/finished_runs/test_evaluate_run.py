@@ -250,10 +250,8 @@ def test_a_table_of_a_new_place_is_evaluated_whole_and_in_its_order(quick_run, t
     own = {"dataset": f"csv:{old}", "label-column": "y", "client-column": "hospital", "num-clients": 2}
     _, run = quick_run(**own, standardise="local")
     what, (row, *_) = evaluate_run(run, {"dataset": f"csv:{new}"}, out=tmp_path / "out")
-    assert what.endswith(
-        "inputs have the mean and std of the training part of these data, since the run standardised "
-        "each client by its own; on all examples"
-    )
+    assert "inputs have the mean and std of the training part of these data" in what
+    assert what.endswith("; on all examples")
     assert row.result.num_examples == 12
     with (tmp_path / "out/predictions.csv").open() as file:
         found = list(csv.DictReader(file))
