@@ -37,6 +37,7 @@ from fedbn_flwr.lab.models import code_changed
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.report.run import run_warnings
 from fedbn_flwr.lab.report.run_files import RunFiles
 from fedbn_flwr.lab.setup import make_model, on_device
@@ -62,10 +63,17 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         max_examples: examples of each client to use, drawn at random.
 
     Raises:
-        ConfigError: the folder has no run, or its data are not here and nothing else can be said.
+        ConfigError: the folder has no run, or its data are not here and nothing else can be said; or they have changed
+            since the run.
         StateError: the folder has neither a model nor a checkpoint.
     """
     config = run_config(run)
+    if has_other_data(run, config):
+        raise ConfigError(
+            f"dataset={config.dataset!r} has changed since the run in {run}: its figures would be those of other "
+            "examples. Restore the data; or look at the model on the data of now, fedbn-flwr doctor MODEL --dataset D "
+            "--state FILE; or at the state alone, fedbn-flwr doctor FILE."
+        )
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
     load_state(model, state)

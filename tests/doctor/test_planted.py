@@ -85,6 +85,16 @@ def test_nothing_is_found_in_a_healthy_model_and_nothing_changes(trained: nn.Mod
     assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
 
 
+def test_what_was_not_measured_is_not_called_sound(trained: nn.Module) -> None:
+    """No finding beside parts that could not be measured is no proof of health."""
+    for found in (diagnose_state(trained.state_dict()), Diagnosis("A model.", [], {}, ["B_i: no memory is left."])):
+        assert found.not_measured
+        assert not found.findings
+        for text in (str(found), found.markdown()):
+            assert "Nothing found." not in text
+            assert f"Not known: {len(found.not_measured)} part" in text
+
+
 class _Draws(nn.Module):
     """A forward pass that draws from the generators of torch, NumPy and Python, in eval mode, too."""
 

@@ -17,6 +17,7 @@ from torchvision.models import resnet18
 from typer.testing import CliRunner
 
 from fedbn_flwr.doctor import Finding, remedies
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, fitting, training_of
@@ -107,6 +108,21 @@ def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_found_in_ten_healthy_runs(seed: int, tmp_path: Path) -> None:
     assert diagnose_run(start(tmp_path / "run", **HEALTHY, seed=seed)).findings == []
+
+
+def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> None:
+    """As ``evaluate`` does; the state alone can be looked at, and the rows as they were."""
+    table, rows = tmp_path / "t.csv", [f"{k},{k * k % 7},{k % 2}" for k in range(60)]
+    table.write_text("\n".join(["a,b,y", *rows]))
+    settings = {"dataset": f"csv:{table}", "label-column": "y", "num-clients": 2, "num-server-rounds": 1}
+    out = start(tmp_path / "out", **settings, **{"local-steps": 2, "eval-every": 1})
+    table.write_text("\n".join(["a,b,y", *rows[:-1], "59,700,1"]))
+    with pytest.raises(ConfigError, match="has changed since the run"):
+        diagnose_run(out)
+    assert call(out).exit_code == 2
+    assert call(out / "model.safetensors").exit_code == 0
+    table.write_text("\n".join(["a,b,y", *rows]))
+    diagnose_run(out)
 
 
 def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
