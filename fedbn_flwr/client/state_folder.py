@@ -7,6 +7,7 @@ EXPERIMENT, the experiment id, may have several runs: each continues with the cl
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ def state_dir(context: Context, of_run: str | None = None) -> Path | None:
     """
     if of_run is None:
         of_run = str(context.run_config.get(STATE_DIR, ""))
-    named = str(context.node_config.get(STATE_DIR, "")) or of_run
+    named = os.path.expanduser(str(context.node_config.get(STATE_DIR, "")) or of_run)
     if named and not Path(named).is_absolute():
         raise ConfigError(f"state-dir={named!r} is relative; write an absolute path")
     return Path(named) if named else None

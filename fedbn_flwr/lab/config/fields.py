@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, ValidationInfo, create_model, field_validator
 
 from fedbn_flwr.batchnorm.adaptation import TestBNMode
 from fedbn_flwr.lab.config.method_settings import fields_of, method_fields
-from fedbn_flwr.lab.data import MAX_BYTES, Standardise
+from fedbn_flwr.lab.data import MAX_BYTES, MISSING_VALUES, Standardise
 from fedbn_flwr.norms import FeatureScale
 from fedbn_flwr.privacy.differential_settings import DPSettings
 from fedbn_flwr.privacy.masked_settings import MaskSettings
@@ -132,6 +133,17 @@ class Fields(MethodSettings):
     missing: Literal["refuse", "mean"] = _key(
         "own data and models", "refuse", "missing features: refuse, or mean = the mean of the training examples"
     )
+    missing_values: str = _key(
+        "own data and models",
+        MISSING_VALUES,
+        "`csv:`: comma list of texts that mean a missing value, in any case; nothing always does",
+    )
+    decimal: Literal["point", "comma"] = _key(
+        "own data and models",
+        "point",
+        "`csv:`: comma reads tables with decimal commas, 37,9, beside tables with points",
+    )
+    encoding: str = _key("own data and models", "", "`csv:`: encoding of the tables that are not UTF-8, such as cp1252")
     standardise: Standardise = _key(
         "own data and models",
         "",
@@ -340,6 +352,13 @@ class Fields(MethodSettings):
             hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")""" if wanted is str else ""
             raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
         return value
+
+    @field_validator("dataset", "data_dir", "init", "state_dir", "out", "mlflow", "fedtan_tls_dir", mode="after")
+    @classmethod
+    def _home(cls, value: str) -> str:
+        """Read ``~`` at the begin of a path, also after a prefix: no shell does it within a setting."""
+        kind, colon, path = value.rpartition(":") if ":~" in value else ("", "", value)
+        return kind + colon + os.path.expanduser(path)
 
     @field_validator("dp", mode="before")
     @classmethod

@@ -119,6 +119,9 @@ def _of_data(config: Values) -> Conditions:
         "split_column": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "feature_columns": (tables and bool(info.input_shape), "it is for rows of dataset=csv: and hf:"),
         "missing": (bool(info.input_shape), "it is for rows and signals"),
+        "missing_values": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
+        "decimal": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
+        "encoding": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "positive_values": (
             of_user and not config.dataset.startswith("folder:"),
             "it is for dataset=csv:, npz: and hf:",

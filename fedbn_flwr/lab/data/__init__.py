@@ -6,8 +6,10 @@ from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
+from fedbn_flwr.lab.data.names import as_list, listed
 from fedbn_flwr.lab.data.own import (
     KINDS,
+    MISSING_VALUES,
     OwnData,
     OwnRows,
     decided_by_records,
@@ -37,6 +39,7 @@ __all__ = [
     "DATASETS",
     "KINDS",
     "MAX_BYTES",
+    "MISSING_VALUES",
     "PARTITIONS",
     "Augment",
     "Dataset",
@@ -51,8 +54,10 @@ __all__ = [
     "Scale",
     "Standardise",
     "Subset",
+    "as_list",
     "decided_by_records",
     "is_own",
+    "listed",
     "load_dataset",
     "load_local_dataset",
     "make_partition",

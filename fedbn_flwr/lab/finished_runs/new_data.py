@@ -10,7 +10,7 @@ from typing import Any
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import Dataset, OwnData, is_own, table_columns
+from fedbn_flwr.lab.data import Dataset, OwnData, as_list, is_own, table_columns
 from fedbn_flwr.lab.finished_runs.saved_model import SavedModel
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
@@ -43,6 +43,9 @@ _OF_READING = (
     "positive-values",
     "class-names",
     "missing",
+    "missing-values",
+    "decimal",
+    "encoding",
     "skip-unreadable",
     "test-share",
     "cache-gib",
@@ -75,8 +78,10 @@ def config_of_data(saved: SavedModel, data: Mapping[str, Any], bn: str) -> Confi
         shared["task"] = taken.task  # targets of a few examples may look like those of another one
         if not taken.classes and taken.task in ("classification", "segmentation"):
             shared["num-classes"] = taken.num_classes
-    if dataset.startswith("csv:") and (path := dataset.removeprefix("csv:")):
-        columns = table_columns(OwnData(*OwnData.parse(dataset)))
+    kind, path = OwnData.parse(dataset) if is_own(dataset) else ("", "")
+    if kind == "csv" and path:
+        encoding = str({**shared, **data}.get("encoding", ""))
+        columns = table_columns(OwnData(kind, path, encoding=encoding))
         absent = [key for key in _COLUMNS if shared.get(key) not in columns]
         if Path(path).is_dir():  # each table is a client's
             absent.append("client-column")
@@ -124,7 +129,7 @@ def _problems_of_settings(taken: ModelDescription, config: Config) -> list[str]:
     if taken.task != config.learning_task().name:
         problems.append(f"the model is for {taken.task}, the data are for {config.learning_task().name}")
     if info.num_classes != taken.num_classes:
-        named = f"class-names={','.join(taken.classes)} names the absent ones" if taken.classes else ""
+        named = f"class-names={as_list(taken.classes)} names the absent ones" if taken.classes else ""
         problems.append(
             f"the data of the run have {taken.num_classes} classes, dataset={config.dataset} has {info.num_classes}. "
             "Bring these data to the classes of the run, in the same order"
@@ -156,7 +161,7 @@ def _problems_of_data(taken: ModelDescription, data: Dataset, dataset: str, stat
             said, names = "those of the run", tuple(numbers)
         problems.append(
             f"the classes of the run are the numbers 0 to {numbers[-1]}, those of dataset={dataset} are "
-            f"named {given}: give {said}, class-names={','.join(names)} say"
+            f"named {given}: give {said}, class-names={as_list(names)} say"
         )
     return problems
 

@@ -20,6 +20,7 @@ from fedbn_flwr.lab.data import (
     Scale,
     Standardise,
     Subset,
+    listed,
     load_dataset,
     split_dataset,
     split_off,
@@ -275,7 +276,7 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
             f"held-out-clients={text!r} names clients, which partition={partition} has not. Use partition=natural, or "
             "a number of clients."
         )
-    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    wanted = [text] if text in groups else listed(text)
     for name in wanted:
         if name not in groups:
             raise unknown_name("held-out client", name, groups)

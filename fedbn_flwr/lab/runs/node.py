@@ -6,6 +6,7 @@ import copy
 import difflib
 import functools
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fedbn_flwr.client.state_folder import OpenFolder, state_dir
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.lab.data import Scale, Subset, is_own, load_local_dataset
+from fedbn_flwr.lab.data import Scale, Subset, is_own, listed, load_local_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, load_data, partitioned_data, whole_data
 from fedbn_flwr.lab.partitioned.report import data_report
 from fedbn_flwr.lab.runs.start_checks import Checked
@@ -33,7 +34,6 @@ from fedbn_flwr.messages.protocol import (
     REPORT_DATA,
     REPORTED,
     STATE_DIR,
-    comma_list,
     num_partitions_of,
     partition_of,
 )
@@ -176,13 +176,13 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         DataError: they cannot be used, or do not fit the run's model.
     """
     node = context.node_config
-    path, client = str(node[DATA_PATH]), partition_of(context) or 0
+    path, client = os.path.expanduser(str(node[DATA_PATH])), partition_of(context) or 0
     if not is_own(config.dataset):
         data = load_local_dataset(
             path,
             config.dataset,
             *config.example_shape()[:2],
-            classes=comma_list(node, DATA_CLASSES),
+            classes=tuple(listed(str(node.get(DATA_CLASSES, "")))),
             device=str(pick_device(config.device)),
             num_classes=config.num_classes,
         )

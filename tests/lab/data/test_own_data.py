@@ -334,7 +334,7 @@ BAD = {
         lambda p: _csv(p, TABLE, **{"client-column": "hospitl", "feature-columns": "age,weight"}),
         "client-column='hospitl' .*'hospital'.*\nfeature-columns='weight' is not",
     ),
-    "missing features": (lambda p: _csv(p, TABLE), r"'bmi': 1 of 10 .*row 1\)\n.*missing=mean"),
+    "missing features": (lambda p: _csv(p, TABLE), r"'bmi': 1 of 10 .*line 3\)\n.*missing=mean"),
     "missing targets": (lambda p: _csv(p, "x,target\n1,0\n2,\n"), "1 of the 2 .*'target'"),
     "text with many values": (
         lambda p: _csv(p, "name,target\n" + "".join(f"n{i},{i % 2}\n" for i in range(60))),
@@ -342,15 +342,15 @@ BAD = {
     ),
     "text among numbers": (
         lambda p: _tables(p, one="x,target\n1,0\n2.5,1\n", two="x,target\n3,0\n4,1\n1.5 mg,1\n"),
-        r"'x' has numbers and text \(1.5 mg; first in row 2 of two\).*x:A\|B",
+        r"'x' has numbers and text \(1.5 mg; first in line 4 of two\).*x:A\|B",
     ),
     "missing values of one table": (
         lambda p: _tables(p, one="x,target\n1,0\n2,1\n", two="x,target\n3,0\n,1\n"),
-        r"'x': 1 of 4 values .*row 1 of two\)",
+        r"'x': 1 of 4 values .*line 3 of two\)",
     ),
     "missing targets of one table": (
         lambda p: _tables(p, one="x,target\n1,0\n2,1\n", two="x,target\n3,0\n4,\n"),
-        "1 of the 4 values .*'target'.*row 1 of two",
+        "1 of the 4 values .*'target'.*line 3 of two",
     ),
     "a table without rows": (lambda p: _tables(p, one="x,target\n1,0\n2,1\n", two="x,target\n"), "two.csv has no rows"),
     "an empty table": (lambda p: _tables(p, one="x,target\n1,0\n2,1\n", two=""), "two.csv is empty"),
@@ -367,7 +367,7 @@ BAD = {
     "one-hot classes": (lambda p: _npz(p, x=np.zeros((3, 2)), y=np.eye(3)), "task=classification .*task=multi-label"),
     "labels as classes": (
         lambda p: {**_npz(p, x=np.zeros((3, 2)), y=np.array([[0, 1], [1, 1], [1, 0]])), "task": "classification"},
-        "row 1 has 2 labels.*task=multi-label",
+        "row 1 .* has 2 labels.*task=multi-label",
     ),
     "channels last": (lambda p: _npz(p, x=np.zeros((3, 8, 8, 3)), y=np.arange(3)), r"x\.transpose\(0, 3, 1, 2\)"),
     "another encoding": (_latin, "latin.csv is not UTF-8"),
@@ -381,7 +381,7 @@ BAD = {
     "a column twice": (lambda p: _csv(p, "x,x ,target\n1,2,0\n2,3,1\n"), "two columns x"),
     "a parquet column twice": (lambda p: _parquet(p, **{"x": [1, 2], "x ": [2, 3], "target": [0, 1]}), "two columns x"),
     "a target twice": (lambda p: _csv(p, "x,target,target\n1,0,0\n2,1,1\n"), "two columns target"),
-    "rows longer than the first": (lambda p: _csv(p, "x,target\n0,2,0\n1,3,1\n"), "bad.csv have more values"),
+    "rows longer than the first": (lambda p: _csv(p, "x,target\n0,2,0\n1,3,1\n"), "line 2 of .*bad.csv has 3 values"),
     "dates as numbers": (
         lambda p: _csv(p, "day,target\n" + "".join(f"{20240101 + i},{i % 2}\n" for i in range(40))),
         "'day': its 40 different values are 21 in float32",

@@ -335,9 +335,11 @@ def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
 def test_data_without_some_classes_of_the_run_are_told_the_names_that_fit(quick_run, table, tmp_path: Path) -> None:
     _, run = quick_run(dataset=f"csv:{table('old.csv', labels='012')}", **{"label-column": "y"})
     fewer = table("fewer.csv", labels="12")
-    with pytest.raises(ConfigError, match="are named 1, 2: give those of the run, class-names=0,1,2 say"):
-        evaluate_run(run, {"dataset": f"csv:{fewer}"})
-    evaluate_run(run, {"dataset": f"csv:{fewer}", "class-names": "0,1,2"})
+    by_number = evaluate_run(run, {"dataset": f"csv:{fewer}"})[1]
+    by_name = evaluate_run(run, {"dataset": f"csv:{fewer}", "class-names": "0,1,2"})[1]
+    assert by_number[0].result == by_name[0].result
+    with pytest.raises(ConfigError, match="are named 1, 3: give the names in the order of the numbers"):
+        evaluate_run(run, {"dataset": f"csv:{table('other.csv', labels='13')}"})
     _, named = quick_run(dataset=f"csv:{table('named.csv', labels='abc')}", **{"label-column": "y"})
     with pytest.raises(ConfigError, match=r"dataset=csv:.* has 2\. .*, class-names=a,b,c names the absent ones"):
         evaluate_run(named, {"dataset": f"csv:{table('few.csv', labels='ac')}"})

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from fedbn_flwr.lab.data.own.description import decided_by_records, own_info
 from fedbn_flwr.lab.data.own.reading import OwnRows, own_rows, own_sha256
-from fedbn_flwr.lab.data.own.request import KINDS, OwnData, is_own
+from fedbn_flwr.lab.data.own.request import KINDS, MISSING_VALUES, OwnData, is_own
 from fedbn_flwr.lab.data.own.table_files import table_columns
 
 __all__ = [
     "KINDS",
+    "MISSING_VALUES",
     "OwnData",
     "OwnRows",
     "decided_by_records",

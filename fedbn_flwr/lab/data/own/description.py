@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.data.names import as_list
 from fedbn_flwr.lab.data.own.features import stated_features
 from fedbn_flwr.lab.data.own.reading import load, read, stamp_of
 from fedbn_flwr.lab.data.own.records import Targets
@@ -79,7 +80,7 @@ def _note_of_positive(request: OwnData, targets: Targets) -> tuple[str, ...]:
     if targets.task.name != "binary" or len(targets.class_names) < 2 or request.class_names or request.positive_values:
         return ()
     zero, one = targets.class_names
-    return (f"positive (1) is {one!r}; class-names={one},{zero} makes it {zero!r}",)
+    return (f"positive (1) is {one!r}; class-names={as_list([one, zero])} makes it {zero!r}",)
 
 
 @functools.lru_cache(maxsize=8)

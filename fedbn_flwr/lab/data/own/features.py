@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.names import listed
 from fedbn_flwr.lab.data.own.records import Inputs
-from fedbn_flwr.lab.data.own.request import OwnData, is_number, listed, numbered, oddly_written, shown
+from fedbn_flwr.lab.data.own.request import OwnData, is_number, numbered, oddly_written, shown
 
 __all__ = [
     "FILE",
-    "MISSING",
     "as_text",
     "features_of",
     "note_of_filled",
@@ -27,9 +27,6 @@ __all__ = [
     "stated_features",
     "with_numbers",
 ]
-
-MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null", "None")
-"""Texts in a CSV file that mean a missing value."""
 
 FILE = "(file)"
 """The column with the name of each row's file, where a table is made from several."""
@@ -61,7 +58,8 @@ def features_of(request: OwnData, table: Any, wanted: list[tuple[str, tuple[str,
     import pandas as pd
 
     refuse_lists_and_dates(request, table, [name for name, categories in wanted if not categories])
-    features, any_missing = _Features(table, in_training=np.ones(len(table), bool) if tests is None else ~tests), False
+    in_training = np.ones(len(table), bool) if tests is None else ~tests
+    features, any_missing = _Features(request, table, in_training), False
     for name, categories in wanted:
         column = table[name]
         missing = int(column.isna().sum())
@@ -94,6 +92,7 @@ def features_of(request: OwnData, table: Any, wanted: list[tuple[str, tuple[str,
 class _Features:
     """The features of a table so far: columns of N numbers, their names, notes, what looks wrong, and what is wrong."""
 
+    request: OwnData
     table: Any
     in_training: Any
     columns: list[Any] = field(default_factory=list)
@@ -137,15 +136,21 @@ class _Features:
     def _problem_of_text(self, name: str, text: Any, num_categories: int) -> str:
         """Return why the categories of a column cannot be found out from its text; "" if they can."""
         texts = _different(text)
-        odd = [value for value in texts if not is_number(value)]
-        if 0 < len(odd) < len(texts):
-            first = row_of(self.table, int(np.flatnonzero(text == odd[0])[0]))
-            return (
-                f"column {name!r} has numbers and text ({shown(odd)}; first in {first}): correct it (missing is one of "
-                f"{', '.join(MISSING[1:])} or nothing), or state its categories, {name}:A|B"
+        odd, of_csv = [value for value in texts if not is_number(value)], self.request.kind == "csv"
+        first = row_of(self.table, int(np.flatnonzero(text == odd[0])[0])) if odd else ""
+        if how := oddly_written(odd):
+            key = (
+                " set decimal=comma if these are decimal commas,"
+                if of_csv and any("," in value for value in odd)
+                else ""
             )
-        if how := oddly_written(texts):
-            return f"column {name!r} has {how}, or state its categories, {name}:A|B"
+            return f"column {name!r} has {how} (first in {first}),{key} or state its categories, {name}:A|B"
+        if 0 < len(odd) < len(texts):
+            missing = f" (missing is one of missing-values={self.request.missing_values}, or nothing)" if of_csv else ""
+            return (
+                f"column {name!r} has numbers and text ({shown(odd)}; first in {first}): correct it{missing}, or state "
+                f"its categories, {name}:A|B"
+            )
         if num_categories > _MOST_CATEGORIES:
             return (
                 f"column {name!r} is text with {num_categories} different values (such as {shown(texts, 3)}): leave it "
@@ -209,11 +214,9 @@ def refuse_lists_and_dates(request: OwnData, table: Any, names: Sequence[str]) -
 
 
 def row_of(table: Any, at: int) -> str:
-    """Return where a row is, counted from 0, in its own file if there are several."""
-    if FILE not in table.columns:
-        return f"row {at}"
-    file = table[FILE].iloc[at]
-    return f"row {at - int(np.flatnonzero(table[FILE] == file)[0])} of {file}"
+    """Return where a row is: its line as an editor counts them, or its row counted from 0 in a file without lines."""
+    where = f"line {table.index[at]}" if table.index.name == "line" else f"row {table.index[at]} (counted from 0)"
+    return f"{where} of {table[FILE].iloc[at]}" if FILE in table.columns else where
 
 
 def numbered_column(

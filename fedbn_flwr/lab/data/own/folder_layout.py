@@ -74,6 +74,7 @@ def find_images(request: OwnData) -> FolderFiles:
     if not root.is_dir():
         raise DataError(f"dataset={request.name!r} is a file; a folder of image folders needed.")
     folders, others, empty = _image_folders(root)
+    request.refuse_odd_names([str(root), *others, *(f"{f}/{name}" for f, names in folders.items() for name in names)])
     if not folders:
         raise request.problem(
             f"no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into "

@@ -12,12 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
+from fedbn_flwr.lab.data.names import listed
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = ["KINDS", "OwnData", "is_number", "is_own", "left_out", "oddly_written"]
+__all__ = ["KINDS", "MISSING_VALUES", "OwnData", "is_number", "is_own", "left_out", "oddly_written"]
 
 _MANY = 20  # a number of classes from which gaps are no accident
 _NUMBER = re.compile(r"[-+]?(\d{1,3}([., '\xa0]\d{3})+|\d+)([.,]\d+)?\s*%?")
+
+MISSING_VALUES = "?,NA,N/A,#N/A,NaN,NULL,None"
+"""The default of ``missing-values``."""
 
 KINDS = {
     "folder": "folder:PATH, image files in class/file, client/class/file or client/{train,test}/class/file",
@@ -46,6 +50,9 @@ class OwnData:
         positive_values: comma list of targets that count as 1, or ``>NUMBER``; all others count as 0.
         class_names: comma list of the classes in the order of their numbers; "" = in the order of the alphabet.
         missing: "refuse", or "mean" for the mean of the training examples.
+        missing_values: comma list of texts in CSV files that mean a missing value, in any case.
+        decimal: "point", or "comma" for CSV files whose numbers have decimal commas.
+        encoding: of the CSV files that are not UTF-8; "" = such files are refused.
         test_share: share of the examples that are test examples, where the data do not say.
     """
 
@@ -62,6 +69,9 @@ class OwnData:
     positive_values: str = ""
     class_names: str = ""
     missing: str = "refuse"
+    missing_values: str = MISSING_VALUES
+    decimal: str = "point"
+    encoding: str = ""
     skip_unreadable: bool = False
     test_share: float = 0.2
 
@@ -87,6 +97,7 @@ class OwnData:
             ConfigError: the kind is unknown, or the path is relative.
         """
         kind, _, path = dataset.partition(":")
+        path = os.path.expanduser(path)
         if kind not in KINDS:
             raise unknown_name("kind of own data", kind, KINDS)
         if path and kind != "hf" and not Path(path).is_absolute():
@@ -95,6 +106,12 @@ class OwnData:
                 f"the folder of this process: '{kind}:{Path(path).absolute()}')."
             )
         return kind, path
+
+    def refuse_odd_names(self, names: Sequence[str]) -> None:
+        """Raise DataError if names of files or folders are not UTF-8: no file of results could hold them."""
+        odd = [name for name in names if not _is_utf8(name)]
+        if odd:
+            raise self.problem(f"the names of {len(odd)} files or folders are not UTF-8 ({shown(odd)}). Rename them.")
 
     def existing(self) -> Path:
         """Return the path.
@@ -108,11 +125,6 @@ class OwnData:
         parent = path.parent
         beside = f" {parent} has {shown(sorted(os.listdir(parent)))}." if parent.is_dir() else ""
         raise self.problem(f"there is no such file or folder.{beside}")
-
-
-def listed(text: str, separator: str = ",") -> list[str]:
-    """Return the entries of a comma list."""
-    return [entry.strip() for entry in text.split(separator) if entry.strip()]
 
 
 def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
@@ -167,6 +179,14 @@ def oddly_written(texts: Sequence[str]) -> str:
     return f"numbers with a decimal comma, a thousands separator or a trailing % ({examples}): write 0.5 and 1100"
 
 
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def left_out(request: OwnData, names: Sequence[str]) -> tuple[str, ...]:
     """Return the note of files that are not read because of their type; () without any."""
     if not names:
@@ -176,8 +196,9 @@ def left_out(request: OwnData, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:
-    """Return the first names, for messages."""
-    return ", ".join([*names[:most], *(["..."] if len(names) > most else [])]) or "nothing"
+    """Return the first names, for messages; bytes of a name that are not UTF-8 as numbers."""
+    text = ", ".join([*names[:most], *(["..."] if len(names) > most else [])]) or "nothing"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def chosen_task(request: OwnData, shown_by_targets: str, allowed: Sequence[str]) -> Task:

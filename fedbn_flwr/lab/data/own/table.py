@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.lab.data.names import listed
 from fedbn_flwr.lab.data.own.arrays import as_tests
 from fedbn_flwr.lab.data.own.features import (
     FILE,
@@ -22,8 +23,8 @@ from fedbn_flwr.lab.data.own.features import (
     stated_features,
 )
 from fedbn_flwr.lab.data.own.records import Records, Targets
-from fedbn_flwr.lab.data.own.request import OwnData, listed, shown
-from fedbn_flwr.lab.data.own.table_files import notes_of_others, read_tables
+from fedbn_flwr.lab.data.own.request import OwnData, shown
+from fedbn_flwr.lab.data.own.table_files import read_tables
 from fedbn_flwr.lab.data.own.targets import read_targets
 from fedbn_flwr.lab.data.splits import Indices
 
@@ -42,14 +43,14 @@ def read_table(request: OwnData) -> Records:
         ConfigError: a column of the config is not in the table; the message names the nearest.
         DataError: a file cannot be read, tables have other columns, or values are missing.
     """
-    table, from_files = read_tables(request)
+    table, from_files, notes_of_files = read_tables(request)
     columns = [str(name) for name in table.columns]
     stated = stated_features(request.feature_columns, columns)
     used = {
-        "label-column": listed(request.label_column),
-        "client-column": listed(request.client_column),
-        "group-column": listed(request.group_column),
-        "split-column": listed(request.split_column),
+        "label-column": _one(request.label_column) if request.label_column in columns else listed(request.label_column),
+        "client-column": _one(request.client_column),
+        "group-column": _one(request.group_column),
+        "split-column": _one(request.split_column),
     }
     _refuse_unusable(request, columns, {**used, "feature-columns": [name for name, _ in stated]}, from_files)
     if not len(table):
@@ -74,8 +75,12 @@ def read_table(request: OwnData) -> Records:
         client_names=client_names,
         units=_numbered(request, table, request.group_column)[0],
         tests=tests,
-        notes=(*notes_of_others(request), *notes),
+        notes=(*notes_of_files, *notes),
     )
+
+
+def _one(column: str) -> list[str]:
+    return [column] if column else []
 
 
 def _refuse_unusable(

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.data.names import listed
 from fedbn_flwr.lab.data.own.features import as_text
 from fedbn_flwr.lab.data.own.records import Targets
-from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, listed, numbered_classes, oddly_written, shown
+from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered_classes, oddly_written, shown
 
 __all__ = ["read_targets"]
 
@@ -20,7 +21,11 @@ _FEW = 20  # values that may be classes
 
 
 def read_targets(
-    request: OwnData, values: Any, what: str, row: Callable[[int], str] = "row {}".format, names: Sequence[str] = ()
+    request: OwnData,
+    values: Any,
+    what: str,
+    row: Callable[[int], str] = "row {} (counted from 0)".format,
+    names: Sequence[str] = (),
 ) -> Targets:
     """Return the targets, and what follows from them.
 
@@ -63,8 +68,8 @@ def _refuse_missing(request: OwnData, values: Any, what: str, row: Callable[[int
     if missing.any():
         first = int(np.argwhere(missing)[0][0])
         raise request.problem(
-            f"{int(missing.sum())} of the {len(values)} values of {what} are missing or infinite (the first in "
-            f"{row(first)}, counted from 0). Leave these examples out, or fill them in."
+            f"{int(missing.sum())} of the {len(values)} values of {what} are missing or infinite; the first is in "
+            f"{row(first)}. Leave these examples out, or fill them in."
         )
 
 
@@ -93,7 +98,10 @@ def _are_labels(request: OwnData, values: Any, what: str) -> bool:
 
 
 def _classes(request: OwnData, values: Any, what: str, are_text: bool, known: Sequence[str]) -> Targets:
-    """Return classes; numbers from 0 are those of the classes, others, 1 and 2 say, are numbered in their order."""
+    """Return classes; numbers below the number of classes are those of the classes, others are numbered in their order.
+
+    Where the config does not state how many classes there are, the numbers must begin at 0: 1 and 2 are numbered, too.
+    """
     different = len(np.unique(values))
     if are_text and not (request.classes or known) and (odd := oddly_written(values.tolist())):
         raise request.problem(f"{what} are {odd}, or state them as class-names.")
@@ -102,8 +110,10 @@ def _classes(request: OwnData, values: Any, what: str, are_text: bool, known: Se
             f"{what} have {different} different values in {len(values)} examples, which are no classes. Use another "
             "label-column, or task=regression for numbers."
         )
-    most = request.num_classes or (2 if request.task == "binary" else _MOST_CLASSES)
-    if not request.classes and not are_text and values.min() == 0 and values.max() < most:
+    stated = request.num_classes or (2 if request.task == "binary" else 0)
+    lowest = 0 if are_text else values.min()
+    in_range = lowest == 0 or (stated and lowest > 0)  # a hospital may lack class 0, as it may lack another
+    if not request.classes and not are_text and in_range and values.max() < (stated or _MOST_CLASSES):
         labels, names = values.astype(np.int64), tuple[str, ...]()
         count = int(labels.max()) + 1
     else:
