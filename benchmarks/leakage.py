@@ -33,8 +33,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.setup import local_training, make_model
 from fedbn_flwr.messages.records import tensors, to_state
-from fedbn_flwr.privacy.clipping import clipped
-from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.coordinates import Coordinates, clipped
 from fedbn_flwr.privacy.noise import SystemNoise
 from fedbn_flwr.seeds import numpy_generator, torch_generator
 from fedbn_flwr.training import train

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fedbn_flwr.privacy.uncovered import beside_models, beside_sums
+from fedbn_flwr.privacy.differential import beside_models
+from fedbn_flwr.privacy.masked_sums import beside_sums
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.travels import model_needs
 from fedbn_flwr.strategies import STRATEGIES

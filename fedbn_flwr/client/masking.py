@@ -53,7 +53,7 @@ from fedbn_flwr.messages.protocol import (
     merged_config,
 )
 from fedbn_flwr.messages.records import to_record, views
-from fedbn_flwr.privacy.clipping import CLIP
+from fedbn_flwr.privacy.coordinates import CLIP
 from fedbn_flwr.privacy.masked_values import about, model_values, statistics_values
 from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.ring import FixedPoint

@@ -9,8 +9,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import merged_config
 from fedbn_flwr.messages.records import to_record, views
-from fedbn_flwr.privacy.clipping import CLIP, SCALE, clipped
-from fedbn_flwr.privacy.coordinates import Coordinates
+from fedbn_flwr.privacy.coordinates import CLIP, SCALE, Coordinates, clipped
 
 __all__ = ["clipped_update"]
 

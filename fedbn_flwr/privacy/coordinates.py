@@ -1,4 +1,4 @@
-r"""The coordinates in which a client's update is clipped and gets noise. NumPy only.
+r"""The coordinates in which a client's update gets noise, and its clipping, on the server or in a client.
 
 With the global state before the round, ``x``, running mean ``m`` and running variance ``v``, a client's state ``x_i``,
 ``m_i``, ``v_i`` has the update
@@ -18,16 +18,20 @@ clients, so they cost no privacy.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state
+from fedbn_flwr.messages.protocol import Key
 
-__all__ = ["Coordinates", "E", "Update", "norm"]
+__all__ = ["CLIP", "SCALE", "Coordinates", "E", "Update", "add_clipped", "clipped", "norm"]
 
 Update = Mapping[str, Array]  # float64, by entry; of a complex entry its real and imaginary parts
+
+CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
+SCALE = Key("fedbn-flwr.dp-statistics-scale", "float: s", "server", "client")
 
 E = 1e-5  # torch's default eps of a normalisation layer
 
@@ -119,3 +123,31 @@ def _bounded(variance: Array, before: Array) -> Array:
     """Return the variances; those that were within the limits stay there."""
     low, high = max(1e-12, float(np.finfo(before.dtype).tiny)), min(1e12, float(np.finfo(before.dtype).max))
     return np.where((before >= low) & (before <= high), np.clip(variance, low, high), variance)
+
+
+def clipped(update: Update, clipping_norm: float) -> dict[str, Array]:
+    """Return the update, scaled to ``clipping_norm`` if it is longer; zero if its length is not finite."""
+    factor, _ = _factor(update, clipping_norm)
+    return {name: factor * array if factor else np.zeros_like(array) for name, array in update.items()}
+
+
+def add_clipped(total: dict[str, Array], updates: Iterable[Update], clipping_norm: float) -> int:
+    """Add the clipped updates to ``total``, which is changed; return how many were not longer than C."""
+    fitting = 0
+    for update in updates:
+        factor, fits = _factor(update, clipping_norm)
+        fitting += fits
+        for name, array in update.items() if factor else ():
+            total[name] += factor * array
+    return fitting
+
+
+def _factor(update: Update, clipping_norm: float) -> tuple[float, bool]:
+    """Return the factor that brings an update to ``clipping_norm`` if it is longer, and whether it was not longer.
+
+    The factor of an update whose length is not finite is 0.
+    """
+    length = norm(update)
+    if not math.isfinite(length):
+        return 0.0, False
+    return min(1.0, clipping_norm / length) if length else 1.0, length <= clipping_norm

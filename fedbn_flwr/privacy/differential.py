@@ -51,23 +51,27 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, require_dp_accounting
-from fedbn_flwr.privacy.clipping import CLIP, SCALE, add_clipped
-from fedbn_flwr.privacy.coordinates import Coordinates, norm
-from fedbn_flwr.privacy.differential_settings import DPSettings, conflicts
+from fedbn_flwr.privacy.coordinates import CLIP, SCALE, Coordinates, add_clipped, norm
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
-from fedbn_flwr.privacy.uncovered import beside_models
+from fedbn_flwr.privacy.settings import DPSettings, dp_conflicts
 from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.run import Run
+from fedbn_flwr.server.sent_beside import sent_beside
 
-__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings"]
+__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "beside_models"]
 
 logger = logging.getLogger("flwr")
 
 NO_ROUND = "No round has been released."
 _NOISY = 0.3  # noise in running variances, relative to them, from which on a warning says so
+
+
+def beside_models(methods: Methods) -> list[str]:
+    """Return what the methods take from clients beside the update or the model, which gets noise."""
+    return [beside.text for beside in sent_beside(methods)]
 
 
 class ClientLevelDP(Protection):
@@ -106,7 +110,7 @@ class ClientLevelDP(Protection):
         self._tied = dict(tied or {})
         self.publishes_metrics = settings.dp_metrics == "published"
         self.secret_sampling = settings.dp_sampling == "secret"
-        if problems := conflicts(settings):
+        if problems := dp_conflicts(settings):
             raise ConfigError("\n".join(problems))
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
             require_dp_accounting()

@@ -1,4 +1,7 @@
-"""The sum of the examples' gradients, each clipped: what a step of DP-SGD adds noise to. Torch only."""
+"""The sum of the examples' gradients, each clipped, to which a step of DP-SGD adds noise; and what has no such sum.
+
+A model whose output for an example depends on the others of its batch is refused. Torch only.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.privacy.called_with import call_with
+from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.losses import LossFn
+from fedbn_flwr.training.randomness import seeded
+from fedbn_flwr.training.scripted import is_scripted_batchnorm
+from fedbn_flwr.training.wrappers import unwrap
 
-__all__ = ["ClippedSum", "clipped_sum"]
+__all__ = ["WAY_OUT", "ClippedSum", "call_with", "check_layers", "clipped_sum", "mixes_examples", "try_two_examples"]
 
 _AT_ONCE = 2**26  # numbers in the gradients of the examples that are in memory at the same time
 
@@ -129,3 +136,68 @@ def _weighs_classes(loss: LossFn) -> bool:
 def _wide(value: Tensor) -> torch.dtype:
     """Return the type in which gradients are clipped and summed: rounding must not make one longer than C."""
     return torch.promote_types(value.dtype, torch.float32)
+
+
+WAY_OUT = (
+    "Use another norm (norm=group, layer or wsconv); or keep BatchNorm frozen from the first round, at statistics that "
+    "no client's data have touched (strategy=fixbn with freeze-at=0, and init= for public weights), or in the part "
+    "that train-only freezes"
+)
+
+
+def mixes_examples(model: nn.Module) -> list[str]:
+    """Return the layers whose output for an example depends on others, in their present mode, one line each."""
+    lines = []
+    for path, layer in model.named_modules():
+        kind, statistics = type(layer).__name__, getattr(layer, "running_mean", None)
+        if (isinstance(layer, _BatchNorm) or is_scripted_batchnorm(layer)) and (layer.training or statistics is None):
+            lines.append(f"{path} ({kind}) normalises an example with the others of its batch")
+        if isinstance(layer, _InstanceNorm) and layer.training and statistics is not None:
+            lines.append(f"{path} ({kind}) has running statistics, which keep what no noise protects")
+    return [f"record-level privacy: {what}" for what in lines]
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raise ConfigError for a wrapper or a complex parameter, NormLayerError for a layer that mixes examples."""
+    if unwrap(model) is not model:
+        raise ConfigError(
+            f"record-level privacy computes the gradients of the module itself: {type(model).__name__} around it "
+            "would have no effect. Pass the module inside."
+        )
+    if refused := [name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
+        raise ConfigError(
+            f"record-level privacy adds real noise, and parameter '{refused[0]}' is complex. Freeze it (train-only), "
+            "or store its real and imaginary parts (torch.view_as_real)."
+        )
+    if mixing := mixes_examples(model):
+        raise NormLayerError("\n".join(mixing) + f"\n{WAY_OUT}.")
+
+
+def try_two_examples(model: nn.Module, two: Tensor) -> None:
+    """Raise NormLayerError if the output for the first of two examples depends on the second, given the same masks."""
+    outputs = []
+    for pair in (two, two[[0, 0]]):
+        buffers = {name: value.clone() for name, value in model.named_buffers()}
+        with torch.no_grad(), seeded(0):
+            outputs.append(call_with(model, buffers, pair)[0].double())
+    if (outputs[1] - outputs[0]).abs().max() > 1e-3 * outputs[0].abs().max():
+        raise NormLayerError(
+            "record-level privacy: the model's output for an example depends on the others of its batch, and DP-SGD "
+            f"would train it with one example at a time.\n{WAY_OUT}."
+        )
+
+
+def call_with(model: nn.Module, values: Mapping[str, Tensor], inputs: Tensor) -> Any:
+    """Return ``model(inputs)`` with ``values`` in place of the entries that they name, and of entries tied to these.
+
+    Where torch finds the tied entries by itself (``tie_weights``), it leaves a module that is registered at two paths
+    with the given values after the call: an optimizer would no longer train it.
+    """
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    given = {own[name]: value for name, value in values.items()}
+    entries = {}
+    for path, module in model.named_modules():  # each module once
+        for leaf, entry in (*module._parameters.items(), *module._buffers.items()):
+            if entry in given:
+                entries[f"{path}.{leaf}" if path else leaf] = given[entry]
+    return functional_call(model, entries, (inputs,), tie_weights=False)

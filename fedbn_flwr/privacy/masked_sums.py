@@ -66,12 +66,10 @@ from fedbn_flwr.messages.protocol import FRESH_BATCHES, MASK_METRICS, MASKED, NU
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
-from fedbn_flwr.privacy.masked_settings import MaskSettings, conflicts
 from fedbn_flwr.privacy.masked_values import buffers_of, model_values, pooled_statistics, statistics_like
-from fedbn_flwr.privacy.repeated_sums import RepeatedSums, has_one_batch
 from fedbn_flwr.privacy.ring import split
-from fedbn_flwr.privacy.round_sum import RoundSum
-from fedbn_flwr.privacy.uncovered import beside_sums
+from fedbn_flwr.privacy.round_sum import RepeatedSums, RoundSum, has_one_batch
+from fedbn_flwr.privacy.settings import MaskSettings, mask_conflicts
 from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.momentum import MOMENTUM
@@ -79,11 +77,12 @@ from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.replies import Terms
 from fedbn_flwr.server.run import Run
+from fedbn_flwr.server.sent_beside import sent_beside
 from fedbn_flwr.server.synchronised_step import Limits, with_config
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.polling_grid import polling
 
-__all__ = ["MaskSettings", "MaskedSums", "refusals"]
+__all__ = ["MaskSettings", "MaskedSums", "beside_sums", "refusals"]
 
 logger = logging.getLogger("flwr")
 
@@ -99,6 +98,11 @@ _ANSWERS_ARE_PUBLIC = (
     "With masked-sums=true that is what a client sends, and not whether it answers: with too few answers the whole sum "
     "is 0."
 )
+
+
+def beside_sums(methods: Methods) -> list[str]:
+    """Return what the methods take from single clients that is no sum over them."""
+    return [beside.text for beside in sent_beside(methods) if not beside.masked]
 
 
 def refusals(methods: Methods) -> list[str]:
@@ -120,7 +124,7 @@ class MaskedSums(Protection):
     reads_each = False
 
     def __init__(self, settings: MaskSettings, dp: ClientLevelDP | None = None) -> None:
-        if problems := conflicts(dp.settings) if dp else ():
+        if problems := mask_conflicts(dp.settings) if dp else ():
             raise ConfigError("\n".join(problems))
         self.settings = settings
         self._dp = dp

@@ -1,4 +1,4 @@
-"""Gaussian noise from the operating system's entropy. NumPy only.
+"""Gaussian noise, and torch's generators, from the operating system's entropy.
 
 A run's seed is in its config: whoever knows it could compute a noise that comes from it, and subtract it. So the
 noise comes from ChaCha20 with a fresh key for each draw, and no run repeats it.
@@ -7,16 +7,19 @@ noise comes from ChaCha20 with a fresh key for each draw, and no run repeats it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
+import torch
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["Noise", "SystemNoise", "keystream"]
+__all__ = ["Noise", "SystemNoise", "drawing_from", "generator_from", "keystream"]
 
 _BLOCK = 2**20  # values
 
@@ -62,3 +65,28 @@ class SystemNoise:
         """Return values in [0, 1), multiples of 2^-53, in float64."""
         words = np.frombuffer(keystream(os.urandom(32), 8 * size), np.uint64) >> np.uint64(11)
         return words * 2.0**-53
+
+
+_STATE = slice(24, 24 + 624 * 8)  # of torch's generator on the CPU: the words of the Mersenne Twister
+
+
+def generator_from(noise: Noise) -> torch.Generator:
+    """Return a generator on the CPU, drawn from the noise.
+
+    All of its state is drawn, because torch keeps 32 bits of a seed there, and these can be searched.
+    """
+    generator = torch.Generator()
+    state = generator.manual_seed(int(noise.uniform(1)[0] * 2**53)).get_state()
+    words = state[_STATE].view(torch.int64)
+    words.copy_(torch.from_numpy((noise.uniform(len(words)) * 2**32).astype(np.int64)))
+    generator.set_state(state)
+    return generator
+
+
+@contextmanager
+def drawing_from(noise: Noise) -> Iterator[None]:
+    """Draw from such a generator in the block: the default one on the CPU; on CUDA the seed has 53 bits."""
+    generator = generator_from(noise)
+    with seeded(generator.initial_seed()):
+        torch.default_generator.set_state(generator.get_state())
+        yield

@@ -36,7 +36,7 @@ public. The noise has the precision of floating point numbers: attacks on its la
 
 The gradient of an example is computed by ``torch.func``, with the example alone (``privacy.example_gradients``).
 Another model than in a batch would be trained so if a layer mixes examples: such layers are refused by their class, and
-others by a trial in the first step with two examples (``privacy.mixed_examples``). An example whose gradient is not
+others by a trial in the first step with two examples. An example whose gradient is not
 finite adds nothing; the client logs how many there were in a round, and sends the number only with its metrics.
 
 ## Law
@@ -60,10 +60,8 @@ from torch import Tensor, nn
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import RECORD_DP, Key
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, noise_for_steps
-from fedbn_flwr.privacy.example_gradients import clipped_sum
-from fedbn_flwr.privacy.generators import drawing_from, generator_from
-from fedbn_flwr.privacy.mixed_examples import check_layers, try_two_examples
-from fedbn_flwr.privacy.noise import Noise, SystemNoise
+from fedbn_flwr.privacy.example_gradients import check_layers, clipped_sum, try_two_examples
+from fedbn_flwr.privacy.noise import Noise, SystemNoise, drawing_from, generator_from
 from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs
 from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.settings import LocalTraining

@@ -33,10 +33,9 @@ from fedbn_flwr.privacy.accounting import (
     require_dp_accounting,
     restored,
 )
-from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP
+from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP, beside_models
 from fedbn_flwr.privacy.record_level import NOISE, RecordLevel, sampling_rate
-from fedbn_flwr.privacy.record_settings import TWO_NOISES
-from fedbn_flwr.privacy.uncovered import beside_models, kept_between_rounds
+from fedbn_flwr.privacy.settings import TWO_NOISES
 from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.nodes import Node
@@ -44,7 +43,7 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.synchronised_step import with_config
 
-__all__ = ["RecordLevelDP"]
+__all__ = ["RecordLevelDP", "kept_between_rounds"]
 
 logger = logging.getLogger("flwr")
 
@@ -312,6 +311,19 @@ class RecordLevelDP(Protection):
 
     def _restore(self, releases: list[Steps]) -> None:
         self.releases = restored(self._file, Steps, self.releases, releases)
+
+
+def kept_between_rounds(methods: Methods) -> list[str]:
+    """Return what clients keep from rounds with client-level noise, which does not cover it, for rounds of DP-SGD."""
+    problems, scope = [], methods.params.momentum_scope
+    if methods.local:
+        problems.append(
+            f"{', '.join(sorted(methods.local))} stay with the clients, which train them without noise until BN is "
+            "frozen: every gradient of DP-SGD would then depend on each example"
+        )
+    if scope != "none":
+        problems.append(f"momentum-scope={scope} carries gradients without noise into rounds of DP-SGD")
+    return problems
 
 
 def _of_client_noise(noise_multiplier: float) -> Steps:

@@ -1,4 +1,7 @@
-"""The weighted sum of a round's masked vectors, and its mean."""
+"""The weighted sum of a round's masked vectors, and sums that are known from before.
+
+Clients that would send the same into a second sum of the same weights are left out of it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from torch import Tensor
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import ReplyError
 from fedbn_flwr.messages.protocol import MASK_EQUAL, MASK_PRESENT, MASK_RANGE, MASK_TOTAL, MASK_WEIGHT, MASKED
+from fedbn_flwr.messages.records import state_sha256
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.masked_values import about
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.server.nodes import Node
 
-__all__ = ["RoundSum"]
+__all__ = ["RepeatedSums", "RoundSum", "has_one_batch"]
 
 
 class RoundSum:
@@ -83,3 +87,31 @@ def _sum(vectors: Sequence[Array]) -> Array:
     for vector in vectors[1:]:
         total += vector
     return total
+
+
+class RepeatedSums:
+    """What the server may know of earlier sums: whether there was one of the weights that are used now."""
+
+    def __init__(self) -> None:
+        self._weights = self._known = ""  # SHA-256 of the weights, and of the last of which a sum may be known
+        self._resumed = False
+
+    def resume(self) -> None:
+        """Note that the run may have gone on before from the weights that come next."""
+        self._resumed = True
+
+    def begin(self, weights: State) -> bool:
+        """Begin with these weights; return whether a sum of them may be known."""
+        self._weights = state_sha256(weights)
+        if self._resumed:
+            self._known, self._resumed = self._weights, False
+        return self._weights == self._known
+
+    def note_sum(self) -> None:
+        """Note that a sum of the weights may be known."""
+        self._known = self._weights
+
+
+def has_one_batch(node: Node) -> bool:
+    """Return whether the node has no more examples than a batch, as far as it has said."""
+    return node.batch_size is not None and node.batch_size >= (node.num_examples or 0)

@@ -13,8 +13,8 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.privacy.differential import ClientLevelDP
-from fedbn_flwr.privacy.differential_settings import DPSettings, unused
 from fedbn_flwr.privacy.noise import Noise
+from fedbn_flwr.privacy.settings import DPSettings, unused_dp
 from fedbn_flwr.server.strategy import Strategy
 
 __all__ = ["DPWrapper"]
@@ -69,7 +69,7 @@ class DPWrapper(FlowerStrategy):
                 "Flower's own wrappers are for Flower's strategies."
             )
         chosen = DPSettings(dp=where, **values)
-        problems = [f"{name}: {use}" for name, use in unused(chosen).items() if name in values]
+        problems = [f"{name}: {use}" for name, use in unused_dp(chosen).items() if name in values]
         if chosen.dp == "off":
             problems = ["where='off' protects nothing; use 'server' or 'client'"]
         if problems:

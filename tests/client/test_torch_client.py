@@ -31,7 +31,7 @@ from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy import RecordLevel
-from fedbn_flwr.privacy.generators import _STATE
+from fedbn_flwr.privacy.noise import _STATE
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.training import LearningRate, LocalTraining, loaded, train
 from fedbn_flwr.training.client_hook import ClientHook

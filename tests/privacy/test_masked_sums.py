@@ -29,11 +29,10 @@ from fedbn_flwr.privacy import masked_sums
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_round import MaskedRound
-from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
+from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings, beside_sums
 from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.privacy.round_sum import RoundSum
-from fedbn_flwr.privacy.uncovered import beside_sums
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import (

@@ -36,11 +36,10 @@ from fedbn_flwr.messages.protocol import RECORD_DP, ReplyInfo
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.privacy import example_gradients
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, Steps, epsilon_of_steps
-from fedbn_flwr.privacy.clipping import CLIP
+from fedbn_flwr.privacy.coordinates import CLIP
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
-from fedbn_flwr.privacy.example_gradients import clipped_sum
+from fedbn_flwr.privacy.example_gradients import clipped_sum, mixes_examples
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
-from fedbn_flwr.privacy.mixed_examples import mixes_examples
 from fedbn_flwr.privacy.record_level import DPSGD, NOISE, RecordLevel
 from fedbn_flwr.privacy.record_server import RecordLevelDP
 from fedbn_flwr.server.method import Reply

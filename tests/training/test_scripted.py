@@ -14,7 +14,7 @@ from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.taken_forward import layers_in_training
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import NORMS, replace_norm
-from fedbn_flwr.privacy.mixed_examples import mixes_examples
+from fedbn_flwr.privacy.example_gradients import mixes_examples
 from fedbn_flwr.strategies.bn_scaffold import BNControlVariates
 from fedbn_flwr.strategies.fbn import GlobalStatistics
 from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift

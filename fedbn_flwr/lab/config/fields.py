@@ -11,9 +11,7 @@ from fedbn_flwr.batchnorm.adaptation import TestBNMode
 from fedbn_flwr.lab.config.method_settings import fields_of, method_fields
 from fedbn_flwr.lab.data import MAX_BYTES, MISSING_VALUES, Standardise
 from fedbn_flwr.norms import FeatureScale
-from fedbn_flwr.privacy.differential_settings import DPSettings
-from fedbn_flwr.privacy.masked_settings import MaskSettings
-from fedbn_flwr.privacy.record_settings import RecordDPSettings
+from fedbn_flwr.privacy.settings import DPSettings, MaskSettings, RecordDPSettings
 from fedbn_flwr.server.method import Role
 from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.strategies import METHODS, STRATEGIES

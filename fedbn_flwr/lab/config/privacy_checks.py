@@ -6,10 +6,10 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.lab.config.fields import CENTRALIZED
 from fedbn_flwr.lab.config.values import Values
 from fedbn_flwr.lab.data import decided_by_records, is_own
-from fedbn_flwr.privacy import differential_settings, masked_settings
+from fedbn_flwr.privacy.differential import beside_models
 from fedbn_flwr.privacy.masked_sums import refusals
-from fedbn_flwr.privacy.record_settings import TWO_NOISES
-from fedbn_flwr.privacy.uncovered import beside_models, kept_between_rounds
+from fedbn_flwr.privacy.record_server import kept_between_rounds
+from fedbn_flwr.privacy.settings import TWO_NOISES, dp_conflicts, mask_conflicts
 from fedbn_flwr.strategies.fixbn import freeze_plan, freeze_round
 
 __all__ = ["dp_problems", "mask_problems"]
@@ -20,7 +20,7 @@ def dp_problems(config: Values) -> list[str]:
     asked = f"dp={config.dp}" if config.dp != "off" else "record-dp=true"
     if config.strategy == CENTRALIZED:
         return [f"{asked}: strategy=centralized has no clients"]
-    problems = differential_settings.conflicts(config.dp_settings())
+    problems = dp_conflicts(config.dp_settings())
     beside = beside_models(config.methods())
     problems += [f"strategy {config.title!r} with {asked}: {what}" for what in beside]
     if config.dp != "off" and config.min_replies > 1:
@@ -42,7 +42,7 @@ def mask_problems(config: Values) -> list[str]:
     """Return what of this run is no sum over the clients."""
     if config.strategy == CENTRALIZED:
         return ["masked-sums=true: strategy=centralized has no clients"]
-    problems = refusals(config.methods()) + masked_settings.conflicts(config.dp_settings())
+    problems = refusals(config.methods()) + mask_conflicts(config.dp_settings())
     if config.num_clients == 1:
         problems.append(
             "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over one client is its update"

@@ -10,8 +10,7 @@ from fedbn_flwr.lab.config.texts import split
 from fedbn_flwr.lab.config.values import Values
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.privacy import differential_settings, masked_settings
-from fedbn_flwr.privacy.record_settings import RecordDPSettings
+from fedbn_flwr.privacy.settings import RecordDPSettings, unused_dp, unused_masks
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -65,13 +64,13 @@ def _unused(config: Values) -> dict[str, str]:
     """Return the keys outside the method's settings that have no effect under the other keys."""
     conditions = _of_model(config) | _of_data(config) | _of_training(config)
     unused = {name: use for name, (used, use) in conditions.items() if not used}
-    unused |= differential_settings.unused(config.dp_settings())
+    unused |= unused_dp(config.dp_settings())
     if config.record_dp:
         for shared in ("dp_delta", "dp_metrics", "dp_max_epsilon"):
             unused.pop(shared, None)
     else:
         unused |= dict.fromkeys(set(RecordDPSettings.model_fields) - {"record_dp"}, "it is for record-dp=true")
-    return unused | masked_settings.unused(config.mask_settings())
+    return unused | unused_masks(config.mask_settings())
 
 
 def _of_model(config: Values) -> Conditions:

@@ -13,9 +13,8 @@ from fedbn_flwr.lab.config.texts import number, split
 from fedbn_flwr.lab.data import DATASETS, Augment, DatasetInfo, OwnData, Standardise, is_own, own_info
 from fedbn_flwr.lab.data.shared import DataKey, adopted
 from fedbn_flwr.lab.models import input_shape
-from fedbn_flwr.privacy.differential_settings import DPSettings
-from fedbn_flwr.privacy.masked_settings import MaskSettings
 from fedbn_flwr.privacy.record_level import RecordLevel
+from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
 from fedbn_flwr.server.method import ROLES, Problem, RunSettings
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.params import Params, tests_in

@@ -26,7 +26,7 @@ from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.setup import build_options, initialise, make_model, model_and_warnings, pick_device
 from fedbn_flwr.lab.trackers import tracker_problems
 from fedbn_flwr.machine import has_bfloat16
-from fedbn_flwr.privacy.mixed_examples import WAY_OUT, mixes_examples
+from fedbn_flwr.privacy.example_gradients import WAY_OUT, mixes_examples
 from fedbn_flwr.server.method import Problem
 from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.strategies.fixbn import FreezeBN
