@@ -1,15 +1,16 @@
-"""What this process may use of its machine, what the machine can do, and that the process keeps freed memory."""
+"""What this process may use of its machine, what the machine can do, and what memory and threads the process takes."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-__all__ = ["has_bfloat16", "keep_freed_memory", "memory_bytes", "num_cores"]
+__all__ = ["has_bfloat16", "keep_freed_memory", "memory_bytes", "num_cores", "threads"]
 
 _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # of mallopt(3)
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -38,6 +39,20 @@ def has_bfloat16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # a build without oneDNN has none
     return bool(supported and supported())
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads in the block.
+
+    One is faster where operations are small and many, or where the caller has threads of its own.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def keep_freed_memory() -> None:

@@ -18,8 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fedbn_flwr.doctor.by_batch import layers_of
-from fedbn_flwr.doctor.clients import ClientData, classes_of
-from fedbn_flwr.doctor.passes import examples_a_pass, inputs_at, parts
+from fedbn_flwr.doctor.clients import ClientData, classes_of, examples_a_pass, inputs_at, parts
 from fedbn_flwr.doctor.thresholds import MAX_CHANNELS
 from fedbn_flwr.training.channels import other_axes
 from fedbn_flwr.training.memory_format import inputs_for

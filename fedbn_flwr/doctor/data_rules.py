@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 from fedbn_flwr.doctor import remedies
-from fedbn_flwr.doctor.findings import Finding
+from fedbn_flwr.doctor.findings import Finding, listed, number_of
 from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
 from fedbn_flwr.doctor.measured import Measured
-from fedbn_flwr.doctor.texts import listed, number_of
 from fedbn_flwr.doctor.thresholds import (
     LARGE_LOSS,
     MIN_GAP,

@@ -12,7 +12,7 @@ from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.doctor.by_batch import held_layers, layers_of
 from fedbn_flwr.doctor.clients import ClientData, Loaders, classes_of, read_clients
 from fedbn_flwr.doctor.data_rules import remarks, unanswered
-from fedbn_flwr.doctor.findings import Diagnosis
+from fedbn_flwr.doctor.findings import Diagnosis, listed, number_of
 from fedbn_flwr.doctor.measured import Measured, Training
 from fedbn_flwr.doctor.measuring import Measuring
 from fedbn_flwr.doctor.mismatch import LogitLoss, Loss, RowLoss, default_loss
@@ -21,13 +21,12 @@ from fedbn_flwr.doctor.state import (
     all_untrained,
     averaged_counters,
     missed_entries,
+    named,
     tiny_gammas,
     unusable_statistics,
     variance_extremes,
     zero_at_first,
 )
-from fedbn_flwr.doctor.state_file import named
-from fedbn_flwr.doctor.texts import listed, number_of
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.norms.renorm import BatchRenorm
 from fedbn_flwr.training.randomness import seeded

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Diagnosis", "Finding", "Remedy"]
+from fedbn_flwr.norms.report import shown_path
+
+__all__ = ["Diagnosis", "Finding", "Remedy", "listed", "number_of"]
 
 
 @dataclass(frozen=True)
@@ -146,3 +148,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
+
+
+def listed(names: Collection[str]) -> str:
+    """Return at most three of the names, and dots for the others; the path of the model itself is empty."""
+    return ", ".join(map(shown_path, [*names][:3])) + (", ..." if len(names) > 3 else "")
+
+
+def number_of(count: int, what: str) -> str:
+    """Return "1 client", "2 clients", "1,024 examples"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

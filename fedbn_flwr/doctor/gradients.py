@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.sync import combine, synchronised
 from fedbn_flwr.doctor.by_batch import held_layers, layers_of
 from fedbn_flwr.doctor.clients import outputs_of
-from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.machine import threads
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = ["Batch", "Deviation", "deviations", "regrouped"]

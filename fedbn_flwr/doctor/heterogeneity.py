@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.doctor.by_example import LayerFeatures
-from fedbn_flwr.doctor.threads import threads
 from fedbn_flwr.doctor.thresholds import REGROUPINGS
+from fedbn_flwr.machine import threads
 
 __all__ = [
     "ClassSkew",

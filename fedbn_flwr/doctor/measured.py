@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedbn_flwr.doctor.distances import Distance
+from fedbn_flwr.doctor.by_batch import Distance
 from fedbn_flwr.doctor.gradients import Deviation
 from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
 from fedbn_flwr.doctor.mismatch import Mismatch

@@ -12,17 +12,24 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import Moments
-from fedbn_flwr.doctor.by_batch import batch_moments, deviation, layers_of, noise, pooled, window_variance
+from fedbn_flwr.doctor.by_batch import (
+    Distance,
+    Statistics,
+    batch_moments,
+    deviation,
+    layers_of,
+    noise,
+    pooled,
+    window_variance,
+)
 from fedbn_flwr.doctor.by_example import Features, features
-from fedbn_flwr.doctor.clients import ClientData
-from fedbn_flwr.doctor.distances import Distance, Statistics
+from fedbn_flwr.doctor.clients import ClientData, examples_of_b
+from fedbn_flwr.doctor.findings import listed, number_of
 from fedbn_flwr.doctor.gradients import Batch, deviations, regrouped
 from fedbn_flwr.doctor.heterogeneity import Shift, class_skew, regroupings, shift
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch, running_distances
-from fedbn_flwr.doctor.passes import examples_of_b
 from fedbn_flwr.doctor.state import extremes
-from fedbn_flwr.doctor.texts import listed, number_of
 from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B, MIN_EXAMPLES, REGROUPINGS
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.batchnorm.reestimation import Moments, merge
-from fedbn_flwr.doctor.by_batch import BatchMoments, layers_of, normalising_by_batch
-from fedbn_flwr.doctor.clients import ClientData, classes_of, outputs_of
-from fedbn_flwr.doctor.distances import Distance, Statistics, distance
-from fedbn_flwr.doctor.passes import examples_a_pass, inputs_at, parts
+from fedbn_flwr.doctor.by_batch import BatchMoments, Distance, Statistics, distance, layers_of, normalising_by_batch
+from fedbn_flwr.doctor.clients import ClientData, classes_of, examples_a_pass, inputs_at, outputs_of, parts
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.memory_format import inputs_for
 

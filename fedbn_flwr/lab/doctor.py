@@ -20,14 +20,11 @@ from fedbn_flwr.client.saved_state import ABSENT, read_state
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.data_rules import train_test_mismatch
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
-from fedbn_flwr.doctor.findings import Diagnosis, Finding, Remedy
+from fedbn_flwr.doctor.findings import Diagnosis, Finding, Remedy, listed
 from fedbn_flwr.doctor.measured import Measured, Training
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
-from fedbn_flwr.doctor.state_file import STATE_FILES, named, read_state_file
-from fedbn_flwr.doctor.texts import listed
-from fedbn_flwr.doctor.threads import threads
-from fedbn_flwr.doctor.trends import trends
+from fedbn_flwr.doctor.state import STATE_FILES, named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.lab.config import CENTRALIZED, Config, read_overrides
 from fedbn_flwr.lab.data import Subset
@@ -36,11 +33,13 @@ from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.models import code_changed
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.output.model_description import ModelDescription
+from fedbn_flwr.lab.output.statistics_lines import trends
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.report.run import run_warnings
 from fedbn_flwr.lab.report.run_files import RunFiles
 from fedbn_flwr.lab.setup import make_model, on_device
+from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator

@@ -12,13 +12,12 @@ from torch import nn
 from torchvision.models import mobilenet_v2, resnet18
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.doctor import passes
-from fedbn_flwr.doctor.by_batch import batch_moments, deviation, noise, pooled, window_variance
+from fedbn_flwr.doctor import clients as client_data
+from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, deviation, distance, noise, pooled, window_variance
 from fedbn_flwr.doctor.by_example import LayerFeatures, Range, features
-from fedbn_flwr.doctor.clients import ClientData, read_clients
+from fedbn_flwr.doctor.clients import ClientData, inputs_at, read_clients
 from fedbn_flwr.doctor.data_rules import clients_differ
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
-from fedbn_flwr.doctor.distances import Statistics, distance
 from fedbn_flwr.doctor.heterogeneity import class_skew, overlap, shift, shuffled, total_variation
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import mismatch
@@ -345,8 +344,8 @@ def test_passes_of_large_examples_are_small(monkeypatch: pytest.MonkeyPatch) -> 
     whole = diagnose(model, loaders)
     assert max(_Sizes.seen) == 150
     _Sizes.seen.clear()
-    monkeypatch.setattr(passes, "VALUES", 16 * 40)
-    monkeypatch.setattr(passes, "VALUES_B", 2 * 16 * 10)
+    monkeypatch.setattr(client_data, "VALUES", 16 * 40)
+    monkeypatch.setattr(client_data, "VALUES_B", 2 * 16 * 10)
     parts = diagnose(model, loaders)
     assert _Sizes.seen[:2] == [150, 150], "the batches of the clients"
     assert 30 < max(_Sizes.seen[2:]) <= 40
@@ -362,7 +361,7 @@ def test_examples_of_several_clients_by_position() -> None:
     inputs, targets = torch.randn(10, 2, generator=_generator()), torch.arange(10)
     clients = [_client(inputs[a:b], targets[a:b]) for a, b in ((0, 3), (3, 4), (4, 10))]
     order = torch.randperm(10, generator=_generator())
-    assert torch.equal(passes.inputs_at(clients, order), inputs[order])
+    assert torch.equal(inputs_at(clients, order), inputs[order])
 
 
 def test_of_a_wide_layer_some_channels_are_kept() -> None:

@@ -21,7 +21,7 @@ from fedbn_flwr.doctor.data_rules import train_test_mismatch
 from fedbn_flwr.doctor.gradients import _training_copy
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Mismatch
-from fedbn_flwr.doctor.state_file import named, read_state_file
+from fedbn_flwr.doctor.state import named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.norms.renorm import use_batch_renorm
 from fedbn_flwr.training.freezing import hold_eval

@@ -44,7 +44,7 @@ __all__ = [
 
 PRIVACY = "privacy.jsonl"  # see privacy.accounting
 UNTIL_FROZEN = "privacy-until-frozen.jsonl"  # see privacy.record_server
-STATISTICS_FILE = "statistics.jsonl"  # see doctor.history
+STATISTICS_FILE = "statistics.jsonl"  # see statistics_lines
 FLOWER_LOG = "flower.log"  # in the folder of a run in Flower's simulation: the log of its processes
 DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
 

@@ -1,4 +1,4 @@
-"""The BatchNorm statistics of a run as the server sees them: ``statistics.jsonl``, see ``doctor.history``."""
+"""The BatchNorm statistics of a run as the server sees them: ``statistics.jsonl``, see ``statistics_lines``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.doctor.history import statistics_line, tracked_layers
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE, RunFolder
+from fedbn_flwr.lab.output.statistics_lines import statistics_line, tracked_layers
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.method import Reply
 from fedbn_flwr.strategies import Strategy

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedbn_flwr.doctor.history import MAX_CLIENTS
-from fedbn_flwr.doctor.trends import trends
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
+from fedbn_flwr.lab.output.statistics_lines import MAX_CLIENTS, trends
 from fedbn_flwr.lab.report.curve_figures import by_round, marks
 from fedbn_flwr.lab.report.figures import ROUNDS, UNITS, Drawing, Mark, Series, curves, heatmap
 from fedbn_flwr.lab.report.page import Block, Figure, Heading, Listing, Section, Table, Text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedbn_flwr.doctor.history import MAX_CLIENTS
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
+from fedbn_flwr.lab.output.statistics_lines import MAX_CLIENTS
 from fedbn_flwr.lab.report.curve_figures import by_round
 from fedbn_flwr.lab.report.figures import UNITS, Series
 from fedbn_flwr.lab.report.page import Block, Figure, Section, Text

@@ -12,10 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.doctor.distances import Statistics, distance
-from fedbn_flwr.doctor.history import MAX_CLIENTS, sample, statistics_line, tracked_layers, weight
+from fedbn_flwr.doctor.by_batch import Statistics, distance
 from fedbn_flwr.doctor.pictures import pictures
-from fedbn_flwr.doctor.trends import _rolling, trends
+from fedbn_flwr.lab.output.statistics_lines import (
+    MAX_CLIENTS,
+    _rolling,
+    sample,
+    statistics_line,
+    tracked_layers,
+    trends,
+    weight,
+)
 
 
 def test_distances_against_plain_python() -> None:
