@@ -30,7 +30,6 @@ WHERE_USED = {
     ("privacy", "dp_accounting"): "epsilon",
     ("doctor", "matplotlib"): "pictures",
     ("engines", "cloudpickle"): "an app for new processes",
-    ("engines", "ray"): "a cluster",
 }
 """Imported inside a function, with an error that names the package."""
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.engines.ray_cluster import Machine, connect, machines, on_each
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config
 from fedbn_flwr.lab.data import DatasetInfo, is_own
@@ -34,6 +33,7 @@ from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.models.own import is_own as is_own_model
 from fedbn_flwr.lab.models.own import own_module
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data
+from fedbn_flwr.lab.runs.ray_cluster import Machine, connect, machines, on_each
 
 __all__ = ["RaySession", "SharedData", "cluster", "user_modules"]
 
@@ -170,8 +170,8 @@ def cluster(
         address: ``host:port`` of a running cluster; None = a private Ray on this machine, which ends with
             the block.
         num_cpus: CPUs of a private Ray; None = the cores.
-        memory_gib: memory of a private Ray, in GiB, see ``engines.ray_cluster.connect``.
-        options: further arguments of ``engines.ray_cluster.connect``.
+        memory_gib: memory of a private Ray, in GiB, see ``ray_cluster.connect``.
+        options: further arguments of ``ray_cluster.connect``.
 
     Raises:
         ConfigError: the address has a wrong form, or a module cannot be imported.

@@ -18,11 +18,11 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.client.state_folder import OpenFolder, StateFolder, partition_folder
-from fedbn_flwr.engines.ray_cluster import Machine, on_this_machine
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.lab.runs.cluster import SharedData, cluster
 from fedbn_flwr.lab.runs.node import client_fn
+from fedbn_flwr.lab.runs.ray_cluster import Machine, on_this_machine
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.transport.grpc_channel import is_loopback

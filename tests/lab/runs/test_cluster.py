@@ -18,8 +18,6 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from fedbn_flwr.engines import ray_cluster
-from fedbn_flwr.engines.ray_cluster import Machine, check_versions, connect
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
@@ -28,8 +26,10 @@ from fedbn_flwr.lab.data.shared import adopt, pack
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
 from fedbn_flwr.lab.partitioned.report import data_report
 from fedbn_flwr.lab.runs import cluster as cluster_module
+from fedbn_flwr.lab.runs import ray_cluster
 from fedbn_flwr.lab.runs.cluster import RaySession, user_modules
 from fedbn_flwr.lab.runs.cluster_clients import check_cluster, check_room
+from fedbn_flwr.lab.runs.ray_cluster import Machine, check_versions, connect
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.studies import parallel
 from fedbn_flwr.lab.studies.cell import Cell

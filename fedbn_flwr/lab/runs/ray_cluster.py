@@ -31,7 +31,7 @@ _ANSWER_SECONDS = 5.0  # of the address
 _WORK_SECONDS = 120.0  # of a machine: it gets the code and starts a Python process
 _PACKAGES = ("torch", "numpy", "flwr")  # what decides the bits of a run, and the form of its messages
 _GIB = 2**30
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 
 class Machine(NamedTuple):
