@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord
@@ -222,7 +222,7 @@ def num_partitions_of(context: Context) -> int | None:
 
 def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Return the words of the comma list ``key``; none if the key is missing."""
-    return tuple(word for word in str(config.get(key, "")).split(",") if word)
+    return _words(config.get(key, ""))
 
 
 def merged_config(message: Message) -> dict[str, Any]:
@@ -297,70 +297,78 @@ class Continuity:
         return cls(str(config[SERIES]), str(config[RUN]), tuple(map(int, comma_list(config, COMMITTED))))
 
 
+def _words(text: object) -> tuple[str, ...]:
+    return tuple(word for word in str(text).split(",") if word)
+
+
+def _from_json(text: object) -> tuple[str, ...]:
+    return tuple(json.loads(str(text)))
+
+
+def _to_json(names: Collection[str]) -> str:
+    return json.dumps(list(names))
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _entry(
+    key: Key, default: Any, read: Callable[[Any], Any] = _as_it_is, write: Callable[[Any], Any] = _as_it_is
+) -> Any:
+    """Declare a field of a ``MessageConfig``: its key, its default, which is not sent, and how its value travels."""
+    return field(default=default, metadata={"key": key, "read": read, "write": write})
+
+
 @dataclass(frozen=True, kw_only=True)
 class MessageConfig:
     """The config of every message with the model. ``read`` returns what ``write`` has written.
 
     Attributes:
         server_round: counted from 1.
+        seed: the seed of the run, see ``message_seed``.
+        continuity: the run, for the client's state folder.
+        start_id: id of a second start in one run of a ServerApp, or of a further one; a client forgets what it kept in
+            another. None = it does not.
         local_entries: names of the entries that stay with the client.
         local_sha256: hash of the state that the client must restore, "" for no state; None = the client decides.
         used_sha256: hash of the state that the client kept in the last round whose reply was used, "" if there was
             none; None = rounds are not undone.
-        continuity: the run, for the client's state folder.
-        start_id: id of a second start in one run of a ServerApp, or of a further one; a client forgets what it kept in
-            another. None = it does not.
-        seed: the seed of the run, see ``message_seed``.
         input_mean: mean of each feature of the inputs, which only the nodes have; () = the client knows it.
         input_std: standard deviation in the same way.
     """
 
     server_round: int = 1
-    local_entries: tuple[str, ...] = ()
-    local_sha256: str | None = None
-    used_sha256: str | None = None
+    seed: int = _entry(SEED, 0, int)
     continuity: Continuity | None = None
-    start_id: str | None = None
-    seed: int = 0
-    input_mean: tuple[float, ...] = ()
-    input_std: tuple[float, ...] = ()
+    start_id: str | None = _entry(START_ID, None)
+    local_entries: tuple[str, ...] = _entry(LOCAL_ENTRIES, (), _from_json, _to_json)
+    local_sha256: str | None = _entry(LOCAL_SHA256, None)
+    used_sha256: str | None = _entry(USED_SHA256, None)
+    input_mean: tuple[float, ...] = _entry(INPUT_MEAN, (), tuple, list)
+    input_std: tuple[float, ...] = _entry(INPUT_STD, (), tuple, list)
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
         """Return the values of a message's config; other keys are ignored."""
-        return cls(**cls._entries(config))
-
-    @classmethod
-    def _entries(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "server_round": 1 if (server_round := round_in(config)) is None else server_round,
-            "local_entries": tuple(json.loads(str(config.get(LOCAL_ENTRIES, "[]")))),
-            "local_sha256": config.get(LOCAL_SHA256),
-            "used_sha256": config.get(USED_SHA256),
-            "continuity": Continuity.read(config),
-            "start_id": config.get(START_ID),
-            "seed": int(config.get(SEED, 0)),
-            "input_mean": tuple(config.get(INPUT_MEAN, ())),
-            "input_std": tuple(config.get(INPUT_STD, ())),
-        }
+        server_round = round_in(config)
+        values: dict[str, Any] = {"server_round": 1 if server_round is None else server_round}
+        values["continuity"] = Continuity.read(config)
+        for entry in fields(cls):
+            if entry.metadata and entry.metadata["key"] in config:
+                values[entry.name] = entry.metadata["read"](config[entry.metadata["key"]])
+        return cls(**values)
 
     def write(self) -> dict[str, Any]:
         """Return the entries of a message's config, without values that are not set."""
         entries: dict[str, Any] = {SERVER_ROUND: self.server_round}
-        if self.seed:
-            entries[SEED] = self.seed
-        if self.continuity:
-            entries |= self.continuity.write()
-        if self.start_id is not None:
-            entries[START_ID] = self.start_id
-        if self.local_entries:
-            entries[LOCAL_ENTRIES] = json.dumps(list(self.local_entries))
-        if self.local_sha256 is not None:
-            entries[LOCAL_SHA256] = self.local_sha256
-        if self.used_sha256 is not None:
-            entries[USED_SHA256] = self.used_sha256
-        if self.input_mean:
-            entries |= {INPUT_MEAN: list(self.input_mean), INPUT_STD: list(self.input_std)}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            is_set = value is not None if entry.default is None else bool(value)
+            if isinstance(value, Continuity):
+                entries |= value.write()
+            elif entry.metadata and is_set:
+                entries[entry.metadata["key"]] = entry.metadata["write"](value)
         return entries
 
 
@@ -378,32 +386,11 @@ class TrainConfig(MessageConfig):
             ``privacy.masked_sums`` writes it.
     """
 
-    hooks: tuple[str, ...] = ()
-    extras: tuple[str, ...] = ()
-    frozen: bool = False
-    attempt: int | None = None
-    fresh_batches: int = 0
-
-    @classmethod
-    def _entries(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        lists = {"hooks": comma_list(config, HOOKS), "extras": comma_list(config, EXTRAS)}
-        attempts = {
-            "attempt": int(config[ATTEMPT]) if ATTEMPT in config else None,
-            "fresh_batches": int(config.get(FRESH_BATCHES, 0)),
-        }
-        return {**super()._entries(config), **lists, "frozen": bool(config.get(FROZEN, False)), **attempts}
-
-    def write(self) -> dict[str, Any]:
-        """Return the entries of a message's config, without values that are not set."""
-        lists = {HOOKS: self.hooks, EXTRAS: self.extras}
-        entries = super().write() | {key: ",".join(names) for key, names in lists.items() if names}
-        if self.frozen:
-            entries[FROZEN] = True
-        if self.attempt is not None:
-            entries[ATTEMPT] = self.attempt
-        if self.fresh_batches:
-            entries[FRESH_BATCHES] = self.fresh_batches
-        return entries
+    hooks: tuple[str, ...] = _entry(HOOKS, (), _words, ",".join)
+    extras: tuple[str, ...] = _entry(EXTRAS, (), _words, ",".join)
+    frozen: bool = _entry(FROZEN, False, bool)
+    attempt: int | None = _entry(ATTEMPT, None, int)
+    fresh_batches: int = _entry(FRESH_BATCHES, 0, int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,15 +401,7 @@ class EvaluateConfig(MessageConfig):
         test_sets: names of the test sets to use; empty for all.
     """
 
-    test_sets: tuple[str, ...] = ()
-
-    @classmethod
-    def _entries(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {**super()._entries(config), "test_sets": comma_list(config, TEST_SETS)}
-
-    def write(self) -> dict[str, Any]:
-        """Return the entries of a message's config, without values that are not set."""
-        return super().write() | ({TEST_SETS: ",".join(self.test_sets)} if self.test_sets else {})
+    test_sets: tuple[str, ...] = _entry(TEST_SETS, (), _words, ",".join)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import entry_name
-from fedbn_flwr.doctor.distances import Distance, Statistics, distance
+from fedbn_flwr.doctor.by_batch import Distance, Statistics, distance
 from fedbn_flwr.doctor.state import TensorState
 
 __all__ = [
