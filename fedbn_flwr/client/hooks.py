@@ -15,11 +15,12 @@ import torch
 from flwr.app import Context, Message
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
-from fedbn_flwr.client.model_at_start import ModelAtStart
+from fedbn_flwr.client.noted_model import NotedModel
 from fedbn_flwr.client.replay_log import replay
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import APPLIED, ARRAY_NAMES, INBOX, TrainConfig, merged_config
@@ -28,7 +29,7 @@ from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.client_hook import ClientHook, around_step, overrides
 from fedbn_flwr.training.loaded import LoadedBatches
-from fedbn_flwr.training.optimizer_hooks import before_steps
+from fedbn_flwr.training.optimizer_hooks import before_steps, parameters_of, stepping_optimizers
 from fedbn_flwr.training.wrappers import not_compiled, view_with_names
 
 __all__ = ["Hooks", "bn_rules"]
@@ -59,6 +60,9 @@ def bn_rules(
     block calls ``model.train()``. A strategy without client hooks changes nothing. The mod ``local_bn`` sends and keeps
     the arrays of the hooks: ``ClientApp(mods=[local_bn])``.
 
+    The hooks measure the model at the end of the block: return this model. Where a loop loads other weights in the
+    block, as those of its best epoch or an average, they are accepted, or the error says what to do.
+
     Args:
         model: the model on its device, with the received state loaded; it may be compiled or in DDP.
         message_or_config: the training message or its config; in a ``NumPyClient`` the config of ``fit``.
@@ -66,8 +70,9 @@ def bn_rules(
 
     Raises:
         ConfigError: at the start if the message or the context is needed and missing, or if a block has ended before in
-            this message; at the end if a hook took no part in the training (the optimizer was not wrapped, or no step
-            was taken).
+            this message; in a step of an optimizer that was not wrapped, if the method acts in every step; at the end
+            if a hook took no part in the training (the optimizer was not wrapped, or no step was taken), or the weights
+            are not those of the last step and the hook needs it.
     """
     message = message_or_config if isinstance(message_or_config, Message) else None
     config: dict[str, Any] = merged_config(message) if message else dict(message_or_config)  # type: ignore[arg-type]
@@ -133,9 +138,9 @@ class Hooks:
     def __init__(self, model: nn.Module, hooks: Mapping[str, ClientHook]) -> None:
         self.metrics: dict[str, Any] = {}
         self._model = model
-        self._stored = ModelAtStart(model)
+        self._at_start, self._after_step = NotedModel(model), NotedModel(model)
         self._hooks = hooks
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._wrapped: list[torch.optim.Optimizer] = []  # those that take the steps
         self._steps = 0
         self._passes = 0
         self._surveyed = False
@@ -143,6 +148,9 @@ class Hooks:
         self._exit = ExitStack()
         self._watching = ExitStack()
         self._compares = any(hook.compares_with_start for hook in hooks.values())
+        self._acting = [hook for hook in hooks.values() if overrides(hook, "start", "penalty", "gradients")]
+        if self._compares or any(overrides(hook, "begin") for hook in self._acting):
+            self._at_start.note()
         if self._compares or any(overrides(hook, "survey") for hook in hooks.values()):
             self._exit.callback(self._watching.close)
             note = not_compiled(self._note)
@@ -177,24 +185,41 @@ class Hooks:
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let the client hooks act before every step of ``optimizer`` (by a torch hook), and return ``optimizer``.
 
+        A loop may have several optimizers, each with parameters of its own: wrap each. Of an optimizer around another
+        one, as Opacus' or one of sharpness-aware minimisation, the hooks act in the steps of the inner one.
+
         Raises:
-            ConfigError: the optimizer is of another model, a client hook needs plain SGD or refuses its settings, an
-                optimizer was already wrapped, or the model has changed or moved to another device inside the block. A
-                model that changes later is refused in the first step.
+            ConfigError: the optimizer is of another model or no torch optimizer, a client hook needs plain SGD or
+                refuses its settings, an optimizer with the same parameters was already wrapped, or the model has
+                changed or moved to another device inside the block. A model that changes later is refused in the first
+                step.
         """
-        if self._optimizer is not None:
-            raise ConfigError("rules.wrap was called twice in a block: make and wrap one optimizer for all epochs")
-        if acting := [hook for hook in self._hooks.values() if overrides(hook, "start", "penalty", "gradients")]:
-            if any(overrides(hook, "begin") for hook in acting):
-                self._stored.check_device()
-                self._stored.check_parameters()
-            self._stored.note()  # the others store nothing before this call
-            self._stored.refuse_other_model(optimizer)
-            for hook in acting:
+        for stepping in stepping_optimizers(optimizer):
+            self._wrap(stepping)
+        return optimizer
+
+    def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(parameters_of(optimizer) & parameters_of(other) for other in self._wrapped):
+            raise ConfigError(
+                "rules.wrap was called twice in a block for the same parameters: make and wrap one optimizer for all "
+                "epochs"
+            )
+        if self._acting:
+            if not any(overrides(hook, "begin") for hook in self._acting):
+                if not self._wrapped:
+                    self._at_start.note()  # they store nothing before this call
+            elif not self._steps:
+                self._at_start.check_device()
+                self._at_start.check_parameters()
+            if not parameters_of(optimizer) & {*self._model.parameters()}:  # the hooks would change nothing
+                raise ConfigError(
+                    "the optimizer has no parameter of the model that `bn_rules` was given: give both the same model, "
+                    "and no copy of it"
+                )
+            for hook in self._acting:
                 hook.start(self._model, optimizer)  # it refuses an optimizer that it cannot use
             self._exit.callback(before_steps(optimizer, self._act).remove)
-        self._optimizer = optimizer
-        return optimizer
+        self._wrapped.append(optimizer)
 
     @contextmanager
     def step(self, batch_size: int) -> Iterator[None]:
@@ -209,38 +234,83 @@ class Hooks:
             return
         self._trained = True
         if self._compares:
-            self._stored.check_parameters()
+            self._at_start.check_parameters()
 
-    def _act(self) -> float | Tensor:
-        """Apply the hooks to the gradients; return the sum of the penalties."""
+    def _act(self, optimizer: torch.optim.Optimizer) -> float | Tensor:
+        """Apply the hooks to the gradients of the optimizer's parameters; return the sum of the penalties."""
         if any(overrides(hook, "begin", "start") for hook in self._hooks.values()):
-            self._stored.check_device()
+            self._at_start.check_device()
             if not self._steps:
-                self._stored.check_parameters()
+                self._at_start.check_parameters()
+                self._at_start.forget()
+        own = parameters_of(optimizer)
+        set_aside = {p: p.grad for p in self._model.parameters() if p.grad is not None and p not in own}
+        for p in set_aside:
+            p.grad = None  # another optimizer steps it
+        total = self._change_gradients([p for p in self._model.parameters() if p.requires_grad and p in own])
+        for p, grad in set_aside.items():
+            p.grad = grad
+        self._steps += 1
+        return total
+
+    def _change_gradients(self, parameters: list[nn.Parameter]) -> float | Tensor:
         total: float | Tensor = 0.0
         for hook in self._hooks.values():
             with torch.enable_grad():
                 penalty = hook.penalty(self._model)
-            if penalty is not None:
+            if penalty is not None and parameters:
                 total = total + penalty.detach()  # not a number: that would wait for the device in each step
-                trainable = [p for p in self._model.parameters() if p.requires_grad]
-                for p, grad in zip(trainable, torch.autograd.grad(penalty, trainable, allow_unused=True), strict=True):
+                gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
+                for p, grad in zip(parameters, gradients, strict=True):
                     if grad is not None:
                         p.grad = grad if p.grad is None else p.grad.add_(grad)
         for hook in self._hooks.values():
             hook.gradients(self._model)
-        self._steps += 1
         return total
 
-    def _check(self) -> None:
-        """Check that every client hook took part.
+    def _before_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Check a step of any optimizer of the process.
 
         Raises:
-            ConfigError: a call is missing; the error names it.
+            ConfigError: it is of this model and not wrapped, and the method acts in every step; or the weights are not
+                those of the step before, and a hook needs it.
         """
+        if optimizer not in stepping_optimizers(optimizer):
+            return  # it calls the one that takes the step
+        own = parameters_of(optimizer)
+        names = [name for name, p in self._model.named_parameters() if p in own]
+        if names and self._acting and optimizer not in self._wrapped:
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps {len(names)} parameters ('{names[0]}', ...) and was not wrapped, "
+                "and the method acts in every step. Write: optimizer = rules.wrap(optimizer). A loop with several "
+                "optimizers wraps each."
+            )
+        if names:
+            self._check_last_step(self._after_step.changed())
+
+    def _after_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in stepping_optimizers(optimizer):
+            self._after_step.note(parameters_of(optimizer))
+
+    def _check_last_step(self, changed: list[str]) -> None:
+        for name, hook in self._hooks.items():
+            if changed and hook.of_all_steps:
+                raise ConfigError(
+                    f"{len(changed)} parameters ('{changed[0]}', ...) have changed inside `with bn_rules(...)` after a "
+                    f"step, as by loading the best epoch or an average. Client hook '{name}': {hook.of_all_steps}."
+                )
+
+    def _check(self) -> None:
+        """Check that every client hook took part, and that the weights fit what it has found.
+
+        Raises:
+            ConfigError: a call is missing, or other weights were loaded; the error names it.
+        """
+        if any(hook.of_all_steps for hook in self._hooks.values()):
+            self._check_last_step(self._after_step.changed(thorough=True))
         for name, hook in self._hooks.items():
             if overrides(hook, "start", "penalty", "gradients") and not self._steps:
-                missing = "took no step" if self._optimizer else "was not wrapped"
+                missing = "took no step" if self._wrapped else "was not wrapped"
                 raise ConfigError(
                     f"client hook '{name}' acts in every step, and the optimizer {missing} inside `with bn_rules(...) "
                     "as rules`. Write: optimizer = rules.wrap(optimizer)."
@@ -260,6 +330,11 @@ class Hooks:
     def _block(self) -> Iterator[None]:
         """Begin the hooks; at the end of the block check that each took part, end them and collect their metrics."""
         with self._exit:
+            notes = any(hook.of_all_steps for hook in self._hooks.values())
+            if notes or self._acting:
+                self._exit.callback(register_optimizer_step_pre_hook(self._before_any_step).remove)
+            if notes:
+                self._exit.callback(register_optimizer_step_post_hook(self._after_any_step).remove)
             with ExitStack() as undo:
                 for hook in self._hooks.values():
                     hook.begin(self._model)

@@ -39,6 +39,7 @@ from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
+from fedbn_flwr.training.optimizer_hooks import parameters_of
 
 __all__ = ["MOMENTUM", "SCOPE", "Momentum", "MomentumBuffers", "Scope", "average_buffers"]
 
@@ -62,7 +63,7 @@ class MomentumBuffers(ClientHook):
         self._local = local
         self._start: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the server's buffers; kept buffers replace them."""
@@ -82,7 +83,7 @@ class MomentumBuffers(ClientHook):
             )
         if not optimizer.param_groups[0]["momentum"]:
             raise ConfigError(f"momentum-scope={self._scope} needs sgd-momentum above 0")
-        self._optimizer = optimizer
+        self._optimizers.append(optimizer)
         parameters = model.named_parameters(remove_duplicate=False)  # a tied weight has each of its names
         self._parameters = {name: p for name, p in parameters if p.requires_grad}
         for name, parameter in self._parameters.items():
@@ -100,9 +101,12 @@ class MomentumBuffers(ClientHook):
         return self._buffers(shared=False) | (self._buffers(shared=True) if self._scope == "local" else {})
 
     def _buffers(self, shared: bool) -> dict[str, Tensor]:
-        state = self._optimizer.state if self._optimizer else {}
+        states: dict[Tensor, dict[str, Tensor]] = {}
+        for optimizer in self._optimizers:
+            own = parameters_of(optimizer)
+            states |= {p: state for p, state in optimizer.state.items() if p in own or p not in states}
         chosen = {name: p for name, p in self._parameters.items() if (name not in self._local) == shared}
-        return {name: state[p]["momentum_buffer"] for name, p in chosen.items() if state.get(p)}
+        return {name: states[p]["momentum_buffer"] for name, p in chosen.items() if states.get(p)}
 
 
 def average_buffers(sent: Sequence[State], weights: Sequence[float]) -> dict[str, Any]:

@@ -141,6 +141,11 @@ class BNControlVariates(ControlVariates):
     Where it corrects nothing the forward pass is torch's own, so that SCAFFOLD's bits stay.
     """
 
+    of_all_steps = (
+        "the variates are of all steps: return the weights of the last one; or take bn_variates='pass', and load other "
+        "weights after the block"
+    )
+
     def __init__(self, local: frozenset[str] = frozenset(), floor: float = 0.1) -> None:
         super().__init__(local)
         self._floor = floor
@@ -222,6 +227,8 @@ class BNControlVariates(ControlVariates):
 
 class SurveyedBNVariates(BNControlVariates):
     """Client half with option I: the variates are the moments of a pass over the data before the first step."""
+
+    of_all_steps = ControlVariates.of_all_steps
 
     def __init__(self, local: frozenset[str] = frozenset(), floor: float = 0.1) -> None:
         super().__init__(local, floor)

@@ -131,6 +131,10 @@ class GlobalStatistics(ClientHook):
     of one pass before the first step instead.
     """
 
+    of_all_steps = (
+        "BatchNorm's moments are of all steps: return the weights of the last one, or take fbn_measure='pass'"
+    )
+
     def __init__(self, warm_up: bool) -> None:
         self._warm_up = warm_up
         self._model: nn.Module
@@ -174,6 +178,8 @@ class GlobalStatistics(ClientHook):
 
 class SurveyedStatistics(GlobalStatistics):
     """Client half by a pass: the moments are those of all training data, under the received weights."""
+
+    of_all_steps = ""
 
     def __init__(self, warm_up: bool) -> None:
         super().__init__(warm_up)

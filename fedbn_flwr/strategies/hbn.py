@@ -110,6 +110,7 @@ class HybridStatistics(SurveyedStatistics):
     """
 
     initial = 0.0
+    of_all_steps = "alpha, which the model does not hold, is that of the last step: return the weights of this step"
 
     def __init__(self, warm_up: bool, share: bool) -> None:
         super().__init__(warm_up)
@@ -117,6 +118,7 @@ class HybridStatistics(SurveyedStatistics):
         self._given: Entries = {}
         self._before: Entries = {}
         self._alpha: dict[nn.Module, nn.Parameter] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
         self._finished: list[Callable[[], None]] = []
 
     def receive(self, sent: Extras, kept: Entries) -> None:
@@ -132,13 +134,19 @@ class HybridStatistics(SurveyedStatistics):
         """Let the optimizer train alpha until the end, with the largest rate of its groups and without weight decay.
 
         Raises:
-            ConfigError: the optimizer takes one group of parameters only.
+            ConfigError: the optimizer takes one group of parameters only, or is a second one.
         """
+        if self._optimizer is not None:
+            raise ConfigError(
+                "hbn: alpha learns in one optimizer, and this is a second one. Give all parameters to one optimizer; "
+                "each group may have its own rate."
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "hbn: LBFGS takes one group of parameters, and alpha is one more, which has no weight decay. Use "
                 "another optimizer, e.g. SGD or Adam."
             )
+        self._optimizer = optimizer
         if not self._alpha or self._warm_up:
             return
         groups = optimizer.param_groups

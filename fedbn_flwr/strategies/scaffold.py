@@ -102,18 +102,18 @@ class ControlVariates(ClientHook):
     the first of their names; the reply has all names.
     """
 
+    of_all_steps = "the variates are of all steps: load other weights after the block"
+
     def __init__(self, local: frozenset[str] = frozenset()) -> None:
         self._local = local
         self._server: Entries = {}
         self._own: Entries = {}
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._start: dict[str, Tensor] = {}
         self._correction: dict[str, Tensor] = {}
         self._change: dict[str, Tensor] = {}
         self._first_names: dict[str, str] = {}
         self._rates: dict[str, Counter[float]] = {}  # for each parameter, the number of its steps with each rate
-        self._unstepped: set[str] = set()  # parameters with a gradient that the optimizer does not have
-        self._foreign = ""  # the first of them that moved
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take c and c_i; missing entries are zero."""
@@ -134,13 +134,12 @@ class ControlVariates(ClientHook):
             raise ConfigError(f"scaffold corrects plain SGD: sgd-momentum={momentum} must be 0")
         if any(group.get("maximize") for group in optimizer.param_groups):
             raise ConfigError("scaffold corrects plain SGD: the optimizer's maximize=True must be False")
-        self._optimizer = optimizer
+        self._optimizers.append(optimizer)
         names = {p: name for name, p in model.named_parameters() if name not in self._local}
         everywhere = model.named_parameters(remove_duplicate=False)
         self._first_names = {name: names[p] for name, p in everywhere if p in names}
-        self._start, self._rates, self._correction, self._unstepped, self._foreign = {}, {}, {}, set(), ""
         for parameter, name in names.items():
-            if parameter.requires_grad:
+            if parameter.requires_grad and name not in self._start:
                 self._begin_with(name, parameter)
 
     def _begin_with(self, name: str, parameter: Tensor) -> None:
@@ -151,7 +150,7 @@ class ControlVariates(ClientHook):
 
     def gradients(self, model: nn.Module) -> None:
         """Add c - c_i; note the rate of this step, which a schedule may change, and each group of parameters has."""
-        groups = self._optimizer.param_groups if self._optimizer else []
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         rates = {p: float(group["lr"]) for group in groups for p in group["params"]}
         for name, parameter in model.named_parameters():
             if parameter.grad is None or name in self._local:
@@ -162,8 +161,6 @@ class ControlVariates(ClientHook):
                 parameter.grad += self._correction[name]
                 if parameter in rates:
                     self._rates[name][rates[parameter]] += 1
-                else:
-                    self._unstepped.add(name)
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Compute dc_i = -c + (x - y_i) / sum_k eta_k; 0 for a parameter that took no step."""
@@ -175,22 +172,10 @@ class ControlVariates(ClientHook):
                 total = sum(count * rate for rate, count in self._rates[name].items())
                 change = (1 / total) * went - self._of(self._server, name, went) if total else torch.zeros_like(went)
                 self._change[name] = change
-                if name in self._unstepped and bool(went.any()):
-                    self._foreign = self._foreign or name
         return {}
 
     def reply(self) -> Extras:
-        """Return dc_i under every name of a parameter, because the server steps each entry.
-
-        Raises:
-            ConfigError: another optimizer has trained a parameter.
-        """
-        if self._foreign:
-            raise ConfigError(
-                f"parameter '{self._foreign}' was trained, and no group of the wrapped optimizer has it: scaffold "
-                "needs the rate of each step. Wrap one optimizer that has all parameters; each group may have its own "
-                "rate"
-            )
+        """Return dc_i under every name of a parameter, because the server steps each entry."""
         names = self._first_names.items()
         return {VARIATES: {name: self._change[first] for name, first in names if first in self._change}}
 

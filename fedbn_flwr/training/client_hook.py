@@ -34,9 +34,12 @@ class ClientHook:
     Attributes:
         compares_with_start: whether ``end`` compares the model with what ``begin`` found, and the optimizer need not be
             wrapped: a state that a user's loop loads in between would be taken for training.
+        of_all_steps: "" if what it sends or keeps fits any weights that a user's loop returns. Else it belongs to all
+            steps, and this is the advice where other weights are loaded after one, e.g. those of the best epoch.
     """
 
     compares_with_start: ClassVar[bool] = False
+    of_all_steps: ClassVar[str] = ""
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the server's extra records, and the entries that this hook kept in the last round."""
@@ -55,7 +58,11 @@ class ClientHook:
         """
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare the optimizer, which has the learning rate of the round."""
+        """Prepare the optimizer, which has the learning rate of the round.
+
+        A user's loop may have several, each with parameters of its own; ``penalty`` and ``gradients`` are then called
+        before the steps of each, and only its parameters have gradients.
+        """
 
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return a term to add to the loss of a step, or None; the reported loss does not include it."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.training.optimizer_hooks import before_steps
+from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
 
 __all__ = ["clip_gradients", "clip_in_steps", "exclude_head"]
 
@@ -73,12 +73,13 @@ def clip_in_steps(
     """
     excluded = tuple(exclude)
 
-    def clip() -> float:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
+    def clip(stepping: torch.optim.Optimizer) -> float:
+        parameters = (p for group in stepping.param_groups for p in group["params"])
         clip_gradients(parameters, clipping, eps, exclude=excluded)
         return 0.0
 
-    before_steps(optimizer, clip)
+    for stepping in stepping_optimizers(optimizer):
+        before_steps(stepping, clip)
     return optimizer
 
 

@@ -1,4 +1,7 @@
-"""Change gradients right before an optimizer's step, also if a closure computes them inside the step."""
+"""Change gradients right before an optimizer's step, also if a closure computes them inside the step.
+
+Some optimizers, as Opacus' and those of sharpness-aware minimisation, prepare a step that another one takes.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,45 @@ from torch.utils.hooks import RemovableHandle
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["before_steps"]
+__all__ = ["before_steps", "parameters_of", "stepping_optimizers"]
 
 
-def before_steps(optimizer: torch.optim.Optimizer, act: Callable[[], float | Tensor]) -> RemovableHandle:
+def stepping_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that take the steps of ``optimizer``: those that it holds, at any depth, or itself.
+
+    Raises:
+        ConfigError: it has no step hooks, as its class does not begin as ``torch.optim.Optimizer`` does.
+    """
+    held: list[Any] = []
+    for value in getattr(optimizer, "__dict__", {}).values():
+        held += value if isinstance(value, (list, tuple)) else [value]
+    found: list[torch.optim.Optimizer] = []
+    for inner in held:
+        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+            found += [one for one in stepping_optimizers(inner) if one not in found]
+    if not found and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has none of the step hooks of torch.optim.Optimizer: give a torch optimizer, "
+            "and in a class of your own call super().__init__(params, defaults)"
+        )
+    return found or [optimizer]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """Return the parameters of all groups."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def before_steps(
+    optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], float | Tensor]
+) -> RemovableHandle:
     """Call ``act`` before every step of ``optimizer``, after the gradients are computed; uses a torch hook.
 
     Args:
-        optimizer: any. With a closure, as in PyTorch Lightning, ``act`` runs after every call of the closure.
-        act: changes the gradients. It returns what this adds to the loss, because a line search compares losses.
+        optimizer: one that takes its steps itself. With a closure, as in PyTorch Lightning, ``act`` runs after every
+            call of the closure.
+        act: changes the gradients before a step of the optimizer that it gets. It returns what this adds to the loss,
+            because a line search compares losses.
 
     Returns:
         The hook's handle. ``act`` is not called for a step that a fused optimizer skips as a scaled gradient is not
@@ -42,12 +75,12 @@ def before_steps(optimizer: torch.optim.Optimizer, act: Callable[[], float | Ten
             return None
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
-            act()
+            act(stepping)
             return None
 
         def compute_and_act() -> Any:
             loss = closure()
-            penalty = act()
+            penalty = act(stepping)
             return loss if loss is None else loss + penalty
 
         return args[:1], {**kwargs, "closure": compute_and_act}

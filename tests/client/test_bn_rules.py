@@ -74,7 +74,7 @@ def test_a_state_that_is_loaded_before_the_first_step_is_refused(hook: ClientHoo
 def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_block(inside: bool) -> None:
     """The difference of the two states would be taken for what training did to the statistics."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).train()
-    received = copy.deepcopy(model.state_dict())
+    received = {name: entry + 1 for name, entry in model.state_dict().items()}
 
     def train() -> dict[str, Any]:
         with bn_rules(model, {"fedbn-flwr.hooks": "report-drift"}) as rules:
@@ -172,13 +172,17 @@ def test_a_layer_that_begins_to_train_in_the_block_has_the_penalty_from_then_on(
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-14)
 
 
-def test_a_second_optimizer_is_refused(mlp) -> None:
-    """A second one would start SCAFFOLD's count of steps anew, or act twice."""
+def test_an_optimizer_for_each_epoch_is_refused(mlp) -> None:
+    """A second one of the same parameters would begin with the momentum of the round's start, or act twice."""
     model = mlp()
-    with bn_rules(model, {}) as rules:
-        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
-        with pytest.raises(ConfigError, match="wrap was called twice in a block: make and wrap one optimizer"):
-            rules.wrap(optimizer)
+    for hooks in ({}, {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}):
+        with bn_rules(model, hooks) as rules:
+            optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
+            for again in (optimizer, torch.optim.SGD(model[3].parameters(), 0.1)):
+                with pytest.raises(ConfigError, match=r"wrap was called twice .*make and wrap one optimizer"):
+                    rules.wrap(again)
+            if hooks:
+                optimizer.step()
 
 
 def proximal_step(*, unscale: bool, hooks: str = "proximal", inputs: float = 1.0) -> tuple[torch.Tensor, ...]:
@@ -221,7 +225,7 @@ def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(monkeypatch) -> Non
     """An infinite gradient: the fused optimizer leaves the parameters as they are, so SCAFFOLD must not count it."""
     acted: list[bool] = []
     act = Hooks._act
-    monkeypatch.setattr(Hooks, "_act", lambda self: acted.append(True) or act(self))
+    monkeypatch.setattr(Hooks, "_act", lambda self, optimizer: acted.append(True) or act(self, optimizer))
     proximal_step(unscale=True, inputs=float("inf"))
     assert len(acted) == 1
 
@@ -234,11 +238,11 @@ def test_a_model_that_moves_inside_the_block_is_refused() -> None:
         told = {"fedbn-flwr.hooks": hooks, "fedbn-flwr.proximal-mu": 5.0, "fedbn-flwr.agc": 0.1}
         with bn_rules(model, told) as rules:
             if after_wrap:
-                rules.wrap(torch.optim.SGD(model.parameters(), 0.01))
+                optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.01))
             model.to("meta")
             if not after_wrap:
-                rules.wrap(torch.optim.SGD(model.parameters(), 0.01))
-            rules._act()
+                optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.01))
+            rules._act(optimizer)
 
     with pytest.raises(ConfigError, match=r"was on cpu when the method stored .* is on meta now: call model.to"):
         move("proximal")

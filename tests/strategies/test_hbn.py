@@ -288,8 +288,9 @@ def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(mlp, points)
     optimizer.step()
     torch.testing.assert_close(hook.keep()["1.alpha"], 0.3 - 0.05 * gradient)
     for name in ("sgd", "adam", "adamw"):
+        model = mlp().train()
         made = make_optimizer(model, LocalTraining(learning_rate=LearningRate(0.1), optimizer=name, weight_decay=0.7))
-        hook.start(model, made)
+        hybrid(model, 0.3).start(model, made)
         assert [group["weight_decay"] for group in made.param_groups] == [0.7, 0.0]
 
 

@@ -1,0 +1,350 @@
+"""Optimizers in a user's own loop: several of them, those around another one, and weights that are loaded after a step.
+
+The oracles write the method's term into the loss, or the gradients, in plain torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedbn_flwr.client.hooks import Hooks
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.server.gradient_clipping import ClipGradients
+from fedbn_flwr.server.momentum import MomentumBuffers
+from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, SurveyedBNVariates
+from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
+from fedbn_flwr.strategies.fedprox import ProximalTerm
+from fedbn_flwr.strategies.hbn import HybridStatistics
+from fedbn_flwr.strategies.scaffold import ControlVariates
+from fedbn_flwr.training import ClientHook
+from fedbn_flwr.training.gradient_clipping import clip_gradients, clip_in_steps, exclude_head
+from fedbn_flwr.training.optimizer_hooks import parameters_of
+
+MU, RATE = 2.0, 0.1
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation around a base optimizer, in its two usual forms: two steps, and a closure."""
+
+    def __init__(self, params: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **settings: Any) -> None:
+        super().__init__(params, {"rho": rho, **settings})
+        self.base_optimizer = base(self.param_groups, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+        self.subtracts = False
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            self.state[p]["old"], self.state[p]["change"] = p.detach().clone(), p.grad * (0.05 / norm)
+            p.add_(self.state[p]["change"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            if self.subtracts:
+                p.sub_(self.state[p]["change"])
+            else:
+                p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        compute = torch.enable_grad()(closure)
+        compute()
+        self.first_step()
+        compute()
+        self.second_step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def small_batches(data: Any) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(data.inputs.split(4), data.targets.split(4), strict=True))
+
+
+# --- several optimizers -----------------------------------------------------------------------------------------------
+def alternating(
+    model: nn.Module, data: Any, hook: ClientHook | None, wrapped: int = 2
+) -> Iterator[torch.optim.Optimizer]:
+    """Train body and head with an optimizer each, the head first; yield the optimizer before each step.
+
+    The gradients that one step does not use stay for the next, as in a GAN.
+    """
+    rules = Hooks(model, {} if hook is None else {"hook": hook})
+    settings = {"momentum": 0.9} if isinstance(hook, MomentumBuffers) else {}
+    with rules._block():
+        body = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], RATE, **settings)
+        head = torch.optim.SGD(model[3].parameters(), RATE / 2, **settings)
+        for optimizer in (body, head)[:wrapped]:
+            rules.wrap(optimizer)
+        for inputs, targets in small_batches(data):
+            model.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            for optimizer in (head, body):
+                yield optimizer
+                optimizer.step()
+
+
+def test_each_of_several_wrapped_optimizers_has_the_proximal_term(mlp, points) -> None:
+    data, ours, plain = points(12, 1), mlp(), mlp()
+    start = [p.detach().clone() for p in plain.parameters()]
+    for _ in alternating(ours, data, ProximalTerm(MU)):
+        pass
+    for optimizer in alternating(plain, data, None):
+        for p, received in zip(plain.parameters(), start, strict=True):
+            if p in parameters_of(optimizer):
+                p.grad += MU * (p.detach() - received)
+    torch.testing.assert_close(weights(ours), weights(plain), rtol=1e-12, atol=1e-14)
+
+
+def test_variates_of_several_optimizers_are_the_mean_gradients_of_each_parameter(mlp, points) -> None:
+    model, hook = mlp(), ControlVariates()
+    hook.receive({"variates": {name: torch.full_like(p, 0.3) for name, p in model.named_parameters()}}, {})
+    seen = {name: [] for name, _ in model.named_parameters()}
+    for optimizer in alternating(model, points(12, 1), hook):
+        for name, p in model.named_parameters():
+            if p in parameters_of(optimizer):
+                seen[name].append(p.grad.clone())
+    for name, gradients in seen.items():
+        torch.testing.assert_close(hook.keep()[name], torch.stack(gradients).mean(0), rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_several_optimizers_keep_the_momentum_of_their_parameters(mlp, points) -> None:
+    """Two rounds are one of twice the length."""
+    data, whole, model = points(24, 1), mlp(), mlp()
+    hook = MomentumBuffers("local", frozenset())
+    for _ in alternating(whole, data, hook):
+        pass
+    kept: dict[str, Tensor] = {}
+    for half in (slice(12), slice(12, 24)):
+        hook = MomentumBuffers("local", frozenset())
+        hook.receive({}, {name: buffer.clone() for name, buffer in kept.items()})
+        part = type("Data", (), {"inputs": data.inputs[half], "targets": data.targets[half]})
+        for _ in alternating(model, part, hook):
+            pass
+        kept = dict(hook.keep())
+    assert kept.keys() == dict(model.named_parameters()).keys()
+    torch.testing.assert_close(weights(model), weights(whole), rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_are_clipped_before_the_step_of_their_own_optimizer(mlp, points) -> None:
+    data, ours, plain = points(12, 1), mlp(), mlp()
+    for _ in alternating(ours, data, ClipGradients(0.01)):
+        pass
+    for optimizer in alternating(plain, data, None):
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        clip_gradients(own, 0.01, exclude=exclude_head(plain))
+    assert torch.equal(weights(ours), weights(plain))
+
+
+@pytest.mark.parametrize(
+    "hook", [ProximalTerm(MU), ControlVariates(), ClipGradients(0.1), MomentumBuffers("local", frozenset())]
+)
+def test_an_optimizer_of_the_model_that_is_not_wrapped_is_refused(hook: ClientHook, mlp, points) -> None:
+    """Its parameters would train without the method's term."""
+    hook.receive({}, {})
+    with pytest.raises(ConfigError, match=r"SGD steps 2 parameters \('3\.weight', \.\.\.\) and was not wrapped"):
+        list(alternating(mlp(), points(12, 1), hook, wrapped=1))
+    list(alternating(mlp(), points(12, 1), None, wrapped=1))  # FedAvg needs none
+
+
+def test_alpha_learns_in_one_optimizer(mlp, points) -> None:
+    with pytest.raises(ConfigError, match="hbn: alpha learns in one optimizer"):
+        list(alternating(mlp(), points(12, 1), HybridStatistics(True, share=False)))
+
+
+# --- optimizers around another one ------------------------------------------------------------------------------------
+def add_term(model: nn.Module, start: list[Tensor], *_: Any) -> None:
+    for p, received in zip(model.parameters(), start, strict=True):
+        p.grad += MU * (p.detach() - received)
+
+
+def pass_both_ways(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    F.cross_entropy(model(inputs), targets).backward()
+
+
+def sam_round(model: nn.Module, data: Any, hook: ClientHook | None, form: str, subtracts: bool = False) -> nn.Module:
+    """Train with SAM; without a hook with the proximal term written out, at the weights that the step changes."""
+    start = [p.detach().clone() for p in model.parameters()]
+    rules = Hooks(model, {"hook": hook} if hook else {})
+    with rules._block():
+        sam = SAM(model.parameters(), torch.optim.SGD, lr=RATE)
+        sam.subtracts = subtracts
+        if form == "base":
+            sam.base_optimizer = rules.wrap(sam.base_optimizer)
+        else:
+            sam = rules.wrap(sam)
+        if hook is None:
+            sam.base_optimizer.register_step_pre_hook(functools.partial(add_term, model, start))
+        for batch in small_batches(data):
+            compute = functools.partial(pass_both_ways, model, *batch)
+            if form == "closure":
+                sam.step(compute)
+                continue
+            compute()
+            sam.first_step()
+            compute()
+            sam.second_step()
+    return model
+
+
+@pytest.mark.parametrize("subtracts", [False, True])
+@pytest.mark.parametrize("form", ["two steps", "base", "closure"])
+def test_the_proximal_term_acts_once_in_a_step_of_sam(form: str, subtracts: bool, mlp, points) -> None:
+    data = points(12, 1)
+    ours = sam_round(mlp(), data, ProximalTerm(MU), form, subtracts)
+    torch.testing.assert_close(weights(ours), weights(sam_round(mlp(), data, None, form)), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["two steps", "base", "closure"])
+def test_variates_of_sam_are_its_mean_gradients(form: str, mlp, points) -> None:
+    model, hook = mlp(), ControlVariates()
+    hook.receive({}, {})
+    start = weights(model)
+    sam_round(model, points(12, 1), hook, form)
+    variates = torch.cat([hook.keep()[name].flatten() for name, _ in model.named_parameters()])
+    torch.testing.assert_close(variates, (start - weights(model)) / (3 * RATE), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_the_proximal_term_acts_in_the_steps_of_opacus(after: bool, points) -> None:
+    """Beside the clipped gradients and the noise, wrapped before or after ``make_private``."""
+    opacus = pytest.importorskip("opacus")
+    data, ends = points(12, 1), []
+    for hooked in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.GroupNorm(2, 4), nn.ReLU(), nn.Linear(4, 3)).double()
+        start = [p.detach().clone() for p in model.parameters()]
+        rules = Hooks(model, {"proximal": ProximalTerm(MU)} if hooked else {})
+        with rules._block():
+            optimizer = torch.optim.SGD(model.parameters(), RATE)
+            if not after:
+                rules.wrap(optimizer)
+            private, dp_optimizer, loader = opacus.PrivacyEngine().make_private(
+                module=model,
+                optimizer=optimizer,
+                data_loader=DataLoader(TensorDataset(data.inputs, data.targets), 4),
+                noise_multiplier=0.5,
+                max_grad_norm=1.0,
+                poisson_sampling=False,
+                noise_generator=torch.Generator().manual_seed(1),
+            )
+            if after:
+                rules.wrap(dp_optimizer)
+            for inputs, targets in loader:
+                dp_optimizer.zero_grad()
+                F.cross_entropy(private(inputs), targets).backward()
+                if not hooked:
+                    away = [RATE * MU * (p.detach() - s) for p, s in zip(model.parameters(), start, strict=True)]
+                dp_optimizer.step()
+                if not hooked:
+                    for p, change in zip(model.parameters(), away, strict=True):
+                        p.data -= change
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_are_clipped_in_the_steps_of_the_inner_optimizer(mlp, points) -> None:
+    data, ours, plain = points(4, 1), mlp(), mlp()
+    sam = clip_in_steps(SAM(ours.parameters(), torch.optim.SGD, lr=RATE), 0.01)
+    theirs = SAM(plain.parameters(), torch.optim.SGD, lr=RATE)
+    theirs.base_optimizer.register_step_pre_hook(lambda *_: clip_gradients(plain.parameters(), 0.01))
+    for optimizer, model in ((sam, ours), (theirs, plain)):
+        for one in (optimizer.first_step, optimizer.second_step):
+            F.cross_entropy(model(data.inputs), data.targets).backward()
+            one()
+    assert torch.equal(weights(ours), weights(plain))
+
+
+@pytest.mark.parametrize("wrong", [None, [torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)], object()])
+def test_what_is_no_optimizer_is_refused(wrong: Any, mlp) -> None:
+    with pytest.raises(ConfigError, match="has none of the step hooks"):
+        Hooks(mlp(), {}).wrap(wrong)
+
+
+# --- weights that are loaded after a step -----------------------------------------------------------------------------
+def load(model: nn.Module, state: Any) -> None:
+    model.load_state_dict(state)
+
+
+def copy_data(model: nn.Module, state: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(state[name])
+
+
+def epochs(
+    model: nn.Module, data: Any, hook: ClientHook, put: Callable[..., None] | None, *, wrap: bool, when: int
+) -> None:
+    """Three epochs; at the end of epoch ``when`` put the weights of the first one back, inside the block."""
+    hook.receive({}, {})
+    rules = Hooks(model, {"hook": hook})
+    with rules._block():
+        rules.survey(DataLoader(TensorDataset(data.inputs, data.targets), 4))
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        if wrap:
+            rules.wrap(optimizer)
+        best: dict[str, Tensor] = {}
+        for epoch in range(3):
+            for inputs, targets in small_batches(data):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+            present = copy.deepcopy(model.state_dict())
+            best = best or present
+            if put is not None and epoch == when:
+                put(model, best)
+            elif put is not None:
+                put(model, best)  # a test with these weights
+                put(model, present)
+
+
+@pytest.mark.parametrize(("put", "when"), [(load, 2), (load, 1), (copy_data, 2)])
+@pytest.mark.parametrize(
+    ("make", "wrap"),
+    [
+        (ControlVariates, True),
+        (BNControlVariates, True),
+        (SurveyedBNVariates, True),
+        (lambda: GlobalStatistics(False), True),
+        (lambda: GlobalStatistics(True), False),
+        (lambda: HybridStatistics(False, share=False), True),
+    ],
+)
+def test_weights_of_an_earlier_step_are_refused_where_a_method_sums_over_all_steps(
+    make, wrap: bool, put, when: int, mlp, points
+) -> None:
+    """SCAFFOLD's variates would be as many times too small as there are epochs after the best one."""
+    data = points(12, 1)
+    with pytest.raises(ConfigError, match=r"parameters \('0.weight', ...\) have changed .* after a step"):
+        epochs(mlp(), data, make(), put, wrap=wrap, when=when)
+    epochs(mlp(), data, make(), put, wrap=wrap, when=-1)  # put back after each test
+    epochs(mlp(), data, make(), None, wrap=wrap, when=-1)
+
+
+@pytest.mark.parametrize("make", [lambda: ProximalTerm(MU), lambda: SurveyedStatistics(False), ClientHook])
+def test_weights_of_an_earlier_step_are_taken_where_a_method_does_not_depend_on_the_steps(make, mlp, points) -> None:
+    epochs(mlp(), points(12, 1), make(), load, wrap=True, when=2)
+
+
+def test_variates_belong_to_all_steps_where_the_best_epoch_is_loaded_after_the_block(mlp, points) -> None:
+    model, hook, data = mlp(), ControlVariates(), points(12, 1)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    epochs(model, data, hook, None, wrap=True, when=-1)
+    end = {name: p.detach().clone() for name, p in model.named_parameters()}
+    load(model, mlp().state_dict())
+    for name, variate in hook.keep().items():
+        torch.testing.assert_close(variate, (start[name] - end[name]) / (9 * RATE), rtol=1e-9, atol=1e-12, msg=name)
