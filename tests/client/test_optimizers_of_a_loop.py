@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.gradient_clipping import ClipGradients
 from fedbn_flwr.server.momentum import MomentumBuffers
+from fedbn_flwr.server.options import ClipGradients
 from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, SurveyedBNVariates
 from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm
