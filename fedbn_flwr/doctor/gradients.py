@@ -52,12 +52,8 @@ def deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[D
         NormLayerError: a layer cannot be synchronised, a batch is too small for it, or the clients call other layers.
     """
     with threads(1):
-        return _deviations(model, batches, loss)
-
-
-def _deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[Deviation]:
-    local = [_gradient(_training_copy(model), batch, loss) for batch in batches]
-    together = _synchronised_gradients(model, batches, loss)
+        local = [_gradient(_training_copy(model), batch, loss) for batch in batches]
+        together = _synchronised_gradients(model, batches, loss)
     return [
         Deviation(float((alone - shared).norm()), float(shared.norm()))
         for alone, shared in zip(local, together, strict=True)

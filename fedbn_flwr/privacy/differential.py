@@ -116,7 +116,6 @@ class ClientLevelDP(Protection):
             require_dp_accounting()
         self.accountant = PrivacyAccountant(settings.dp_delta, settings.dp_neighbours, file)
         self.accountant.restore(())
-        self._local: frozenset[Part] = frozenset()
         self._begin()
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
@@ -126,7 +125,6 @@ class ClientLevelDP(Protection):
             ConfigError: the method sends or uses more of a client than its update.
         """
         self._begin()
-        self._local = methods.local
         problems = beside_models(methods)
         if self.secret_sampling and methods.local:
             problems.append(
@@ -190,8 +188,8 @@ class ClientLevelDP(Protection):
         self.clipping_norm *= math.exp(-settings.dp_clipping_rate * surplus_share)
 
     def _coordinates(self, run: Run, before: State) -> Coordinates:
-        part_of = run.parts.part_of
-        shared = {name: array for name, array in before.items() if part_of[name] not in self._local}
+        part_of, local = run.parts.part_of, run.methods.local
+        shared = {name: array for name, array in before.items() if part_of[name] not in local}
         return Coordinates(shared, run.parts, self.settings.dp_statistics_scale, self._fixed, self._tied)
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
@@ -261,7 +259,7 @@ class ClientLevelDP(Protection):
                 run.num_able,
             )
         size = (self.noise_multiplier or 0.0) * self.clipping_norm / (asked * own.dp_statistics_scale)
-        if size > _NOISY and Part.STATISTICS not in self._local:
+        if size > _NOISY and Part.STATISTICS not in run.methods.local:
             logger.warning(
                 "in each round the noise in BN's running variances has %.2g times their own size (z C / (m s)), which "
                 "makes them useless. "

@@ -59,7 +59,6 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError
 from fedbn_flwr.messages.protocol import FRESH_BATCHES, MASK_METRICS, MASKED, NUM_EXAMPLES
@@ -132,7 +131,6 @@ class MaskedSums(Protection):
         self.publishes_metrics = settings.masked_metrics == "published" and self._inner.publishes_metrics
         self.secret_sampling = self._inner.secret_sampling
         self.always_releases = self._inner.always_releases
-        self._methods: Methods | None = None
         self._terms: Terms | None = None
         self._sum: RoundSum | None = None
         self._training, self._statistics, self._fresh = RepeatedSums(), RepeatedSums(), 0
@@ -151,7 +149,7 @@ class MaskedSums(Protection):
             )
         if problems:
             raise ConfigError("\n".join(problems))
-        self._methods, self._sum = methods, None
+        self._terms = self._sum = None
         self._training, self._statistics, self._fresh = RepeatedSums(), RepeatedSums(), 0
         self._inner.begin(methods, weighted_by_key)
 
@@ -225,7 +223,7 @@ class MaskedSums(Protection):
     def terms(self, terms: Terms) -> Terms:
         """Ask for a masked vector in place of the entries."""
         self._terms = terms
-        size = _size(self._like(terms.expected, terms.facts.parts))
+        size = _size(_like(terms))
         return dataclasses.replace(terms, expected={MASKED: np.broadcast_to(np.int64(0), size)})
 
     def pool(self, run: Run, replies: Sequence[Reply], before: State) -> Sequence[Reply]:
@@ -239,28 +237,26 @@ class MaskedSums(Protection):
         moved.up, moved.counters_up = moved.up + moved.counters_up, 0  # masked floats
         vectors = self._sum_or_raise.by_number([(reply.node, reply.state) for reply in replies])
         try:
-            average = self._average(run, vectors, before)
+            average = self._average(run, vectors)
         except (MaskingError, ReplyError) as error:  # one client can spoil a sum, and nobody knows which
             self._sum_or_raise.masks.give_up(str(error))
             return self._inner.pool(run, [], before)
         return self._inner.pool(run, [average] * len(vectors), before) if self._dp else [average]
 
-    def _average(self, run: Run, vectors: Mapping[int, Array], before: State) -> Reply:
+    def _average(self, run: Run, vectors: Mapping[int, Array]) -> Reply:
         """Return a reply with the average of these clients' values, which the method accepts; it counts the round.
 
         Raises:
             MaskingError: the masks cannot be removed.
             ReplyError: the sum is out of range, or the method refuses the average.
         """
-        methods, own = self._methods_or_raise, self._sum_or_raise
-        shared = {name: before[name] for name in before if run.parts.part_of[name] not in methods.local}
-        values = split(self._mean(vectors, self._training), self._like(shared, run.parts))
+        terms = self._terms_or_raise
+        shared = terms.expected
+        values = split(self._mean(vectors, self._training), _like(terms))
         state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
-        sends_buffers = methods.params.momentum_scope == "global"
-        extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if sends_buffers else {}
-        average = Reply(Node(0), own.weight(vectors.keys()), state, {}, extras)
-        if self._terms is not None:
-            self._terms.check(average)
+        extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if MOMENTUM in terms.extras else {}
+        average = Reply(Node(0), self._sum_or_raise.weight(vectors.keys()), state, {}, extras)
+        terms.check(average)
         state.update({name: state[name] + 1 for name in run.parts.counters if name in state})
         return average
 
@@ -319,12 +315,10 @@ class MaskedSums(Protection):
         self._inner.load_state_dict(state)
 
     @property
-    def _methods_or_raise(self) -> Methods:
-        if self._methods is None:
-            raise ConfigError(
-                "MaskedSums has no methods yet: call begin(methods, ...) first; a strategy does so when a run begins"
-            )
-        return self._methods
+    def _terms_or_raise(self) -> Terms:
+        if self._terms is None:
+            raise ConfigError("MaskedSums has no terms yet: call terms() first; a strategy does so in each round")
+        return self._terms
 
     @property
     def _sum_or_raise(self) -> RoundSum:
@@ -332,11 +326,11 @@ class MaskedSums(Protection):
             raise ConfigError("MaskedSums has no masks yet: call open_round() or open_statistics() first")
         return self._sum
 
-    def _like(self, shared: State, parts: Parts) -> dict[str, Array]:
-        """Return arrays like the values of a client in training."""
-        return model_values(
-            shared, shared, {} if self._methods_or_raise.params.momentum_scope == "global" else None, parts
-        )
+
+def _like(terms: Terms) -> dict[str, Array]:
+    """Return arrays like the values of a client in training."""
+    buffers: State | None = {} if MOMENTUM in terms.extras else None
+    return model_values(terms.expected, terms.expected, buffers, terms.facts.parts)
 
 
 def _weights(run: Run, model: State) -> State:
