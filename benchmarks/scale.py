@@ -36,8 +36,16 @@ import typer
 from measure import flower_project, write_block
 from scale_work import NAP, LightNodes
 
-from fedbn_flwr.engines.flower_run import Scalar, toml_pairs
-from fedbn_flwr.engines.processes import BIN, Process, flower_environment, flower_runs, free_port, stream
+from fedbn_flwr.engines.flower_run import (
+    BIN,
+    Process,
+    Scalar,
+    flower_environment,
+    flower_runs,
+    free_port,
+    stream,
+    toml_pairs,
+)
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model

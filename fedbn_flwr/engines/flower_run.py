@@ -1,21 +1,196 @@
 """``flwr run`` as a function: a private simulation SuperLink for one run; a failed run is an error.
 
 Flower's own command leaves its SuperLink running, writes to the user's Flower home, and exits with 0 even if the
-ServerApp raised an exception. Here the SuperLink and the home exist only during the call.
+ServerApp raised an exception. Here the SuperLink and the home exist only during the call. A process runs in its own
+session, and is ended together with its child processes.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedbn_flwr.engines.processes import BIN, Process, flower_environment, flower_runs, free_port, stream
 from fedbn_flwr.errors import EngineError
 
-__all__ = ["Scalar", "flower_run", "toml_pairs"]
+__all__ = [
+    "BIN",
+    "Process",
+    "Scalar",
+    "flower_environment",
+    "flower_run",
+    "flower_runs",
+    "free_port",
+    "running",
+    "stream",
+    "toml_pairs",
+]
+
+BIN = Path(sys.executable).parent
+_START_SECONDS = 60.0
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Return the environment for Flower's commands: a separate home, no telemetry, no installation or download."""
+    return {
+        **os.environ,
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        # The app uses this environment; to install its dependencies again would download gigabytes.
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ADDRESS": "local",  # Ray would join a cluster that runs on this machine, or that the user's variable names
+    }
+
+
+class Process:
+    """A running process with its log.
+
+    Args:
+        command: program and arguments; the program is found on the environment's PATH.
+        env: its environment.
+        log: its output is appended to this file.
+        cwd: its working directory.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
+        self.name = Path(command[0]).name
+        self._log = log
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id, also that of its session and process group."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None if the process is running."""
+        return self._process.poll()
+
+    def said(self) -> str:
+        """Return the end of the log."""
+        return self._log.read_text(errors="replace")[-3000:]
+
+    def wait_healthy(self, url: str) -> None:
+        """Wait until ``url`` answers.
+
+        Raises:
+            EngineError: it does not answer in time, or the process ended; the message shows the end of its log.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and self.code is None:
+            try:
+                with urllib.request.urlopen(url, timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        state = "did not answer" if self.code is None else f"ended with code {self.code}"
+        raise EngineError(f"{self.name} {state} at {url}:\n{self.said()}")
+
+    def kill(self) -> None:
+        """Kill the process and all processes that it started."""
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+    def signal(self, kind: signal.Signals) -> None:
+        """Send a signal to the process group."""
+        try:
+            os.killpg(self.pid, kind)
+        except ProcessLookupError:
+            return
+
+    def end(self) -> None:
+        """End the process with SIGINT, SIGTERM, then SIGKILL; kill all processes that it started."""
+        for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            if self.code is None:
+                self.signal(kind)
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                continue
+            break
+        self.signal(signal.SIGKILL)  # child processes may still run
+
+
+def stream(command: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None] | None) -> list[str]:
+    """Run a command, call ``on_line`` with each line of its output, and return the last 40 lines."""
+    tail: list[str] = []
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        for line in process.stdout or ():
+            text = re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip())
+            tail = [*tail[-39:], text]
+            if on_line:
+                on_line(text)
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.wait()
+    return tail
+
+
+def flower_runs(env: Mapping[str, str], connection: str, prefix: Sequence[str] = ()) -> list[dict[str, str]]:
+    """Return the runs of a SuperLink from ``flwr list``; ``prefix`` is put before the command.
+
+    Raises:
+        EngineError: the answer is not a list of runs.
+    """
+    command = [*prefix, "flwr", "list", connection, "--format", "json"]
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
+    try:
+        listed = json.loads(answer)
+    except json.JSONDecodeError as error:
+        raise EngineError(f"flwr list gave no JSON: {answer[-500:]!r}") from error
+    if "runs" not in listed:  # for example, the SuperLink is away
+        raise EngineError(f"flwr list: {str(listed)[-500:]}")
+    runs: list[dict[str, str]] = listed["runs"]
+    return runs
+
+
+def free_port() -> int:
+    """Return a free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def running(pid: int) -> bool:
+    """Return whether a process exists and has not ended (a zombie has ended); False for 0."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.is_file() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
 
 Scalar = str | int | float | bool
 

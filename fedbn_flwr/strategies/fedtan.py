@@ -73,7 +73,7 @@ from fedbn_flwr.server.travels import Exchanges, LinkSettings, Travels
 from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
-from fedbn_flwr.transport.connect import connect
+from fedbn_flwr.transport.grpc_channel import connect
 
 __all__ = ["FedTAN", "FedTANMethod", "FedTANParams", "SynchroniseFirstStep"]
 

@@ -7,10 +7,11 @@ from a log of earlier answers.
 from __future__ import annotations
 
 from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member
-from fedbn_flwr.transport.reducer import Dropped, Reducer
 from fedbn_flwr.transport.replay import Replay
 from fedbn_flwr.transport.through_user_code import (
+    Dropped,
     NextExchange,
+    Reducer,
     RetryStep,
     StopStep,
     local_reducer,

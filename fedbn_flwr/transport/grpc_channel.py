@@ -1,7 +1,8 @@
 """The gRPC channel: clients in other processes or on other machines reduce through one port of the server.
 
 Clients only open outgoing connections. Every call has a token that belongs to one node for one round. A call without a
-valid token is refused before it reaches a barrier. TLS is required except on the loopback interface.
+valid token is refused before it reaches a barrier. TLS is required except on the loopback interface. ``connect`` is a
+client's choice between the channel and a barrier in its process.
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
+from fedbn_flwr.messages.protocol import (
+    BARRIER,
+    CHANNEL_ADDRESS,
+    CHANNEL_CA,
+    CHANNEL_TIMEOUT,
+    CHANNEL_TOKEN,
+    MASK_PRESENT,
+)
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport.barrier import Barrier
-from fedbn_flwr.transport.reducer import Dropped
-from fedbn_flwr.transport.through_user_code import RetryStep
+from fedbn_flwr.transport.through_user_code import Dropped, Reducer, RetryStep, local_reducer, wrapped
 
-__all__ = ["ChannelReducer", "ChannelServer", "is_loopback"]
+__all__ = ["ChannelReducer", "ChannelServer", "connect", "is_loopback"]
 
 _SERVICE, _METHOD = "fedbn.Channel", "Call"
 _MAX_BYTES = 4 * 2**20  # far above three rows of any layer's channels
@@ -251,3 +259,20 @@ def _unpack(data: bytes) -> tuple[dict[str, Any], Tensor | None]:
         raise ValueError(f"dtype {header['dtype']!r} is none of {', '.join(_DTYPES)}")
     array = np.frombuffer(data, dtype=header["dtype"], offset=4 + length)
     return header, torch.from_numpy(array.reshape(header["shape"]).copy())
+
+
+def connect(config: Mapping[str, Any]) -> Reducer:
+    """Return this client's reducer: over the channel if the config has its address, else at a barrier in this process.
+
+    Args:
+        config: the config of the training message.
+
+    Raises:
+        EngineError: there is no such barrier, or masks are required and no mod makes them.
+    """
+    if CHANNEL_ADDRESS in config:
+        address, token = str(config[CHANNEL_ADDRESS]), str(config[CHANNEL_TOKEN])
+        reducer: Reducer = ChannelReducer(address, token, bytes(config[CHANNEL_CA]), float(config[CHANNEL_TIMEOUT]))
+    else:
+        reducer = local_reducer(str(config[BARRIER]))
+    return wrapped(reducer, required=MASK_PRESENT in config)

@@ -1,4 +1,4 @@
-"""What passes through a user's training code: a reducer on the way in, an exception on the way out.
+"""A client's part in a synchronised step: a reducer, and what passes through a user's training code.
 
 A synchronised step waits inside a BatchNorm layer, in the middle of a forward or backward pass. Between that layer and
 the message that asks for the step lies code that is not ours: the user's app and training loop, other mods.
@@ -18,15 +18,52 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import EngineError, FedBNError
 from fedbn_flwr.training.client_hook import RetryStep
-from fedbn_flwr.transport.reducer import Reducer
 
-__all__ = ["NextExchange", "RetryStep", "StopStep", "local_reducer", "use_reducers", "wrap_reducers", "wrapped"]
+__all__ = [
+    "Dropped",
+    "NextExchange",
+    "Reducer",
+    "RetryStep",
+    "StopStep",
+    "local_reducer",
+    "use_reducers",
+    "wrap_reducers",
+    "wrapped",
+]
+
+
+class Dropped(FedBNError):
+    """This client is out of the round: it was too late, sent an unusable tensor, or too few clients remain."""
+
+    code = "dropped"
+
+
+class Reducer(Protocol):
+    """Sends a client's tensors and returns the reduced tensors of all clients, by any transport."""
+
+    def begin(self) -> int:
+        """Begin the step, or repeat it after ``RetryStep``; return the number of examples in all clients' batches.
+
+        Raises:
+            Dropped: this client is out of the round.
+        """
+
+    def reduce(self, tag: str, tensor: Tensor) -> Tensor:
+        """Send ``tensor`` and return the reduced tensor of all clients in exchange ``tag``.
+
+        Raises:
+            RetryStep: the step must be repeated.
+            Dropped: this client is out of the round.
+        """
+
+    def close(self) -> None:
+        """End the step: this client sends no more exchanges."""
 
 
 @dataclass(frozen=True)

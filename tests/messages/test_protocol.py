@@ -37,7 +37,7 @@ OTHER_FORMATS = {
     *(f"lab/studies/{name}.py" for name in ("domain_table", "sweep")),
     *(f"lab/deployment/{name}.py" for name in ("compose", "layout", "federation", "__main__")),
     "lab/cli/console.py",
-    *("transport/grpc_channel.py", "client/state_folder.py", "engines/flower_run.py", "engines/processes.py"),
+    *("transport/grpc_channel.py", "client/state_folder.py", "engines/flower_run.py"),
 }
 
 

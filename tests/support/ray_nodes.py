@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import fedbn_flwr
-from fedbn_flwr.engines.processes import BIN, Process, free_port
+from fedbn_flwr.engines.flower_run import BIN, Process, free_port
 
 _SECONDS = 120
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.engines.processes import BIN, running
+from fedbn_flwr.engines.flower_run import BIN, running
 from fedbn_flwr.errors import EngineError, FedBNError
 from fedbn_flwr.lab.deployment.certificates import make_certificates
 from fedbn_flwr.lab.deployment.compose import given_variables

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from fedbn_flwr.engines.flower_run import Scalar
-from fedbn_flwr.engines.processes import Process
+from fedbn_flwr.engines.flower_run import Process, Scalar
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.deployment.certificates import CHANNEL_HOST, make_certificates
 from fedbn_flwr.lab.deployment.compose import Service, start_order

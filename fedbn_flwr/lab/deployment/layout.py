@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.engines.processes import flower_environment
+from fedbn_flwr.engines.flower_run import flower_environment
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.deployment.compose import NODE, Service, node_number, read_services
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedbn_flwr.engines.flower_run import Scalar, toml_pairs
-from fedbn_flwr.engines.processes import flower_runs, stream
+from fedbn_flwr.engines.flower_run import Scalar, flower_runs, stream, toml_pairs
 from fedbn_flwr.errors import EngineError, unknown_name
 from fedbn_flwr.lab.deployment.layout import Layout
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.checked_file import read_checked
-from fedbn_flwr.engines.processes import running
+from fedbn_flwr.engines.flower_run import running
 from fedbn_flwr.lab.deployment import Federation
 from fedbn_flwr.lab.deployment.runs import Outcome, nodes_online
 from fedbn_flwr.lab.files import read_metrics

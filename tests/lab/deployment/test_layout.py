@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from fedbn_flwr.engines.processes import Process, running
+from fedbn_flwr.engines.flower_run import Process, running
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.deployment import Federation, federation
 from fedbn_flwr.lab.deployment import __main__ as commands

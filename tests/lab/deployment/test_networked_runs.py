@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.engines.processes import Process, running
+from fedbn_flwr.engines.flower_run import Process, running
 from fedbn_flwr.lab.deployment import Federation, make_certificates
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
