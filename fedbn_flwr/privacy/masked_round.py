@@ -1,4 +1,4 @@
-"""The server's half of a round's masks: the three queries, who is left, and the masks that remain in a sum.
+"""The server's half of a round of masked sums: the three queries, who is left, the weights, and the mean.
 
 ``privacy.masks`` has the algorithm, ``client.masking`` the clients' answers.
 """
@@ -13,24 +13,34 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
+from torch import Tensor
 
-from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.errors import ClientPartError, MaskingError
+from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.errors import ClientPartError, MaskingError, ReplyError
 from fedbn_flwr.messages.protocol import (
     MASK_ANSWERED,
+    MASK_EQUAL,
     MASK_KEYS,
     MASK_LOST,
     MASK_NUMBER,
     MASK_NUMBERS,
+    MASK_PRESENT,
+    MASK_RANGE,
     MASK_REPLY,
     MASK_SHARES,
     MASK_STAGE,
     MASK_THRESHOLD,
+    MASK_TOTAL,
+    MASK_WEIGHT,
+    MASKED,
     SERVER_ROUND,
 )
+from fedbn_flwr.privacy.masked_values import about
 from fedbn_flwr.privacy.masks import PublicKeys, add_pair_mask, recovered_key, recovered_seed, seed_mask
+from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.server.failures import error_text
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
@@ -49,16 +59,17 @@ Read = TypeVar("Read")
 
 @dataclass
 class MaskedRound:
-    """The masks of a round. A client's number is the position of its node in ``nodes``.
+    """The masks of a round and its sums. A client's number is the position of its node in ``nodes``.
 
     Attributes:
         report: the report of the round; it names the clients that are lost.
         nodes: the sampled nodes.
         grid: the nodes.
         timeout: seconds to wait for the answers to a query.
+        value_range: R, ``masked-range``.
+        equal: whether all weights are 1; else a client's weight is its number of examples.
         present: the clients that have sent their shares: those that train.
         threshold: t; 0 before the keys.
-        about: what the clients are told of the sum.
         whole: whether all must have answered: exchanges of this round have told sums of all.
         revealing: whether clients were asked for shares: from then on the sum may be known.
     """
@@ -67,9 +78,10 @@ class MaskedRound:
     nodes: Sequence[Node]
     grid: Grid
     timeout: float
+    value_range: float
+    equal: bool
     present: frozenset[int] = frozenset()
     threshold: int = 0
-    about: str = ""
     whole: bool = False
     revealing: bool = False
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
@@ -86,6 +98,7 @@ class MaskedRound:
 
         Raises:
             ClientPartError: no client has the mod.
+            ConfigError: R is too large for the weights.
         """
         self._keys = self._ask("keys", {number: {} for number in asked}, lambda answer: _keys(answer[MASK_KEYS]))
         half = ((neighbours or len(asked)) + 1) // 2
@@ -98,6 +111,7 @@ class MaskedRound:
         if not self.enough(self.present):
             self.give_up(f"{len(left)} of {len(self.nodes)} clients are left for the masks of the round")
             return False
+        _ = self.point  # or it raises
         return True
 
     def partners(self, number: int) -> list[int]:
@@ -129,6 +143,7 @@ class MaskedRound:
         if not self.enough(answered):
             raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed in each part")
         shares, server_round = self._reveal(answered), self.report.server_round
+        told = about(self.value_range, self.weight(self.present), self.equal)
         left = np.zeros(size, np.int64)
         for number in sorted(self.present):
             partners = [other for other in self.partners(number) if other in answered]
@@ -144,8 +159,50 @@ class MaskedRound:
                 continue
             secret = recovered_key(of_secret[: self.threshold], self._keys[number].masks)
             for other in partners:
-                add_pair_mask(left, other, number, secret, self._keys[other].masks, server_round, self.about)
+                add_pair_mask(left, other, number, secret, self._keys[other].masks, server_round, told)
         return left
+
+    @property
+    def point(self) -> FixedPoint:
+        """The fixed-point numbers of the sum."""
+        return FixedPoint(self.value_range, self.weight(self.present))
+
+    def config(self, number: int) -> dict[str, Any]:
+        """Return what a client is told of the sum."""
+        total = self.weight(self.present)
+        entries: dict[str, Any] = {MASK_TOTAL: total, MASK_RANGE: self.value_range, MASK_EQUAL: self.equal}
+        return entries | {MASK_PRESENT: self.partners(number), MASK_WEIGHT: self.weight({number})}
+
+    def weight(self, numbers: Collection[int]) -> float:
+        """Return the sum of these clients' weights."""
+        if self.equal:
+            return float(len(numbers))
+        return float(sum(self.nodes[number].num_examples or 0 for number in numbers))
+
+    def by_number(self, replies: Sequence[tuple[Node, State]]) -> dict[int, Array]:
+        """Return the masked vectors by the number of the client."""
+        number_of = {node.node_id: number for number, node in enumerate(self.nodes)}
+        return {number_of[node.node_id]: state[MASKED] for node, state in replies}
+
+    def mean(self, vectors: Mapping[int, Array]) -> Array:
+        """Return the weighted mean of what these clients have masked, without the masks that are left in the sum.
+
+        Raises:
+            MaskingError: the masks cannot be removed.
+            ReplyError: the sum is out of range.
+        """
+        answered, total = frozenset(vectors), _sum(list(vectors.values()))
+        return self.point.mean(total - self.left_over(answered, total.size), self.weight(answered))
+
+    def of_exchange(self, tag: str, tensors: Sequence[Tensor]) -> Array:
+        """Return the sum of an exchange's tensors, int64, in which all masks cancel.
+
+        Raises:
+            ReplyError: a client's tensor is missing, or has no masks.
+        """
+        if len(tensors) < len(self.present) or any(tensor.dtype != torch.int64 for tensor in tensors):
+            raise ReplyError(f"exchange '{tag}' needs a masked tensor of int64 from each client")
+        return _sum([tensor.numpy() for tensor in tensors])
 
     def lose(self, number: int, why: str) -> None:
         """Report that a client takes no part any more."""
@@ -264,6 +321,14 @@ class MaskedRound:
         if configs and list(why.values()).count(_LACKS_MOD) == len(configs):
             raise ClientPartError(f"{self.nodes[next(iter(configs))]}: {_LACKS_MOD}")
         return answers
+
+
+def _sum(vectors: Sequence[Array]) -> Array:
+    """Return the sum in the ring: int64, which wraps around."""
+    total = vectors[0].copy()
+    for vector in vectors[1:]:
+        total += vector
+    return total
 
 
 def _ring(numbers: Sequence[int], half: int) -> dict[int, frozenset[int]]:

@@ -3,8 +3,7 @@ r"""Masked sums (secure aggregation): the server sees the sum of the clients' up
 Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4, against a server
 that follows the protocol and is curious; with ``masked-neighbours`` the neighbours of Bell et al. 2020, "Secure
 Single-Server Aggregation with (Poly)Logarithmic Overhead". This file and ``privacy.masked_round`` are the server's
-half, ``client.masking`` is the client's; ``privacy.masks`` has the masks, ``privacy.ring`` the numbers,
-``privacy.round_sum`` the weights and the mean.
+half, ``client.masking`` is the client's; ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
 
 ## Algorithm
 
@@ -62,12 +61,12 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError
 from fedbn_flwr.messages.protocol import FRESH_BATCHES, MASK_METRICS, MASKED, NUM_EXAMPLES
+from fedbn_flwr.messages.records import state_sha256
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.masked_values import buffers_of, model_values, pooled_statistics, statistics_like
 from fedbn_flwr.privacy.ring import split
-from fedbn_flwr.privacy.round_sum import RepeatedSums, RoundSum, has_one_batch
 from fedbn_flwr.privacy.settings import MaskSettings, mask_conflicts
 from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.methods import Methods
@@ -109,6 +108,29 @@ def refusals(methods: Methods) -> list[str]:
     return [f"strategy {methods.name!r} with masked-sums=true: {what}" for what in beside_sums(methods)]
 
 
+class RepeatedSums:
+    """What the server may know of earlier sums: whether there was one of the weights that are used now."""
+
+    def __init__(self) -> None:
+        self._weights = self._known = ""  # SHA-256 of the weights, and of the last of which a sum may be known
+        self._resumed = False
+
+    def resume(self) -> None:
+        """Note that the run may have gone on before from the weights that come next."""
+        self._resumed = True
+
+    def begin(self, weights: State) -> bool:
+        """Begin with these weights; return whether a sum of them may be known."""
+        self._weights = state_sha256(weights)
+        if self._resumed:
+            self._known, self._resumed = self._weights, False
+        return self._weights == self._known
+
+    def note_sum(self) -> None:
+        """Note that a sum of the weights may be known."""
+        self._known = self._weights
+
+
 class MaskedSums(Protection):
     """Sums of masked updates.
 
@@ -132,7 +154,7 @@ class MaskedSums(Protection):
         self.secret_sampling = self._inner.secret_sampling
         self.always_releases = self._inner.always_releases
         self._terms: Terms | None = None
-        self._sum: RoundSum | None = None
+        self._masks: MaskedRound | None = None
         self._training, self._statistics, self._fresh = RepeatedSums(), RepeatedSums(), 0
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
@@ -149,7 +171,7 @@ class MaskedSums(Protection):
             )
         if problems:
             raise ConfigError("\n".join(problems))
-        self._terms = self._sum = None
+        self._terms = self._masks = None
         self._training, self._statistics, self._fresh = RepeatedSums(), RepeatedSums(), 0
         self._inner.begin(methods, weighted_by_key)
 
@@ -196,27 +218,28 @@ class MaskedSums(Protection):
         if not messages:
             return []
         nodes, own = [node for node, _ in messages], self.settings
-        self._sum, masks = None, MaskedRound(run.report, nodes, polling(grid), timeout)
+        masks = MaskedRound(run.report, nodes, polling(grid), timeout, own.masked_range, bool(self._dp))
+        self._masks = None
         if not masks.prepare(_able(masks, again), own.masked_threshold, own.masked_neighbours):
             return []
-        self._sum = RoundSum(masks, own.masked_range, bool(self._dp))
-        configs = {n: {**self._sum.config(n), MASK_METRICS: self.publishes_metrics} for n in sorted(masks.present)}
+        self._masks = masks
+        configs = {n: {**masks.config(n), MASK_METRICS: self.publishes_metrics} for n in sorted(masks.present)}
         return [with_config(messages[number][1], config) for number, config in configs.items()]
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
         """Return the limits of a step in which all stay to the end, and whose exchanges are masked sums."""
-        round_sum = self._sum_or_raise
-        if missing := {round_sum.masks.nodes[number].node_id for number in round_sum.masks.present} - members.keys():
+        masks = self._masks_or_raise
+        if missing := {masks.nodes[number].node_id for number in masks.present} - members.keys():
             raise ConfigError(
                 f"masked-sums=true: node {min(missing)} has masks, and takes no part in the synchronised step"
             )
 
-        round_sum.masks.whole = True
+        masks.whole = True
 
         def answer(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-            total = round_sum.of_exchange(tag, tensors)
+            total = masks.of_exchange(tag, tensors)
             self._training.note_sum()
-            return torch.from_numpy(round_sum.point.mean(total, math.fsum(weights)))
+            return torch.from_numpy(masks.point.mean(total, math.fsum(weights)))
 
         return dataclasses.replace(limits, min_members=len(members), answer=answer)
 
@@ -235,11 +258,11 @@ class MaskedSums(Protection):
             return self._inner.pool(run, replies, before)
         moved = run.report.train
         moved.up, moved.counters_up = moved.up + moved.counters_up, 0  # masked floats
-        vectors = self._sum_or_raise.by_number([(reply.node, reply.state) for reply in replies])
+        vectors = self._masks_or_raise.by_number([(reply.node, reply.state) for reply in replies])
         try:
             average = self._average(run, vectors)
         except (MaskingError, ReplyError) as error:  # one client can spoil a sum, and nobody knows which
-            self._sum_or_raise.masks.give_up(str(error))
+            self._masks_or_raise.give_up(str(error))
             return self._inner.pool(run, [], before)
         return self._inner.pool(run, [average] * len(vectors), before) if self._dp else [average]
 
@@ -255,18 +278,18 @@ class MaskedSums(Protection):
         values = split(self._mean(vectors, self._training), _like(terms))
         state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
         extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if MOMENTUM in terms.extras else {}
-        average = Reply(Node(0), self._sum_or_raise.weight(vectors.keys()), state, {}, extras)
+        average = Reply(Node(0), self._masks_or_raise.weight(vectors.keys()), state, {}, extras)
         terms.check(average)
         state.update({name: state[name] + 1 for name in run.parts.counters if name in state})
         return average
 
     def _mean(self, vectors: Mapping[int, Array], sums: RepeatedSums) -> Array:
-        """Return the mean of these clients' vectors; see ``RoundSum.mean`` for what it raises."""
-        round_sum = self._sum_or_raise
+        """Return the mean of these clients' vectors; see ``MaskedRound.mean`` for what it raises."""
+        masks = self._masks_or_raise
         try:
-            return round_sum.mean(vectors)
+            return masks.mean(vectors)
         finally:
-            if round_sum.masks.revealing:  # the sum may be known, also if shares come late or it is out of range
+            if masks.revealing:  # the sum may be known, also if shares come late or it is out of range
                 sums.note_sum()
 
     def check_statistics(self, run: Run, state: State, before: State) -> None:
@@ -279,13 +302,13 @@ class MaskedSums(Protection):
         """Return the moments of all clients' data together."""
         if not replies:
             return []
-        round_sum = self._sum_or_raise
-        vectors = round_sum.by_number(replies)
+        masks = self._masks_or_raise
+        vectors = masks.by_number(replies)
         try:
             values = split(self._mean(vectors, self._statistics), statistics_like(before))
-            return [pooled_statistics(values, round_sum.weight(vectors.keys()), before)]
+            return [pooled_statistics(values, masks.weight(vectors.keys()), before)]
         except (MaskingError, ReplyError) as error:
-            round_sum.masks.give_up(str(error))
+            masks.give_up(str(error))
             return []
 
     def stops_after(self, server_round: int) -> bool:
@@ -321,10 +344,10 @@ class MaskedSums(Protection):
         return self._terms
 
     @property
-    def _sum_or_raise(self) -> RoundSum:
-        if self._sum is None:
+    def _masks_or_raise(self) -> MaskedRound:
+        if self._masks is None:
             raise ConfigError("MaskedSums has no masks yet: call open_round() or open_statistics() first")
-        return self._sum
+        return self._masks
 
 
 def _like(terms: Terms) -> dict[str, Array]:
@@ -347,7 +370,7 @@ def _able(masks: MaskedRound, again: bool) -> list[int]:
     """
     left_out = {number: _LACKS_COUNT for number, node in enumerate(masks.nodes) if not node.num_examples}
     if again:
-        left_out |= {number: _REPEATS for number, node in enumerate(masks.nodes) if has_one_batch(node)}
+        left_out |= {number: _REPEATS for number, node in enumerate(masks.nodes) if _has_one_batch(node)}
     for number, why in left_out.items():
         masks.lose(number, why)
     if set(left_out.values()) == {_REPEATS} and len(left_out) == len(masks.nodes):
@@ -356,6 +379,11 @@ def _able(masks: MaskedRound, again: bool) -> list[int]:
             f"({len(masks.nodes)}): {_REPEATS}. Take a smaller batch-size, leave recalibrate out, or begin anew."
         )
     return [number for number in range(len(masks.nodes)) if number not in left_out]
+
+
+def _has_one_batch(node: Node) -> bool:
+    """Return whether the node has no more examples than a batch, as far as it has said."""
+    return node.batch_size is not None and node.batch_size >= (node.num_examples or 0)
 
 
 def _size(values: Mapping[str, Array]) -> int:

@@ -32,7 +32,6 @@ from fedbn_flwr.privacy.masked_round import MaskedRound
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings, beside_sums
 from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.ring import FixedPoint
-from fedbn_flwr.privacy.round_sum import RoundSum
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import (
@@ -507,7 +506,8 @@ def test_a_client_that_spoils_the_sum_ends_the_round_and_not_the_run(federate, d
 
 def test_parts_of_a_ring_that_are_cut_off_are_no_sum() -> None:
     nodes = [Node(100 + i) for i in range(12)]
-    masks = MaskedRound(RoundReport(1, "train"), nodes, InProcessGrid(ClientApp(), 2), 1.0, frozenset(range(12)), 2)
+    masks = MaskedRound(RoundReport(1, "train"), nodes, InProcessGrid(ClientApp(), 2), 1.0, 1.0, equal=True)
+    masks.present, masks.threshold = frozenset(range(12)), 2
     masks._neighbours = {i: frozenset({(i + step) % 12 for step in (-2, -1, 1, 2)}) for i in range(12)}
     assert masks.enough(frozenset(range(12)))
     assert masks.enough(frozenset(range(12)) - {0, 6})
@@ -661,8 +661,8 @@ def test_a_reply_holds_no_metrics_unless_published(federate, datasets, mlp) -> N
 
 def test_a_client_weighs_its_numbers_by_its_own_count(federate, datasets, mlp, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that gives one client a large weight sees little but its update."""
-    weight = RoundSum.weight
-    monkeypatch.setattr(RoundSum, "weight", lambda self, them: 1e6 if set(them) == {1} else weight(self, them))
+    weight = MaskedRound.weight
+    monkeypatch.setattr(MaskedRound, "weight", lambda self, them: 1e6 if set(them) == {1} else weight(self, them))
     strategy = masked(FedAvg(fraction_evaluate=0.0), masked_threshold=0.51)
     run = federate(strategy, mlp, datasets, rounds=1)
     assert "the server gives this client the weight 1e+06, and it has trained on [5] examples" in run.reason(1)
