@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import GatheredMoments, Moments, tracking_layers
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.norms.own_forward import has_own_forward
 from fedbn_flwr.training.channels import batch_mean_and_variance, per_channel
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.replaced_method import replace_method
@@ -56,12 +57,11 @@ def replaceable_layers(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the layers of ``layers_in_training``, whose forward pass a method can replace.
 
     Raises:
-        NormLayerError: the class of a layer has a forward pass of its own, which would be left out, or TorchScript
-            holds it.
+        NormLayerError: a layer has a forward pass of its own, which would be left out, or TorchScript holds it.
     """
     layers = layers_in_training(model)
     for path, layer in layers.items():
-        if type(layer).forward is not _BatchNorm.forward:
+        if has_own_forward(layer, training=True):
             raise NormLayerError(
                 f"BatchNorm layer '{path}' is a {type(layer).__name__}, which has a forward pass of its own: the "
                 "method would replace it. Use torch's BatchNorm1d, BatchNorm2d or BatchNorm3d."
@@ -102,7 +102,7 @@ def take_forward(model: nn.Module, compute: ForwardFunction) -> Callable[[], Non
     A compiled model runs ``compute`` between its compiled parts.
 
     Raises:
-        NormLayerError: the class of a layer has a forward pass of its own, which would be left out.
+        NormLayerError: a layer has a forward pass of its own, which would be left out.
     """
     undo = [
         replace_method(

@@ -12,12 +12,16 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.report import Replacement, shown_path
 from fedbn_flwr.norms.swap import describe
 
 __all__ = ["DerivedWeightConv", "become", "fan_in", "in_model_order", "plain_convolutions", "refuse_unusual"]
+
+_COMPUTE = ("forward", "_conv_forward")
 
 
 class DerivedWeightConv(_ConvNd):
@@ -43,20 +47,22 @@ def plain_convolutions(model: nn.Module) -> dict[str, _ConvNd]:
     return {path: m for path, m in model.named_modules(remove_duplicate=False) if isinstance(m, kinds)}
 
 
-def refuse_unusual(convolutions: Mapping[str, _ConvNd], why: str) -> None:
-    """Raise NormLayerError if a convolution is lazy, parametrized or has its own arithmetic; the error names them."""
-    bad = [f"{shown_path(path)} ({type(conv).__name__})" for path, conv in convolutions.items() if _is_unusual(conv)]
+def refuse_unusual(layers: Mapping[str, _ConvNd | nn.Linear], why: str) -> None:
+    """Raise NormLayerError if a layer is lazy, parametrized or has its own arithmetic; the error names them."""
+    bad = [f"{shown_path(path)} ({type(layer).__name__})" for path, layer in layers.items() if _is_unusual(layer)]
     if bad:
         raise NormLayerError(
-            f"{why} cannot be used on these convolutions: {', '.join(bad)}. They are lazy and saw no batch, are "
-            "parametrized, or have their own forward. Use plain torch convolutions."
+            f"{why} cannot be used on these layers: {', '.join(bad)}. They are lazy and saw no batch, are "
+            "parametrized, or have their own forward. Use torch's plain layers."
         )
 
 
-def _is_unusual(conv: _ConvNd) -> bool:
-    base = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(conv, kind))
-    changed = any(getattr(type(conv), name) is not getattr(base, name) for name in ("forward", "_conv_forward"))
-    return changed or isinstance(conv, LazyModuleMixin) or is_parametrized(conv)
+def _is_unusual(layer: _ConvNd | nn.Linear) -> bool:
+    base = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear) if isinstance(layer, kind))
+    changed = any(getattr(type(layer), name, None) is not getattr(base, name, None) for name in _COMPUTE)
+    hooks = layer._forward_pre_hooks.values()
+    derived = is_parametrized(layer) or any(isinstance(hook, (WeightNorm, SpectralNorm)) for hook in hooks)
+    return changed or derived or "forward" in vars(layer) or isinstance(layer, LazyModuleMixin)
 
 
 def become(

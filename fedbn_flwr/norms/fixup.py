@@ -104,7 +104,10 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
     head = next((m for m in reversed(list(model.modules())) if isinstance(m, nn.Linear)), None)
     _refuse_others(model, blocks, head, known)
     biased = [conv for block in blocks for conv in (*block.branch, *block.shortcut)]
-    refuse_unusual({paths[id(conv)]: conv for conv in biased}, "a scalar bias (norm='fixup')")
+    layers: list[nn.Conv2d | nn.Linear] = [*biased]
+    if head is not None:
+        layers.append(head)
+    refuse_unusual({paths[id(layer)]: layer for layer in layers}, "a scalar bias (norm='fixup')")
     last = {id(block.norms[-1]) for block in blocks}
     on_shortcut = {id(norm) for block in blocks for norm in block.shortcut_norms}
     fallback = next(model.parameters())
@@ -120,9 +123,6 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
     for block in blocks:
         _start(block.branch, len(blocks))
     order = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    layers: list[nn.Conv2d | nn.Linear] = [*biased]
-    if head is not None:
-        layers.append(head)
     old = {path: describe(m) for path, m in model.named_modules(remove_duplicate=False)}
     model, norms = swap_batchnorm(model, replacement)
     for layer in layers:

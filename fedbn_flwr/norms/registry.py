@@ -97,8 +97,8 @@ def replace_norm(model: nn.Module, kind: str, **options: object) -> tuple[nn.Mod
     Raises:
         ConfigError: the kind or an option is unknown, or an option is out of range.
         NormLayerError: a lazy BatchNorm has not seen a batch, channels are not divisible by the groups, a BatchNorm
-            subclass contains other layers, TorchScript holds a BatchNorm, or the norm is not for this model; the
-            message names the layers.
+            subclass contains other layers or has a forward pass of its own, TorchScript holds a BatchNorm, or the norm
+            is not for this model; the message names the layers.
     """
     if kind not in NORMS:
         raise unknown_name("norm", kind, NORMS)

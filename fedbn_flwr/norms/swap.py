@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.norms.own_forward import has_own_forward
 from fedbn_flwr.norms.report import Replacement, shown_path
 from fedbn_flwr.training.scripted import refuse_scripted
 
@@ -57,12 +58,12 @@ def swap_batchnorm(model: nn.Module, make: LayerMaker) -> tuple[nn.Module, tuple
         The model (the new layer, if the model itself was a BatchNorm) and one row per place.
 
     Raises:
-        NormLayerError: a subclass of BatchNorm contains layers (a fused activation), which would be lost, or
-            TorchScript holds a layer.
+        NormLayerError: a subclass of BatchNorm contains layers (a fused activation) or has a forward pass of its own,
+            which would be lost, or TorchScript holds a layer.
     """
     refuse_scripted(model, "another norm")
     places = batchnorm_places(model)
-    _refuse_fused(places)
+    _refuse_more_than_norms(places)
     made: dict[int, nn.Module] = {}
     rows = []
     for path, layer, parent, name in places:
@@ -88,16 +89,19 @@ def refuse_uninitialised(model: nn.Module) -> None:
         )
 
 
-def _refuse_fused(places: tuple[Place, ...]) -> None:
-    fused = []
+def _refuse_more_than_norms(places: tuple[Place, ...]) -> None:
+    """Raise NormLayerError if a layer does more than BatchNorm, which its replacement would not do."""
+    lost = []
     for path, layer, _, _ in places:
         children = [type(child).__name__ for child in layer.children() if not isinstance(child, nn.Identity)]
         if children:
-            fused.append(f"{shown_path(path)} ({type(layer).__name__} holds {', '.join(children)})")
-    if fused:
+            lost.append(f"{shown_path(path)} ({type(layer).__name__} holds {', '.join(children)})")
+        elif has_own_forward(layer, training=True):
+            lost.append(f"{shown_path(path)} ({type(layer).__name__} has a forward pass of its own)")
+    if lost:
         raise NormLayerError(
-            "replacing these BatchNorm subclasses would lose the layers inside them: "
-            f"{', '.join(fused)}. Move those layers out of the norm layer."
+            "replacing these BatchNorm subclasses would lose what they do beside normalising (an activation, a scale): "
+            f"{', '.join(lost)}. Move it into a layer after the norm layer, or use norm='batch'."
         )
 
 

@@ -11,6 +11,7 @@ import torch
 import torchvision.models
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedbn_flwr.errors import NormLayerError
@@ -230,6 +231,19 @@ def test_other_networks_are_refused_with_the_reason(make: Callable[[], nn.Module
     with torch.device("meta"):
         model = make()
     with pytest.raises(NormLayerError, match=rf"for residual networks .* is not one: .*{problem}.* Use another norm"):
+        replace_norm(model, "fixup")
+
+
+class Cosine(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.normalize(input))
+
+
+@pytest.mark.parametrize("make", [lambda: Cosine(64, 5), lambda: weight_norm(nn.Linear(64, 5))])
+def test_a_classifier_with_arithmetic_of_its_own_is_not_made_plain(make: Callable[[], nn.Module]) -> None:
+    model = small()
+    model.fc = make()
+    with pytest.raises(NormLayerError, match=r"fc \("):
         replace_norm(model, "fixup")
 
 

@@ -105,7 +105,7 @@ def test_unusual_convolutions_are_refused_by_name(kind: str) -> None:
             return super().forward(input) * 2
 
     for conv in (Own(3, 4, 1), parametrizations.weight_norm(nn.Conv2d(3, 4, 1))):
-        with pytest.raises(NormLayerError, match=r"standardisation .* convolutions: 0\.0 \("):
+        with pytest.raises(NormLayerError, match=r"standardisation .* layers: 0\.0 \("):
             replace_norm(nn.Sequential(nn.Sequential(conv), nn.BatchNorm2d(4)), kind)
 
 

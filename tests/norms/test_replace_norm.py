@@ -8,7 +8,9 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.norms import NORMS, NormReport, Replacement, batchnorm_places, replace_norm
@@ -30,6 +32,65 @@ class Fused(nn.BatchNorm2d):
     def __init__(self, channels: int, act: nn.Module) -> None:
         super().__init__(channels)
         self.act = act
+
+
+class Relu(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class Scaled(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 0.2 * super().forward(input)
+
+
+class Leaky(nn.BatchNorm2d):
+    """The slope is an attribute, as in InPlaceABN."""
+
+    slope = 0.01
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.leaky_relu(super().forward(input), self.slope)
+
+
+class Dropped(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.dropout(super().forward(input), 0.5, self.training)
+
+
+class Gated(nn.BatchNorm2d):
+    """Its gate of 1 changes nothing yet, and learns."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.gate = nn.Parameter(torch.ones(1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.gate * super().forward(input)
+
+
+class Conditional(nn.BatchNorm2d):
+    def forward(self, input: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input) * scale
+
+
+class ChannelsLast(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.movedim(3, 1)).movedim(1, 3)
+
+
+class Cast(nn.BatchNorm2d):
+    """Harmless: only the dtype changes on the way."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.float()).to(input.dtype)
+
+
+def patched(channels: int) -> nn.BatchNorm2d:
+    layer = nn.BatchNorm2d(channels)
+    plain = layer.forward
+    layer.forward = lambda input: plain(input).relu()  # type: ignore[method-assign]
+    return layer
 
 
 class Twice(nn.Module):
@@ -247,6 +308,29 @@ def test_a_batchnorm_with_layers_of_its_own_is_refused_by_name(kind: str) -> Non
     with pytest.raises(NormLayerError, match=r"0 \(Fused holds ReLU\)"):
         replace_norm(nn.Sequential(Fused(4, nn.ReLU())), kind)
     assert len(replace_norm(nn.Sequential(Fused(4, nn.Identity())), kind)[1]) == 1
+
+
+@pytest.mark.parametrize("kind", REPLACING)
+@pytest.mark.parametrize(
+    "make",
+    [Relu, Scaled, Leaky, Dropped, Gated, Conditional, ChannelsLast, patched, lambda c: weight_norm(Cast(c), dim=None)],
+)
+@pytest.mark.parametrize("gamma", [0.0, 1.0])
+def test_what_a_batchnorm_does_beside_normalising_is_not_lost(make, kind: str, gamma: float) -> None:
+    """Also where gamma is still zero, as at the end of a residual branch, and the output tells nothing."""
+    layer = make(4)
+    with torch.no_grad():
+        layer.bias.zero_()
+        if gamma == 0.0:
+            layer.weight.zero_()
+    with pytest.raises(NormLayerError, match=r"1\.0 \(.*forward pass of its own|1\.0 \(.* holds"):
+        replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(layer)), kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_batchnorm_that_casts_alone_is_replaced(dtype: torch.dtype) -> None:
+    model = nn.Sequential(Cast(4, dtype=dtype), nn.SyncBatchNorm(4, affine=False), nn.BatchNorm1d(4))
+    assert len(replace_norm(model, "group")[1]) == 3
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (3, 4, 1), (1, 4), (3, 4, 1, 1)])

@@ -28,14 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.norms.convolution import DerivedWeightConv
-from fedbn_flwr.norms.renorm import BatchRenorm
+from fedbn_flwr.norms.own_forward import has_own_forward
 from fedbn_flwr.norms.report import shown_path
 
 __all__ = ["Folding", "fold"]
 
 _PLAIN = {nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear}
 _HIDDEN = "the model reaches its layers in other ways than by their paths, so that folding would change its outputs"
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchRenorm)
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _layer_before(norm: nn.Module, uses: _Uses, paths: Mapping[nn.Module, str]) 
     """Return the layer that a norm layer can be folded into; else None, and why."""
     if not isinstance(norm, _BatchNorm):
         return None, f"{type(norm).__name__} computes its statistics from each example"
-    if _unusual(norm) or type(norm).forward not in {kind.forward for kind in _NORMS}:
+    if _unusual(norm) or has_own_forward(norm, training=False):
         return None, f"{type(norm).__name__} has hooks or a forward of its own"
     if norm.running_mean is None or norm.training:
         return None, "it has no running statistics in use"

@@ -1,0 +1,79 @@
+"""Whether the forward pass of a BatchNorm subclass does more than BatchNorm, found out by trying it. Torch only.
+
+What replaces such a layer, or its forward pass, would lose an activation, a scale or a slope without a word. A mere
+cast of the input and back loses nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["has_own_forward"]
+
+_OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+_ENTRIES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+_SHAPES = ((5, 4, 3), (5,), (5, 4), (5, 4, 3, 2))  # examples and positions; the channels come second
+
+
+def has_own_forward(layer: _BatchNorm, *, training: bool) -> bool:
+    """Return whether a layer's output is something else than BatchNorm's.
+
+    A layer with torch's forward pass is not tried. Another one is, on a copy with random entries: it is BatchNorm's if
+    it has the same outputs. A layer that cannot be tried, or that has entries beside BatchNorm's, has its own.
+
+    Args:
+        layer: it does not change.
+        training: whether the outputs in train mode count, too; else those in eval mode alone.
+    """
+    if "forward" not in vars(layer) and type(layer).forward in _OF_TORCH:
+        return False
+    entries = {*layer._parameters, *layer._buffers}
+    if "forward" in vars(layer) or layer._modules.get("parametrizations") or not entries <= _ENTRIES:
+        return True
+    try:
+        copied = _with_random_entries(layer)
+        modes = (False, True) if training else (False,)
+        return any(_differs(copied.train(mode), _input(copied)) for mode in modes)
+    except Exception:  # a forward pass of the user's own may raise anything, and deepcopy may refuse the layer
+        return True
+
+
+def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
+    """Return a copy in float32 on the CPU. Gamma and beta of 1 and 0, or of 0, would hide what follows them."""
+    copied = copy.deepcopy(layer).to_empty(device="cpu").float()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for entry in (copied.weight, copied.bias, copied.running_mean):
+            if entry is not None:
+                entry.copy_(torch.randn(entry.shape, generator=draw))
+        if copied.running_var is not None:
+            copied.running_var.copy_(1 + torch.rand(copied.running_var.shape, generator=draw))
+        if copied.num_batches_tracked is not None:
+            copied.num_batches_tracked.zero_()
+    return copied
+
+
+def _input(layer: _BatchNorm) -> Tensor:
+    """Return a random input that the layer takes."""
+    for first, *others in _SHAPES:
+        x = torch.randn((first, layer.num_features, *others), generator=torch.Generator().manual_seed(1))
+        try:
+            layer._check_input_dim(x)  # type: ignore[no-untyped-call]
+        except ValueError:
+            continue
+        return x
+    raise ValueError(f"{type(layer).__name__} takes no input of 2 to 5 dimensions")
+
+
+@torch.no_grad()
+def _differs(layer: _BatchNorm, x: Tensor) -> bool:
+    by_batch = layer.training or layer.running_mean is None
+    statistics = (None, None) if by_batch else (layer.running_mean, layer.running_var)
+    expected = functional.batch_norm(x, *statistics, layer.weight, layer.bias, by_batch, 0.0, layer.eps)
+    output = layer(x)
+    return output.shape != x.shape or not torch.allclose(output, expected, rtol=1e-4, atol=1e-5)
