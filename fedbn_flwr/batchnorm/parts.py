@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from fedbn_flwr.training.freezing import holds_eval
+from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
 
 __all__ = ["BatchNormLayer", "Part", "Parts", "entry_name", "fixed_entries", "learning_parts", "split_state"]
@@ -131,14 +131,14 @@ def fixed_entries(model: nn.Module) -> frozenset[str]:
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     fixed = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    parts = split_state(model)
+    parts, in_eval = split_state(model), stays_in_eval(model)
     for path, module in modules.items():
         buffers = dict(module.named_buffers(recurse=False))
         if not _moves_buffers(module, buffers):
             constant = (leaf for leaf, b in buffers.items() if b.is_floating_point() or b.is_complex())
             fixed.update({entry_name(path, leaf) for leaf in constant} & parts.part_of.keys())
     for layer in parts.layers:
-        if holds_eval(modules[layer.path]):
+        if modules[layer.path] in in_eval:
             fixed.update(name for leaf, name in layer.entries.items() if _part_of_leaf(leaf) != Part.AFFINE)
     return frozenset(fixed)
 

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.batches import Batches, join_last, with_positions
 from fedbn_flwr.training.channels import other_axes
+from fedbn_flwr.training.freezing import left_in_eval
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.randomness import seeded
@@ -187,7 +188,7 @@ def reestimate_statistics(
     """Return the statistics of every BatchNorm layer from one pass in train mode; the model does not change.
 
     BatchNorm normalises with each batch's own statistics; running statistics are neither used nor changed. Layers that
-    the model itself keeps in eval mode are left out.
+    the model itself keeps in eval mode, or has in it while it is in train mode, are left out.
 
     Args:
         model: has the weights to use, on the device to use.
@@ -212,8 +213,11 @@ def reestimate_statistics(
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         gathered.gather(layer, moments_of(args[0] if args else kwargs["input"]))
 
+    in_eval = left_in_eval(model).values()
     with kept_modes(model), torch.no_grad():
         model.train(layers is None)
+        for layer in in_eval:
+            layer.training = False
         for layer in layers or ():
             layer.training = True  # also a layer that ``train`` leaves in eval mode
         prepared = inputs_for(model)

@@ -19,6 +19,7 @@ from fedbn_flwr.batchnorm.reestimation import GatheredMoments, Moments, tracking
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.own_forward import has_own_forward
 from fedbn_flwr.training.channels import batch_mean_and_variance, per_channel
+from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.replaced_method import replace_method
 from fedbn_flwr.training.scripted import refuse_scripted
@@ -41,15 +42,17 @@ ForwardFunction = Callable[[_BatchNorm, Tensor], Tensor]
 def layers_in_training(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return the BatchNorm layers that track running statistics once the model is in train mode, by path.
 
-    Layers that the model keeps in eval mode are left out. A layer registered at several paths has its first one.
+    Layers that the model keeps in eval mode, or has in it while it trains itself, are left out. A layer registered at
+    several paths has its first one.
 
     Raises:
         NormLayerError: TorchScript holds a layer.
     """
     refuse_scripted(model, "statistics in training")
+    in_eval = stays_in_eval(model)
     with kept_modes(model):
         model.train()
-        layers = set(tracking_layers(model))
+        layers = {*tracking_layers(model)} - in_eval
     return {path: module for path, module in model.named_modules() if module in layers}
 
 

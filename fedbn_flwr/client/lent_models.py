@@ -8,6 +8,7 @@ all clients. What a model keeps in other Python attributes stays: let ``client_f
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,11 +21,14 @@ from torch.nn.parameter import is_lazy
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.freezing import keep_eval
 from fedbn_flwr.training.memory_format import MemoryFormat, set_memory_format
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, unwrap
 
 __all__ = ["BuildModel", "LentModel", "lender", "two_inputs"]
+
+logger = logging.getLogger("flwr")
 
 BuildModel = Callable[[], nn.Module]
 
@@ -111,7 +115,14 @@ def _lendable(model: nn.Module, memory_format: MemoryFormat, example: Callable[[
             f"entry '{lazy[0]}' of the model is lazy, and has no shape yet ({len(lazy)} entries). Run one batch "
             "through the model first, in the function that builds it."
         )
+    if told := keep_eval(unwrap(model)):
+        _warn(told)
     return LentModel.of(set_memory_format(model, memory_format, example))
+
+
+@functools.cache  # once in a process: a model may be built for every message
+def _warn(text: str) -> None:
+    logger.warning("%s", text)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedBS, Strategy
-from fedbn_flwr.training.freezing import train_only
+from fedbn_flwr.training.freezing import keep_eval, train_only
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.settings import LocalTraining
 
@@ -139,6 +139,8 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
             f"bn-momentum={config.bn_momentum:g} replaces the momentum of {len(replaced)} BatchNorm layers of model "
             f"{config.model!r} (of {replaced[0]}). Set bn-momentum to the value that the model should have."
         )
+    if told := keep_eval(model):
+        warnings.append(f"model {config.model!r}: {told} frozen-bn has no effect on them.")
     train_only(model, split(config.train_only), config.frozen_bn)
     return model, warnings
 

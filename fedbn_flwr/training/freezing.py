@@ -5,6 +5,9 @@ running ones move. ``eval`` (the default): the running ones, which stay as they 
 network remains one fixed function. It is what Keras does with ``trainable = False`` and torchvision's detectors with
 ``FrozenBatchNorm2d``. ``train``: the batch's, and the running ones move, so a client's part adapts to its inputs with
 fixed weights (AdaBN, Li et al. 2016, arXiv:1603.04779; fastai and Lightning train BatchNorm in frozen parts).
+
+A model may come with BatchNorm in eval mode, which ``model.train()`` would undo: its author froze it, and it stays so.
+Parameters without ``requires_grad`` say nothing about the statistics, as in torch.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.replaced_method import replace_method
 
-__all__ = ["FrozenBN", "hold_eval", "holds_eval", "train_only"]
+__all__ = ["FrozenBN", "hold_eval", "holds_eval", "keep_eval", "left_in_eval", "stays_in_eval", "train_only"]
 
 FrozenBN = Literal["eval", "train"]
 
@@ -73,6 +77,46 @@ def holds_eval(layer: nn.Module) -> bool:
     """Return whether a layer is kept in eval mode by ``hold_eval``."""
     held = vars(layer).get("train")
     return isinstance(held, functools.partial) and held.func is _stay
+
+
+def left_in_eval(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers that a model in train mode has in eval mode, by path; a shared one has each path.
+
+    A model that is in eval mode as a whole, as loaders of pretrained weights return it, says nothing of its layers.
+    """
+    modules = model.named_modules(remove_duplicate=False)
+    return {path: layer for path, layer in modules if isinstance(layer, _BatchNorm) and model.training > layer.training}
+
+
+def keep_eval(model: nn.Module) -> str:
+    """Keep the layers of ``left_in_eval`` as they are, through ``model.train()``; return what to tell the user.
+
+    Returns:
+        A sentence that names the layers; "" if there are none but those that are kept already.
+    """
+    left = {layer: path for path, layer in reversed(left_in_eval(model).items()) if not holds_eval(layer)}
+    for layer in left:
+        hold_eval(layer)
+    if not left:
+        return ""
+    paths = list(reversed(left.values()))
+    names = ", ".join(path or "the model itself" for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+    return (
+        f"{len(paths)} BatchNorm layer(s) are in eval mode in the model as it is built ({names}): they stay so, and "
+        "their running statistics do not change. If they shall train, call model.train() where the model is built; "
+        "to freeze parameters alone, use train-only or requires_grad_(False)."
+    )
+
+
+def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
+    """Return the BatchNorm layers that training leaves in eval mode.
+
+    They are those of ``left_in_eval``, those of ``hold_eval`` and those that a ``train`` of the model's own leaves so.
+    """
+    given = left_in_eval(model).values()
+    with kept_modes(model):
+        model.train()
+        return frozenset([*given, *(m for m in model.modules() if isinstance(m, _BatchNorm) and not m.training)])
 
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:

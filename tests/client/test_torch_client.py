@@ -351,6 +351,30 @@ def test_fit_trains_with_the_random_streams_and_rate_of_the_round(client, points
     }
 
 
+@pytest.mark.parametrize("given", ["a model", "a function"])
+def test_batchnorm_that_the_model_has_in_eval_mode_stays_so(given: str, points, mlp, caplog) -> None:
+    """Against a step of plain torch on all examples; the model is named once, not for every message."""
+
+    def build() -> nn.Module:
+        model = mlp().train()
+        model[1].eval()
+        return model
+
+    plain, data = build(), points(10, 1)
+    nn.init.constant_(plain[1].running_mean, 0.3)
+    start = arrays(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    F.cross_entropy(plain(data.inputs), data.targets).backward()
+    optimizer.step()
+    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=0)
+    for _ in range(2):
+        client = TorchClient(build() if given == "a model" else build, data, points(6, 2), settings)
+        got, _, _ = client.fit(start, {"server-round": 1})
+        assert all(np.allclose(a, b, rtol=1e-12) for a, b in zip(got, arrays(plain), strict=True))
+        assert client.statistics(start, {"server-round": 1})[0] == []
+    assert len([record for record in caplog.records if "eval mode" in record.message]) <= 1
+
+
 def test_clients_without_a_partition_id_draw_from_streams_of_their_own(points, mlp) -> None:
     """Their node ids tell them apart: they had one stream, so that equal data gave equal batches and dropout."""
 

@@ -16,7 +16,7 @@ from torchvision.models import resnet18
 
 from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Diagnosis, Finding, Training, diagnose_state
-from fedbn_flwr.doctor.by_batch import layers_of
+from fedbn_flwr.doctor.by_batch import held_layers, layers_of
 from fedbn_flwr.doctor.data_rules import train_test_mismatch
 from fedbn_flwr.doctor.gradients import _training_copy
 from fedbn_flwr.doctor.measured import Measured
@@ -588,6 +588,13 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(held: str, by: str, tr
     assert any(f"BatchNorm layers are held in eval mode ({held.replace(' and', ',')})" in note for note in found.notes)
     assert ("shift" in found.measures) == (held == "1")
     assert found.measures["layers"]["1"]["batch-deviation"]["mean"][0] > 0, "figures stay"
+
+
+def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_counts_as_held(trained: nn.Module) -> None:
+    model = copy.deepcopy(trained).train()
+    model[1].eval()
+    assert held_layers(model) == ["1"]
+    assert [layer.training for layer in layers_of(_training_copy(model)).values()] == [False, True]
 
 
 def test_a_model_that_cannot_be_copied_is_measured_in_part(trained: nn.Module, loaders: Loaders) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.strategies.fixbn import FreezeBN
-from fedbn_flwr.training.freezing import FrozenBN, holds_eval, train_only
+from fedbn_flwr.training.freezing import FrozenBN, keep_eval, left_in_eval, stays_in_eval, train_only
 
 
 def lenet() -> nn.Module:
@@ -62,8 +62,7 @@ def test_frozen_batchnorm_stays_in_its_mode(frozen_bn: FrozenBN) -> None:
         one.eval()
         one.train()
         assert (one.norm1.training, one.norm2.training) == (frozen_bn == "train", True)
-        assert holds_eval(one.norm1) == (frozen_bn == "eval")
-        assert not holds_eval(one.norm2)
+        assert stays_in_eval(one) == ({one.norm1} if frozen_bn == "eval" else set())
 
 
 def test_fixbn_gives_it_back_as_it_was() -> None:
@@ -87,3 +86,44 @@ def test_a_group_norm_has_no_mode_to_keep() -> None:
     train_only(model, ["fc3"])
     assert all(module.training for module in model.train().modules())
     assert model(torch.zeros(2, 1, 28, 28)).requires_grad
+
+
+def normed(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Sequential(nn.BatchNorm1d(3)), *layers)
+
+
+def test_batchnorm_that_a_model_has_in_eval_mode_stays_so() -> None:
+    model = normed()
+    model[3].eval()
+    model[2].eval()
+    assert list(left_in_eval(model)) == ["3.0"]
+    assert "3.0" in keep_eval(model)
+    assert keep_eval(model) == "", "told once"
+    for one in (model, copy.deepcopy(model)):
+        one.eval()
+        one.train()
+        assert [module.training for module in one] == [True, True, True, True]
+        assert stays_in_eval(one) == {one[3][0]}
+        assert not one[3][0].training
+
+
+def test_a_model_in_eval_mode_as_a_whole_and_parameters_without_gradient_say_nothing() -> None:
+    for model in (normed().eval(), normed().requires_grad_(False)):
+        assert keep_eval(model) == ""
+        assert all(module.training for module in model.train().modules())
+
+
+def test_a_shared_layer_is_held_once_and_a_train_of_the_models_own_counts() -> None:
+    class Own(nn.Sequential):
+        def train(self, mode: bool = True) -> nn.Module:
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    shared = nn.BatchNorm1d(3).eval()
+    model = normed(shared, shared)
+    assert "1 BatchNorm layer" in keep_eval(model)
+    own = Own(*normed())
+    own.train(False)
+    assert stays_in_eval(own) == {own[1]}
+    assert not any(module.training for module in own.modules()), "asking changes no mode"

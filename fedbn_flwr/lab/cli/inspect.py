@@ -59,14 +59,15 @@ def inspect(
 
 
 def _layers(inspection: Inspection) -> Table:
-    """Return the BN layers; with ``train-only`` whether they train."""
+    """Return the BN layers; where some parameters or statistics are frozen, what of each trains."""
     table = Table("BN layer", "entries", box=None)
-    if inspection.frozen:
+    if inspection.frozen or inspection.fixed:
         table.add_column("training")
     for layer in inspection.parts.layers:
+        learns = layer.entries.get("weight") not in {None, *inspection.frozen}
         training = "trains"
         if layer.path in inspection.fixed:
-            training = "frozen, in eval mode"
+            training = "gamma and beta only, in eval mode" if learns else "frozen, in eval mode"
         elif layer.entries.get("weight") in inspection.frozen:
             training = "statistics only"
         cells = [layer.path or "(the model itself)", " ".join(layer.entries), training]
@@ -109,4 +110,4 @@ def _notes(inspection: Inspection) -> Iterator[str]:
         yield line
     if inspection.frozen:
         number = len(inspection.frozen)
-        yield f"train-only: {number} parameters are frozen. They are equal on all clients, and sent anyway."
+        yield f"{number} parameters are frozen. They are equal on all clients, and sent anyway."

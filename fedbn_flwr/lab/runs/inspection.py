@@ -21,7 +21,7 @@ from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies.fixbn import FreezePlan, freeze_plan, freeze_round
-from fedbn_flwr.training.freezing import holds_eval
+from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.modes import kept_modes
 
 __all__ = ["Inspection", "Phase", "batchnorm_calls", "inspect_model"]
@@ -59,7 +59,8 @@ class Inspection:
         plain: traffic of a round of FedAvg with the same model.
         warnings: why the method would have no effect, or only a part of it.
         frozen: the parameters that do not train (``train-only``); they are sent all the same.
-        fixed: the BN layers whose running statistics do not move either (``frozen-bn=eval``).
+        fixed: the BN layers whose running statistics do not move either (``frozen-bn=eval``,
+            or the model's own function leaves them in eval mode).
     """
 
     parts: Parts
@@ -116,7 +117,7 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     start, later = costs.rounds()
     calls = batchnorm_calls(model, config) if methods.whole.exchanges else ()
     step = costs.synchronised_step(calls, model) if methods.whole.exchanges else None
-    plan = freeze_plan(methods)
+    plan, in_eval = freeze_plan(methods), stays_in_eval(model)
     refused = [f"{fit.text}; the model has {fit.has or 'none'}: a run is refused" for fit in misfits(config, model)]
     return Inspection(
         parts=costs.parts,
@@ -129,7 +130,7 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         plain=costs.one_round(costs.everything, costs.everything),
         warnings=(*refused, *partly_without_effect(costs.parts, methods), *config.warnings(), *_uncounted(config)),
         frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
-        fixed=tuple(path for path, module in model.named_modules() if holds_eval(module)),
+        fixed=tuple(path for path, module in model.named_modules() if module in in_eval),
     )
 
 
@@ -264,7 +265,8 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
         x = args[0] if args else kwargs["input"]
         calls.append((x.shape[1], x.requires_grad))
 
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and not holds_eval(module)]
+    in_eval = stays_in_eval(model)
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and module not in in_eval]
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
         with kept_modes(model), torch.enable_grad():

@@ -175,9 +175,10 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     methods, parts = config.methods(), split_state(model)
     run = replace(config.run_settings(), parts=parts, shapes=shapes)
     found = [problem for problem in methods.problems(run) if problem.kind == "model"]
-    if config.train_only and not found:
+    if not found:
         which = "gamma and beta of" if config.frozen_bn == "train" else "all of"
-        has = f"{parts.named_layers()}, and train-only={config.train_only} freezes {which} them"
+        by = f"train-only={config.train_only} freezes {which} them" if config.train_only else "freezes them itself"
+        has = f"{parts.named_layers()}, and {by}"
         run = replace(run, parts=learning_parts(model))
         found = [problem._replace(has=has) for problem in methods.problems(run) if problem.kind == "model"]
     return found

@@ -22,7 +22,7 @@ from fedbn_flwr.lab.runs import app as flower_app
 from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.lab.runs.start_checks import check
-from fedbn_flwr.training.freezing import holds_eval
+from fedbn_flwr.training.freezing import stays_in_eval
 
 SMALL = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8}
 
@@ -103,7 +103,7 @@ def test_clients_get_the_model_as_it_is_built(settings: dict[str, Any], monkeypa
 
 def about(model: nn.Module) -> list[Any]:
     modules = [
-        (path, type(module), module.training, holds_eval(module), getattr(module, "momentum", None))
+        (path, type(module), module.training, module in stays_in_eval(model), getattr(module, "momentum", None))
         for path, module in model.named_modules()
     ]
     parameters = [(name, p.requires_grad, p.stride(), p.device) for name, p in model.named_parameters()]

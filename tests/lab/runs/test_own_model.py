@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from fedbn_flwr.batchnorm.parts import fixed_entries
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
@@ -71,6 +74,14 @@ class PairInTraining(nn.Sequential):
 def pair_in_training(): return PairInTraining(nn.Flatten(), nn.Linear(64, 10))
 def frozen(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(False)
 def lazy(): return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+
+def in_eval(num_classes):
+    layers = [nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)]
+    model = nn.Sequential(*layers, nn.Linear(8, num_classes))
+    model[2].eval()
+    model[4].requires_grad_(False)
+    return model
+
 def softmax(): return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10), nn.Softmax(1))
 
 def needs(depth, num_classes, width): pass
@@ -101,6 +112,33 @@ def test_a_run_with_an_own_model_in_worker_processes_too(quick_config: Any, tmp_
 def test_a_model_that_views_its_memory_is_trained_and_tested(quick_config: Any, tmp_path: Path, strategy: str) -> None:
     run(quick_config(model="my_nets:Viewed", strategy=strategy), tmp_path / "out")
     assert evaluate_run(tmp_path / "out", {})
+
+
+@pytest.mark.parametrize("trains", ["", "5"])
+@pytest.mark.parametrize("strategy", ["fedavg", "fixbn", "staticbn", "fbn", "centralized"])
+def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
+    quick_config: Any, tmp_path: Path, strategy: str, trains: str
+) -> None:
+    """Also with frozen-bn=train. What has no gradient but is in train mode keeps training statistics, as in torch."""
+    further = {"train-only": trains, "frozen-bn": "train"} if trains else {}
+    config = quick_config(model="my_nets:in_eval", strategy=strategy, **further)
+    run(config, tmp_path / "out")
+    start, end = make_model(config).state_dict(), load_file(tmp_path / "out/model.safetensors")
+    moved = {name for name, value in start.items() if not torch.equal(value, end[name])}
+    counter = set() if strategy in ("staticbn", "fbn") else {"4.num_batches_tracked"}
+    entries = {f"{index}.{leaf}" for index in trains or "1235" for leaf in ("weight", "bias")}
+    assert moved == entries | {"4.running_mean", "4.running_var"} | counter
+
+
+def test_what_is_frozen_by_the_function_is_told(quick_config: Any) -> None:
+    told = [text for text in check(quick_config(model="my_nets:in_eval")).warnings if "eval mode" in text]
+    assert len(told) == 1
+    assert "(2)" in told[0]
+    asked = ["--model", "my_nets:in_eval", "--strategy", "fedavg", "--dataset", "digits"]
+    shown = CliRunner().invoke(app, ["inspect", *asked]).output
+    lines = {line.split()[0]: line.rstrip() for line in shown.splitlines() if line.startswith((" 2", " 4"))}
+    assert lines["2"].endswith("gamma and beta only, in eval mode")
+    assert lines["4"].endswith("statistics only")
 
 
 def test_it_is_seeded_and_takes_rows_and_norms() -> None:
