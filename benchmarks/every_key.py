@@ -160,6 +160,7 @@ ELSEWHERE = {
     "encoding": "tests/lab/data/test_tables.py",
     "standardise": OWN_DATA,
     "skip-unreadable": OWN_DATA,
+    "intensity-range": "tests/lab/data/test_image_files.py",
     "test-share": OWN_DATA,
     "cache-gib": OWN_DATA,
     "data-workers": OWN_DATA,

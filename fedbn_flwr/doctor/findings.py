@@ -112,7 +112,9 @@ class Diagnosis:
         verdict = "Nothing found."
         if self.not_measured:  # no finding, and no proof of health
             lacking = len(self.not_measured)
-            verdict = f"Nothing found in what was measured. Not known: {lacking} part{'s' if lacking > 1 else ''}, below."
+            verdict = (
+                f"Nothing found in what was measured. Not known: {lacking} part{'s' if lacking > 1 else ''}, below."
+            )
         if number:
             verdict = f"{number} finding{'s' if number > 1 else ''}, the cause first."
         blocks = [f"{self.about}{gap}**{verdict}**" if heading else f"{self.about}{gap}{verdict}"]

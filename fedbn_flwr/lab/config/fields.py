@@ -151,6 +151,12 @@ class Fields(MethodSettings):
     skip_unreadable: bool = _key(
         "own data and models", False, "leave out image files that cannot be read, and list them"
     )
+    intensity_range: str = _key(
+        "own data and models",
+        "",
+        "`folder:`, `hf:`: LOW,HIGH, the values that become 0 and 255 in images with more than 8 bits a channel; empty "
+        "= 0,65535",
+    )
     test_share: float = _key(
         "own data and models", 0.2, "share of own data that is the test part, where the data have none", gt=0, lt=1
     )

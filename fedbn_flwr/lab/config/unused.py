@@ -130,6 +130,7 @@ def _of_data(config: Values) -> Conditions:
             "it is for own data with classes, without positive-values",
         ),
         "skip_unreadable": (config.dataset.startswith("folder:"), "it is for dataset=folder:"),
+        "intensity_range": (config.dataset.startswith(("folder:", "hf:")), "it is for dataset=folder: and hf:"),
         "test_share": (of_user, "it is for own data"),
         "held_out_clients": (
             not config.data_on_nodes() and not config.shares_nothing(),

@@ -47,6 +47,7 @@ _OF_READING = (
     "decimal",
     "encoding",
     "skip-unreadable",
+    "intensity-range",
     "test-share",
     "cache-gib",
     "data-workers",

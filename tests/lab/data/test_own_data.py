@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config, read_overrides
@@ -284,9 +285,10 @@ def _tables(tmp_path: Path, **texts: str) -> dict[str, object]:
     return {"dataset": f"csv:{tmp_path / 't'}", "label-column": "target"}
 
 
-def _sixteen_bits(settings: dict[str, object]) -> dict[str, object]:
-    path = Path(str(settings["dataset"]).removeprefix("folder:")) / "a/0.png"
-    Image.fromarray(np.full((4, 6), 4000, np.uint16)).save(path)
+def _of_floats(settings: dict[str, object]) -> dict[str, object]:
+    path = Path(str(settings["dataset"]).removeprefix("folder:")) / "a/0.tif"
+    path.with_suffix(".png").unlink()
+    Image.fromarray(np.full((4, 6), 0.5, np.float32)).save(path)
     return settings
 
 
@@ -388,7 +390,7 @@ BAD = {
     ),
     "NaN in an array": (lambda p: _npz(p, x=np.full((3, 2), np.nan), y=np.arange(3)), "6 .* x .*missing=mean"),
     "an infinite target": (lambda p: _npz(p, x=np.zeros((3, 2)), y=np.array([0.5, np.inf, 1.5])), "1 of the 3 .* y "),
-    "images of 16 bits": (lambda p: _sixteen_bits(_folder(p, {"a": 2, "b": 2})), r"1 of 4 .*mode I;16"),
+    "images of 32 bits": (lambda p: _of_floats(_folder(p, {"a": 2, "b": 2})), r"1 of 4 .*mode F.*intensity-range"),
     "masks of 0 and 255": (lambda p: _masks(p, [0, 255, 0]), "0 and 255.*0 and 1"),
     "masks in colour": (lambda p: _masks(p, [0, 1, 0], "RGB"), r"mask .*0\.png cannot be read"),
     "masks beyond num-classes": (lambda p: {**_masks(p, [0, 4, 1]), "num-classes": 3}, "num-classes=3.* class 4: 5 "),
@@ -513,10 +515,63 @@ def test_classes_with_gaps_are_warned_of(tmp_path: Path) -> None:
     np.savez(tmp_path / "few.npz", x=np.zeros((4, 2)), y=np.array([0, 4, 9, 9]))
     assert (own_info(own("npz", tmp_path / "few.npz"))).warnings == ()
     np.savez(tmp_path / "p.npz", x=np.zeros((4, 2, 2), np.uint8), y=np.full((4, 2, 2), 128))
-    assert own_info(own("npz", tmp_path / "p.npz")).warnings[0].startswith("1 class, and the largest is 128: a model")
     _masks(tmp_path, [0, 128, 255])
-    masks = own_info(own("folder", tmp_path / "bad"))
-    assert masks.warnings[0].startswith("2 classes, and the largest is 128: a model has 129 outputs")
+    for kind, name, said in (("npz", "p.npz", "1 class, and"), ("folder", "bad", "values 0, 128: 2 classes, and")):
+        with pytest.raises(DataError, match=f"{said} the largest is 128: a model has 129 outputs"):
+            own_info(own(kind, tmp_path / name))
+        assert own_info(own(kind, tmp_path / name, num_classes=129)).num_classes == 129
+
+
+BLURS = ("bilinear", "bicubic", "lanczos", "enlarged", "jpeg 95", "jpeg 75", "jpeg 30")
+
+
+def _blurred(mask: Image.Image, how: str) -> np.ndarray:
+    if how.startswith("jpeg"):
+        file = io.BytesIO()
+        mask.save(file, "JPEG", quality=int(how[5:]))
+        return np.array(Image.open(file))
+    if how == "enlarged":
+        return np.array(mask.resize((20, 20), Image.Resampling.NEAREST).resize((64, 64), Image.Resampling.BILINEAR))
+    return np.array(mask.resize((64, 64), Image.Resampling[how.upper()]))
+
+
+@pytest.mark.parametrize("how", ["nearest", *BLURS])
+@pytest.mark.parametrize("classes", [[255], [128], [60, 120, 240], [1, 2], [*range(1, 15)]])
+def test_masks_that_were_resized_or_compressed_with_loss_are_refused(tmp_path: Path, how: str, classes: list) -> None:
+    draw, masks = np.random.default_rng(0), []
+    for _ in range(8):
+        mask = Image.new("L", (150, 150))
+        for value in classes:
+            x, y, r = draw.integers(10, 90, 3).tolist()
+            ImageDraw.Draw(mask).ellipse((x, y, x + r, y + r * 7 // 10), fill=value)
+        masks.append(_blurred(mask, how))
+    y = np.stack(masks)
+    np.savez(tmp_path / "t.npz", x=np.zeros_like(y), y=y)
+    keys = {"num_classes": 256} if how == "nearest" and max(classes) > 20 else {}
+    request = own("npz", tmp_path / "t.npz", **keys)
+    if how == "nearest" or (max(classes) < 20 and how != "jpeg 30"):  # between classes in a row is a class
+        assert own_info(request).warnings == ()
+        return
+    if classes == [1, 2]:
+        return  # JPEG rounds them away
+    with pytest.raises(DataError, match=r"resized or compressed with loss.* Resize masks with nearest"):
+        own_info(request)
+    (warning,) = own_info(own("npz", tmp_path / "t.npz", num_classes=256)).warnings
+    assert "resized or compressed with loss" in warning
+
+
+def test_masks_have_the_name_of_their_image_or_one_like_it(tmp_path: Path) -> None:
+    write_images(tmp_path, {"images": 3})
+    (tmp_path / "masks").mkdir()
+    for name in ("0.png", "1_mask.png", "2-mask.tif"):
+        Image.fromarray(np.eye(4, 6, dtype=np.uint8)).save(tmp_path / "masks" / name)
+    assert own_info(own("folder", tmp_path)).num_classes == 2
+    (tmp_path / "masks/2-mask.tif").unlink()
+    with pytest.raises(DataError, match=r"2\.png has no mask .*2\.png, nor 2_mask\.png"):
+        own_info(own("folder", tmp_path))
+    Image.fromarray(np.eye(4, 6, dtype=np.uint8)).save(tmp_path / "masks/2.jpg")
+    with pytest.raises(DataError, match=r"mask .*2\.jpg is compressed with loss"):
+        own_info(own("folder", tmp_path))
 
 
 def test_text_of_arrays_is_that_of_tables(tmp_path: Path) -> None:
@@ -678,8 +733,8 @@ def test_a_data_set_of_the_hub_by_a_local_stand_in(tmp_path: Path) -> None:
         features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}),
     )
     rows.to_parquet(str(tmp_path / "deep/train.parquet"))
-    with pytest.raises(DataError, match=r"images whose pixels are not bytes \(mode I;16\)\. Save them with 8 bits"):
-        own_info(OwnData("hf", str(tmp_path / "deep")))
+    images = load_dataset(own_info(OwnData("hf", str(tmp_path / "deep"), test_share=0.5))).train.inputs
+    assert images.unique().tolist() == [round(63000 / 65535 * 255)]
     with pytest.raises(ConfigError, match=r"client-column='place' is not a column .*site"):
         own_info(OwnData("hf", str(tmp_path / "set"), client_column="place"))
     with pytest.raises(DataError, match=r"hf:.*absent' cannot be read: "):

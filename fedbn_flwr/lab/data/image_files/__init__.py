@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from fedbn_flwr.lab.data.image_files.cache import ImageCache
-from fedbn_flwr.lab.data.image_files.decoding import MODES, Bytes
+from fedbn_flwr.lab.data.image_files.decoding import DEEP, MODES, Bytes, Window, as_bytes
 from fedbn_flwr.lab.data.image_files.file_samples import FileSamples
 from fedbn_flwr.lab.data.image_files.file_set import FileSet
 from fedbn_flwr.lab.data.image_files.inspection import look_at_files, refuse_damaged
 from fedbn_flwr.lab.data.samples import Examples, Samples
 from fedbn_flwr.lab.data.shapes import Shape
 
-__all__ = ["MODES", "FileSamples", "FileSet", "ImageCache", "hold", "look_at_files"]
+__all__ = ["DEEP", "MODES", "FileSamples", "FileSet", "ImageCache", "Window", "as_bytes", "hold", "look_at_files"]
 
 
 def hold(
@@ -31,6 +31,7 @@ def hold(
     centre: bool = False,
     masks: Sequence[Path] = (),
     mask_table: Bytes | None = None,
+    window: Window | None = None,
     checked: bool = False,
 ) -> list[Examples]:
     """Return the images of each part, in the requested shape and in the order of ``paths``.
@@ -43,13 +44,14 @@ def hold(
         centre: cut out the central square before resizing; else the whole image is resized to the shape.
         masks: files with the class of each pixel, one for each image.
         mask_table: 256 bytes, the class of each value in the masks.
+        window: the values that become 0 and 255 in files with more than 8 bits for a channel; None = 0 and 65,535.
         checked: the files have been looked at already, see ``look_at_files``.
 
     Raises:
         DataError: files are damaged; the message names them. Of a set that stays on the disk headers and ends are
             looked at, see ``look_at_files``.
     """
-    files = FileSet(paths, shape, centre=centre, masks=masks, mask_table=mask_table)
+    files = FileSet(paths, shape, centre=centre, masks=masks, mask_table=mask_table, window=window)
     numbers = torch.split(torch.arange(len(files)), list(parts))
     classes = torch.tensor(labels, dtype=torch.int64)
     if len(files) * files.image_bytes <= shape.max_bytes and not shape.originals:
@@ -58,7 +60,7 @@ def hold(
             return [Samples(inputs[part], classes[part]) for part in numbers]
         return [Samples(inputs[part], targets[part], classes[part]) for part in numbers]
     if not checked:
-        refuse_damaged(look_at_files(paths).problems)
+        refuse_damaged(look_at_files(paths, window=window).problems)
     if masks:
         return [FileSamples(files, part, None, classes[part]) for part in numbers]
     return [FileSamples(files, part, classes[part]) for part in numbers]

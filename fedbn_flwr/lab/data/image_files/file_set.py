@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import transform_image
 from fedbn_flwr.lab.data.image_files.cache import ImageCache
-from fedbn_flwr.lab.data.image_files.decoding import Bytes, for_all, pixels
+from fedbn_flwr.lab.data.image_files.decoding import Bytes, Window, for_all, pixels
 from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged
 from fedbn_flwr.lab.data.image_files.workers import Batch, Request, WorkerPool
 from fedbn_flwr.lab.data.samples import Samples
@@ -40,11 +40,12 @@ class FileSet:
         centre: bool = False,
         masks: Sequence[Path] = (),
         mask_table: Bytes | None = None,
+        window: Window | None = None,
     ) -> None:
         """Create the set; see ``hold``. No file is read."""
         # As arrays: a process that is forked would copy a list of names bit by bit, by counting references.
         self._paths, self._masks = _names(paths), _names(masks)
-        self._wanted, self._centre, self._table = shape, centre, mask_table
+        self._wanted, self._centre, self._table, self._window = shape, centre, mask_table, window
         self.shape = (shape.channels, shape.height, shape.width)
         self._workers = WorkerPool(shape.workers)
 
@@ -136,7 +137,7 @@ class FileSet:
 
     def _decoded(self, number: int) -> tuple[Tensor, Tensor | None]:
         """Return one image as RGB bytes, (3, H, W), and the classes of its pixels, (H, W)."""
-        image = pixels(os.fsdecode(self._paths[number]))
+        image = pixels(os.fsdecode(self._paths[number]), window=self._window)
         if not self.has_masks:
             return image, None
         path = os.fsdecode(self._masks[number])

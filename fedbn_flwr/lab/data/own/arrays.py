@@ -10,8 +10,9 @@ import torch
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.own.features import note_of_filled, problem_of_numbers
+from fedbn_flwr.lab.data.own.masks import PixelValues, pixel_targets
 from fedbn_flwr.lab.data.own.records import Inputs, Records, Targets
-from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
+from fedbn_flwr.lab.data.own.request import OwnData, numbered, shown
 from fedbn_flwr.lab.data.own.targets import read_targets
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 
@@ -159,7 +160,6 @@ def as_tests(request: OwnData, values: Any, what: str) -> Any:
 
 
 def _pixels(request: OwnData, inputs: Inputs, y: Any) -> Targets:
-    task = chosen_task(request, "segmentation", ("segmentation",))
     if inputs.size != y.shape[1:]:
         raise request.problem(
             f"y has shape {y.shape}, the classes of pixels, and x {(len(y), *inputs.shape)}; "
@@ -167,9 +167,7 @@ def _pixels(request: OwnData, inputs: Inputs, y: Any) -> Targets:
         )
     if y.dtype.kind not in "iu" or y.min() < 0 or y.max() > 255:
         raise request.problem(f"y is {y.dtype}, {y.min()} to {y.max()}; classes 0 to 254 needed, 255 = ignored.")
-    largest = int(y[y != 255].max()) if (y != 255).any() else 0
-    if request.num_classes and request.num_classes <= largest:
-        raise request.problem(
-            f"y has class {largest}; num-classes={request.num_classes} allows 0 to {request.num_classes - 1}."
-        )
-    return Targets(torch.from_numpy(y.astype(np.uint8)), task, request.num_classes or largest + 1)
+    masks, values = y.astype(np.uint8), PixelValues()
+    for mask in masks:
+        values.add(mask)
+    return pixel_targets(request, torch.from_numpy(masks), values)

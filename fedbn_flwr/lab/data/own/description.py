@@ -68,10 +68,9 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
 
 def _warning_of_gaps(request: OwnData, targets: Targets) -> tuple[str, ...]:
     """Return the warning of numbers that are no class, of targets in memory."""
-    if not isinstance(targets.values, Tensor) or targets.task.name not in ("classification", "segmentation"):
+    if not isinstance(targets.values, Tensor) or targets.task.name != "classification":
         return ()
     classes = torch.unique(targets.values)
-    classes = classes[classes != 255] if targets.task.name == "segmentation" else classes
     return warning_of_gaps(request, len(classes), int(classes.max())) if len(classes) else ()
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.lab.data.image_files.decoding import FULL, Window
 from fedbn_flwr.lab.data.image_files.inspection import first_of, look_at_files
 from fedbn_flwr.lab.data.own.folder_layout import PARTS, FolderFiles, find_images
+from fedbn_flwr.lab.data.own.masks import look_at_masks, pixel_targets
 from fedbn_flwr.lab.data.own.records import Inputs, Records, Targets
 from fedbn_flwr.lab.data.own.request import (
     OwnData,
@@ -21,7 +22,6 @@ from fedbn_flwr.lab.data.own.request import (
     numbered,
     numbered_classes,
     shown,
-    warning_of_gaps,
 )
 
 __all__ = ["read_folder"]
@@ -37,13 +37,15 @@ def read_folder(request: OwnData) -> Records:
     from PIL import Image
 
     files = find_images(request)
-    seen = look_at_files(files.paths, whole=request.skip_unreadable)
+    window = request.window()
+    seen = look_at_files(files.paths, whole=request.skip_unreadable, window=window)
     problems = dict(seen.problems)
-    values = _look_at_masks(files.paths, files.masks, problems)
+    values = look_at_masks(files.paths, files.masks, problems)
     notes = [
         *_notes_of_unreadable(request, len(files.paths), problems),
         *_notes_of_unused(request, files.paths, {"pages after the first": seen.pages, "alpha channels": seen.alpha}),
         *left_out(request, files.others),
+        *_notes_of_deep(request, len(files.paths), seen.deep),
     ]
     files = files.without(problems)
     notes += _note_of_empty_classes(request, files)
@@ -53,49 +55,13 @@ def read_folder(request: OwnData) -> Records:
     with Image.open(files.paths[0]) as first:
         width, height = first.size
     return Records(
-        inputs=Inputs(files.paths, size=(height, width)),
-        targets=_segmentation(request, files.masks, values) if files.by_pixel else _classes(request, files),
+        inputs=Inputs(files.paths, size=(height, width), warnings=_warning_of_deep(window, seen.deep)),
+        targets=pixel_targets(request, files.masks, values) if files.by_pixel else _classes(request, files),
         clients=None if client_names == ("",) else clients,
         client_names=() if client_names == ("",) else client_names,
         tests=_tests(request, [place.part for place in files.places]),
         notes=tuple(notes),
     )
-
-
-def _look_at_masks(paths: Sequence[Path], masks: Sequence[Path], problems: dict[int, str]) -> set[int]:
-    """Return the values in the masks.
-
-    Masks that cannot be read, have several channels, or not the size of their image are added to ``problems``.
-    """
-    values: set[int] = set()
-    for number, mask in enumerate(masks):
-        try:
-            pixels = _mask_pixels(mask, None if number in problems else paths[number])
-        except (OSError, ValueError, SyntaxError) as error:
-            problems[number] = f"mask {mask} cannot be read: {error}"
-        else:
-            values |= set(np.unique(pixels.astype(np.uint8)).tolist())
-    return values
-
-
-def _mask_pixels(mask: Path, image: Path | None) -> Any:
-    """Return the pixels of a mask; ValueError unless each is a byte, and the mask has the size of the image."""
-    from PIL import Image
-
-    with Image.open(mask) as file:
-        pixels = np.array(file)
-    if pixels.ndim != 2 or pixels.dtype not in (np.uint8, np.bool_):
-        raise ValueError(f"{pixels.dtype} of shape {pixels.shape}; one byte a pixel, its class, needed")
-    if image is not None:
-        with Image.open(image) as file:
-            width, height = file.size
-        # A TIFF may be turned when it is read: reading refuses one whose mask is not.
-        if sorted((width, height)) != sorted(pixels.shape):
-            raise ValueError(
-                f"it is of {pixels.shape[1]} x {pixels.shape[0]} pixels, its image of {width} x {height}; save both "
-                "in one size"
-            )
-    return pixels
 
 
 def _notes_of_unreadable(request: OwnData, num_files: int, problems: Mapping[int, str]) -> tuple[str, ...]:
@@ -121,29 +87,40 @@ def _notes_of_unused(request: OwnData, paths: Sequence[Path], unused: Mapping[st
     return notes
 
 
+def _notes_of_deep(request: OwnData, num_files: int, deep: Mapping[int, tuple[float, float]]) -> tuple[str, ...]:
+    """Return the note of images with more than 8 bits a channel, and of an intensity range that has no use."""
+    if not deep:
+        return (f"intensity-range={request.intensity_range}: no image has more than 8 bits",) * bool(request.window())
+    low, high = request.window() or FULL
+    lowest, highest = _extremes(deep)
+    return (
+        f"{len(deep)} of {num_files} images have more than 8 bits, values {lowest:g} to {highest:g}: {low:g} becomes 0 "
+        f"and {high:g} becomes 255, in 256 steps (intensity-range)",
+    )
+
+
+def _warning_of_deep(window: Window | None, deep: Mapping[int, tuple[float, float]]) -> tuple[str, ...]:
+    """Return the warning that images of 16 bits use few of the 256 steps, if the config states no range."""
+    if not deep or window is not None:
+        return ()
+    lowest, highest = _extremes(deep)
+    if highest - lowest > FULL[1] / 4:
+        return ()
+    return (
+        f"images with 16 bits have values {lowest:g} to {highest:g} only, and 0 to 65535 become 0 to 255: set "
+        f"intensity-range={lowest:g},{highest:g}",
+    )
+
+
+def _extremes(deep: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
+    return min(low for low, _ in deep.values()), max(high for _, high in deep.values())
+
+
 def _note_of_empty_classes(request: OwnData, files: FolderFiles) -> tuple[str, ...]:
     """Return the note of folders without an image that can be read."""
     unused = sorted(files.folders - {path.parent for path in files.paths})
     named = shown([folder.relative_to(request.path).as_posix() for folder in unused])
     return (f"no usable image in {named}: a class without another folder is left out",) if unused else ()
-
-
-def _segmentation(request: OwnData, masks: Sequence[Path], values: set[int]) -> Targets:
-    """Return the masks, which have these values, as targets."""
-    classes = values - {255}
-    largest = max(classes, default=0)
-    task = chosen_task(request, "segmentation", ("segmentation",))
-    if request.num_classes and request.num_classes <= largest:
-        raise ConfigError(
-            f"num-classes={request.num_classes}, and the masks of dataset={request.name!r} have class {largest}: "
-            f"{largest + 1} or more needed. 255 is for pixels that do not count."
-        )
-    if values == {0, 255}:
-        raise request.problem(
-            "the masks have the values 0 and 255, and 255 is for pixels that do not count. Save the classes as 0 and 1."
-        )
-    outputs = request.num_classes or max(largest + 1, 2)
-    return Targets(masks, task, outputs, warnings=warning_of_gaps(request, len(classes), largest))
 
 
 def _classes(request: OwnData, files: FolderFiles) -> Targets:

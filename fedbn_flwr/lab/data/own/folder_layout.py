@@ -23,6 +23,8 @@ PARTS = {"train": False, "training": False, "test": True, "testing": True}
 _VALIDATION = {"val", "valid", "validation"}
 _PIXELS = {"images", "masks"}
 _MASKS = (".png", ".tif", ".tiff", ".bmp")
+_ENDINGS = ("", "_mask", "-mask", "_label", "_labels", "_seg", "_segmentation", "_gt")
+_WITH_LOSS = (".jpg", ".jpeg", ".webp")
 
 
 class Place(NamedTuple):
@@ -176,10 +178,19 @@ def _masks(request: OwnData, folder: Path, names: Sequence[str]) -> list[Path]:
             raise request.problem(
                 f"in {folder} {twin} and {name} have one mask, {stem}. Rename one of them, and give each its own."
             )
-        mask = next(filter(Path.is_file, (root / f"{stem}{suffix}" for suffix in _MASKS)), None)
-        if mask is None:
-            raise request.problem(
-                f"image {folder / name} has no mask {root / stem}.png (classes of pixels, 255 = ignored)."
-            )
-        masks.append(mask)
+        masks.append(_mask(request, folder / name, root))
     return masks
+
+
+def _mask(request: OwnData, image: Path, root: Path) -> Path:
+    """Return the mask of an image in a folder: NAME.png, NAME_mask.png or the like."""
+    found = [root / f"{image.stem}{ending}{suffix}" for ending in _ENDINGS for suffix in (*_MASKS, *_WITH_LOSS)]
+    found = list(filter(Path.is_file, found))
+    if not found:
+        raise request.problem(
+            f"image {image} has no mask {root / image.stem}.png, nor {image.stem}_mask.png (classes of pixels, 255 = "
+            "ignored)."
+        )
+    if found[0].suffix in _WITH_LOSS:
+        raise request.problem(f"mask {found[0]} is compressed with loss, which changes its classes. Save them as PNG.")
+    return found[0]

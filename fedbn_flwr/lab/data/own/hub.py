@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.data.image_files import MODES
+from fedbn_flwr.lab.data.image_files import DEEP, MODES, as_bytes
 from fedbn_flwr.lab.data.own.arrays import as_inputs
 from fedbn_flwr.lab.data.own.features import features_of, numbered_column, stated_features, with_numbers
 from fedbn_flwr.lab.data.own.records import Inputs, Records, Targets
@@ -113,12 +113,16 @@ def _features(request: OwnData, label: str, parts: Sequence[Any], tests: Any) ->
 
 def _images(request: OwnData, pictures: list[Any]) -> Inputs:
     """Return the images as bytes; they must have one size."""
+    from PIL import Image
+
     sizes = {picture.size for picture in pictures}
     if len(sizes) > 1:
         raise DataError(
             f"dataset={request.name!r} has images of {len(sizes)} sizes, such as {shown([str(s) for s in sizes], 3)}. "
             "Save them as files and use dataset=folder:PATH, which resizes them."
         )
+    deep = DEEP if request.window() else DEEP[:4]
+    pictures = [Image.fromarray(as_bytes(np.asarray(p), request.window())) if p.mode in deep else p for p in pictures]
     if odd := sorted({picture.mode for picture in pictures} - set(MODES)):
         raise DataError(
             f"dataset={request.name!r} has images whose pixels are not bytes (mode {shown(odd)}). Save them with "

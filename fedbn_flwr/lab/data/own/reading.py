@@ -68,7 +68,7 @@ def load(request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape) -
     parts = parts_of(request, records)
     train, test = (
         samples.regrouped(_numbers(records.clients, part), _numbers(records.units, part))
-        for samples, part in zip(_examples(records, parts, shape), parts, strict=True)
+        for samples, part in zip(_examples(request, records, parts, shape), parts, strict=True)
     )
     return Loaded(train, test, records.client_names)
 
@@ -77,7 +77,7 @@ def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:
     return None if numbers is None else torch.from_numpy(numbers[part])
 
 
-def _examples(records: Records, parts: Sequence[Indices], shape: Shape) -> Sequence[Examples]:
+def _examples(request: OwnData, records: Records, parts: Sequence[Indices], shape: Shape) -> Sequence[Examples]:
     """Return the examples of each part: arrays in memory as they are, image files in this shape."""
     inputs, targets = records.inputs.values, records.targets.values
     if isinstance(inputs, Tensor):
@@ -86,9 +86,11 @@ def _examples(records: Records, parts: Sequence[Indices], shape: Shape) -> Seque
         return [Samples(inputs[part], targets[part]) for part in parts]
     order = np.concatenate(parts).tolist()
     paths, lengths = [inputs[at] for at in order], [len(part) for part in parts]
+    window = request.window()
     if isinstance(targets, Tensor):
-        return hold(paths, targets[order].tolist(), lengths, shape, checked=True)
-    return hold(paths, [0] * len(order), lengths, shape, masks=[targets[at] for at in order], checked=True)
+        return hold(paths, targets[order].tolist(), lengths, shape, window=window, checked=True)
+    masks = [targets[at] for at in order]
+    return hold(paths, [0] * len(order), lengths, shape, masks=masks, window=window, checked=True)
 
 
 def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ class OwnData:
         missing_values: comma list of texts in CSV files that mean a missing value, in any case.
         decimal: "point", or "comma" for CSV files whose numbers have decimal commas.
         encoding: of the CSV files that are not UTF-8; "" = such files are refused.
+        intensity_range: ``LOW,HIGH``, the values that become 0 and 255 in images with more than 8 bits a channel; "" =
+            0 and 65,535.
         test_share: share of the examples that are test examples, where the data do not say.
     """
 
@@ -73,6 +76,7 @@ class OwnData:
     decimal: str = "point"
     encoding: str = ""
     skip_unreadable: bool = False
+    intensity_range: str = ""
     test_share: float = 0.2
 
     @property
@@ -84,6 +88,24 @@ class OwnData:
     def classes(self) -> tuple[str, ...]:
         """The names in ``class_names``."""
         return tuple(listed(self.class_names))
+
+    def window(self) -> tuple[float, float] | None:
+        """Return the numbers in ``intensity_range``; None without any.
+
+        Raises:
+            ConfigError: they are not two numbers, the lower one first.
+        """
+        entries = listed(self.intensity_range)
+        if not entries:
+            return None
+        if len(entries) == 2 and all(map(is_number, entries)):
+            low, high = map(float, entries)
+            if low < high and math.isfinite(high - low):
+                return low, high
+        raise ConfigError(
+            f"intensity-range={self.intensity_range!r} must be two numbers, LOW,HIGH, such as 0,4095: the values that "
+            "become black and white."
+        )
 
     def problem(self, text: str) -> DataError:
         """Return the error that says what is wrong with these data."""
