@@ -103,16 +103,6 @@ class LayerFeatures:
     outputs: Range
     before_relu: bool = False
 
-    @property
-    def mean(self) -> Tensor:
-        """The mean of x over all examples, (D,)."""
-        return self.centre + self.first.mean(0)
-
-    @property
-    def variance(self) -> Tensor:
-        """The biased variance of x over all examples, (D,)."""
-        return (self.second.mean(0) - self.first.mean(0).square()).clamp(min=0)
-
     def constant(self) -> Tensor:
         """Return the channels, bool (C,), whose output is the same for all examples, or 0 after the ReLU.
 

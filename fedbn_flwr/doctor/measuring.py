@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.reestimation import Moments
+from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.doctor.by_batch import (
     Distance,
     Statistics,
     batch_moments,
     deviation,
+    distance,
     layers_of,
     noise,
     pooled,
@@ -28,7 +29,7 @@ from fedbn_flwr.doctor.findings import listed, number_of
 from fedbn_flwr.doctor.gradients import Batch, deviations, regrouped
 from fedbn_flwr.doctor.heterogeneity import Shift, class_skew, regroupings, shift
 from fedbn_flwr.doctor.measured import Measured
-from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch, running_distances
+from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch
 from fedbn_flwr.doctor.state import extremes
 from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B, MIN_EXAMPLES, REGROUPINGS
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
@@ -98,16 +99,18 @@ class Measuring:
             by_client = [list(client.get(path, ())) for client in moments]
             if not any(by_client):
                 continue
-            row = self._rows[path]
-            row |= _of_batches(layer, by_client)
+            row, together, running = self._rows[path], list(itertools.chain(*by_client)), _running(layer)
+            row |= _of_batches(layer.eps, by_client, running or pooled(together))
             levels = [level for level in row["batch-noise"] if level is not None]
             if levels and path not in self._m.held:
                 self._m.noise[path] = sum(levels) / len(levels)
-            self._m.in_data[path] = extremes(pooled(list(itertools.chain(*by_client))).variance, layer.eps)
-        for path, far in running_distances(self._model, moments).items():
-            self._rows[path]["running"] = far._asdict()
-            if path not in self._m.held:
-                self._m.running[path] = far
+            self._m.in_data[path] = extremes(pooled(together).variance, layer.eps)
+            if running:
+                total = merge(together)
+                far = distance(running, Statistics(total.mean, total.variance), layer.eps)
+                row["running"] = far._asdict()
+                if path not in self._m.held:
+                    self._m.running[path] = far
         return {}
 
     def _by_example(self) -> Figures:
@@ -224,16 +227,19 @@ class Measuring:
         return {}
 
 
-def _of_batches(layer: _BatchNorm, by_client: Sequence[Sequence[Moments]]) -> Figures:
-    """Return the figures of a layer, given the moments of each client's batches."""
+def _running(layer: _BatchNorm) -> Statistics | None:
+    """Return the layer's running statistics, if it has some."""
     if layer.running_mean is None or layer.running_var is None:
-        reference = pooled(list(itertools.chain(*by_client)))
-    else:
-        reference = Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
-    distances = [deviation(batches, reference, layer.eps) for batches in by_client]
+        return None
+    return Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
+
+
+def _of_batches(eps: float, by_client: Sequence[Sequence[Moments]], reference: Statistics) -> Figures:
+    """Return the figures of a layer, given the moments of each client's batches; deviations are from the reference."""
+    distances = [deviation(batches, reference, eps) for batches in by_client]
     columns = zip(*distances, strict=True)
     return {
         "batch-deviation": {name: [*column] for name, column in zip(Distance._fields, columns, strict=True)},
         "window-variance": [window_variance(batches) for batches in by_client],
-        "batch-noise": [noise(batches, layer.eps) for batches in by_client],
+        "batch-noise": [noise(batches, eps) for batches in by_client],
     }

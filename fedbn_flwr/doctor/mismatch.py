@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedbn_flwr.batchnorm.reestimation import Moments, merge
-from fedbn_flwr.doctor.by_batch import BatchMoments, Distance, Statistics, distance, layers_of, normalising_by_batch
+from fedbn_flwr.doctor.by_batch import normalising_by_batch
 from fedbn_flwr.doctor.clients import ClientData, classes_of, examples_a_pass, inputs_at, outputs_of, parts
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.memory_format import inputs_for
@@ -25,7 +24,6 @@ __all__ = [
     "accuracy_by_class",
     "default_loss",
     "mismatch",
-    "running_distances",
 ]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -170,19 +168,3 @@ def _run(
             if classes is not None and outputs.dim() == 2 and outputs.shape[1] > 1:
                 right.append((outputs.argmax(1).cpu() == classes[positions]).double())
     return torch.stack(losses).cpu(), torch.cat(right) if right else None
-
-
-def running_distances(model: nn.Module, moments: Sequence[BatchMoments]) -> Mapping[str, Distance]:
-    """Return, by layer, how far the running statistics are from those of all clients' batches together.
-
-    Layers without running statistics are left out. The variance is the unbiased one.
-    """
-    distances = {}
-    for path, layer in layers_of(model).items():
-        batches: list[Moments] = [m for client in moments for m in client.get(path, ())]
-        if layer.running_mean is None or layer.running_var is None or not batches:
-            continue
-        total = merge(batches)
-        running = Statistics(layer.running_mean.cpu(), layer.running_var.cpu())
-        distances[path] = distance(running, Statistics(total.mean, total.variance), layer.eps)
-    return distances

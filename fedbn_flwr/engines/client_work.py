@@ -34,10 +34,6 @@ class LocalMember(NamedTuple):
     barrier: Barrier
     node_id: int
 
-    def reducer(self) -> Reducer:
-        """Return the client's reducer at the barrier."""
-        return self.barrier.reducer(self.node_id)
-
 
 @dataclass
 class Job:
@@ -118,7 +114,9 @@ class OwnProcess:
     def _work(self, job: Job) -> None:
         try:
             # The app may change its records, and an error takes back what it changed in the context.
-            reducers = {job.member.barrier_id: job.member.reducer()} if job.member else {}
+            reducers: dict[str, Reducer] = {}
+            if job.member:
+                reducers[job.member.barrier_id] = job.member.barrier.reducer(job.member.node_id)
             job.done(*work(self._app, copied_message(job.message), copied_context(job.context), reducers))
         except Exception as error:  # nobody reads it from the thread
             job.done(app_error(job.message, error), None)
