@@ -11,13 +11,12 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, INFO, LOSS, METRICS, NUM_EXAMPLES, merged_config
-from fedbn_flwr.messages.records import decode, encode, to_record, view
+from fedbn_flwr.messages.records import decode, to_record, view
 
 __all__ = [
     "Config",
@@ -77,7 +76,9 @@ def reply_to_fit(
             f"{of} returned {len(arrays)} arrays for {len(names)} names; if they differ from those received, "
             f"return their names in metrics['{ARRAY_NAMES}'] (a JSON list)"
         )
-    content = _in_records(message, dict(zip(names, arrays, strict=True)))
+    first, *others = message.content.array_records
+    content = RecordDict({key: ArrayRecord() for key in (first, *others)})  # in the order of the message
+    content.update(to_records(first, dict(zip(names, arrays, strict=True)), others))
     _add_metrics(content, num_examples, metrics, of)
     return Message(content, reply_to=message)
 
@@ -111,11 +112,11 @@ def to_records(first: str, entries: Mapping[str, Array], further: Collection[str
     """
     records: dict[str, dict[str, Array]] = {first: {}}
     for name, array in entries.items():
-        record, slash, entry = name.partition("/")
-        if slash and record in further:
-            records.setdefault(record, {})[entry] = array
-        else:
+        record = next((key for key in further if name.startswith(f"{key}/")), None)
+        if record is None:
             records[first][name] = array
+        else:
+            records.setdefault(record, {})[name.removeprefix(f"{record}/")] = array
     return {key: to_record(record) for key, record in records.items()}
 
 
@@ -124,17 +125,6 @@ def _names(message: Message) -> list[str]:
     for index, (key, record) in enumerate(message.content.array_records.items()):
         names += [f"{key}/{name}" if index else name for name in record]
     return names
-
-
-def _in_records(message: Message, arrays: Mapping[str, Array]) -> RecordDict:
-    """Return the arrays in records with the same names as in the message."""
-    keys: Sequence[str] = list(message.content.array_records)
-    first, others = keys[0], keys[1:]
-    records = {key: ArrayRecord() for key in keys}
-    for name, array in arrays.items():
-        key = next((k for k in others if name.startswith(f"{k}/")), first)
-        records[key][name.removeprefix(f"{key}/") if key in others else name] = encode(np.asarray(array))
-    return RecordDict(dict(records))
 
 
 def _add_metrics(content: RecordDict, num_examples: float, metrics: Config, of: str) -> None:
