@@ -20,10 +20,9 @@ import yaml
 from measure import facts, machine, table, write_block
 
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
-from fedbn_flwr.lab.studies.cell import Cell
 from fedbn_flwr.lab.studies.comparisons import difference
 from fedbn_flwr.lab.studies.results import StudyResults
-from fedbn_flwr.lab.studies.study import Study
+from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.lab.studies.study_checks import load_study
 
 Curve = list[tuple[int, float, float]]  # round, MB so far, accuracy in per cent

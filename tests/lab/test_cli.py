@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.cli.before import Kind
 from fedbn_flwr.lab.cli.console import Bar, EngineChoice, bars, complaints, progress
-from fedbn_flwr.lab.cli.evaluate import PartChoice
-from fedbn_flwr.lab.cli.listing import Kind
+from fedbn_flwr.lab.cli.finished import PartChoice
 from fedbn_flwr.lab.cli.sweep import Display
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, KINDS, PARTITIONS

@@ -24,8 +24,8 @@ from fedbn_flwr.lab.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.studies.cell import Cell
-    from fedbn_flwr.lab.studies.selection import Selection
+    from fedbn_flwr.lab.studies.study import Cell
+    from fedbn_flwr.lab.studies.study_checks import Selection
 
 
 @app.command(epilog="Example: fedbn-flwr sweep apps/main/recipes/demo.yaml --out runs/digits --parallel 2")
@@ -48,10 +48,9 @@ def sweep(
     seed: Annotated[list[int] | None, typer.Option(help="Only runs with this seed of the study; repeatable.")] = None,
 ) -> None:
     """Do a grid of runs, methods x splits x seeds, and write tables with mean, deviation and paired differences."""
-    from fedbn_flwr.lab.studies.done import is_done
+    from fedbn_flwr.lab.studies.one_run import is_done
     from fedbn_flwr.lab.studies.parallel import default_parallel, in_parallel
-    from fedbn_flwr.lab.studies.selection import Selection
-    from fedbn_flwr.lab.studies.study_checks import load_study
+    from fedbn_flwr.lab.studies.study_checks import Selection, load_study
     from fedbn_flwr.lab.studies.sweep import in_series
     from fedbn_flwr.lab.studies.sweep import sweep as launch
 
@@ -94,7 +93,7 @@ def _check_options(
 def _saved(out: Path, selected: Sequence[Cell], selection: Selection) -> str:
     """Return what an interrupted sweep leaves in its folder."""
     from fedbn_flwr.lab.files import STUDY_FILE
-    from fedbn_flwr.lab.studies.done import is_done
+    from fedbn_flwr.lab.studies.one_run import is_done
     from fedbn_flwr.lab.studies.study import Study
 
     trials = [cell for cell in selected if cell.trial]

@@ -13,10 +13,9 @@ from pydantic import ValidationError, model_validator
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.checks import problems_of
 from fedbn_flwr.lab.config.fields import CENTRALIZED, GROUPS
-from fedbn_flwr.lab.config.texts import explain, read_overrides
+from fedbn_flwr.lab.config.texts import explain, read_overrides, read_yaml
 from fedbn_flwr.lab.config.unused import without_effect
 from fedbn_flwr.lab.config.values import Values
-from fedbn_flwr.lab.config.yaml_file import read_yaml
 
 __all__ = ["RENAMED", "Config", "Scalar", "state_in_out"]
 

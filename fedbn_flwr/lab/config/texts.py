@@ -1,16 +1,83 @@
-"""Texts of a config: comma strings, numbers, ``--set key=value``, and what pydantic says of a bad value."""
+"""Settings as text: comma strings, numbers, ``--set key=value``, YAML files, and what pydantic says of a bad value."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config.yaml_file import UNREADABLE, read_value
+import yaml
 
-__all__ = ["explain", "number", "read_overrides", "split"]
+from fedbn_flwr.errors import ConfigError
+
+__all__ = ["UNREADABLE", "explain", "number", "read_overrides", "read_value", "read_yaml", "split"]
+
+_INT = "tag:yaml.org,2002:int"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads ``01`` and ``1:30`` as texts, such as the name of a client; in YAML 1.1 they are 1, in octal, and 90."""
+
+
+_Loader.yaml_implicit_resolvers = {}  # a copy of SafeLoader's, without its whole numbers
+for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+    _Loader.yaml_implicit_resolvers[_first] = [resolver for resolver in _resolvers if resolver[0] != _INT]
+_WHOLE = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
+_Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
+
+UNREADABLE = (yaml.YAMLError, ValueError)
+"""The errors of ``yaml.safe_load``; ValueError for a text that only looks like a date."""
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """Return the content of a YAML file.
+
+    Args:
+        path: the file.
+        what: "config" or "study", for errors.
+
+    Raises:
+        ConfigError: the file is absent, is not YAML, or has keys twice in one mapping, which are all named. Readers of
+            YAML usually take the last value of such a key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        repeated = list(_repeated(yaml.compose(text, _Loader), set()))
+        content = read_value(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} {path} is not a text file in UTF-8: {error}") from error
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(f"{what} {path}: {error}") from error
+    if repeated:
+        raise ConfigError("\n".join(f"{what} {path}: {problem}; remove one of them" for problem in repeated))
+    return content
+
+
+def read_value(text: str) -> Any:
+    """Return the value of a YAML text; raises one of ``UNREADABLE``."""
+    return yaml.load(text, _Loader)  # a SafeLoader
+
+
+def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
+    """Yield each key that occurs again in its mapping, with both lines; ``seen`` holds ids of nodes (YAML aliases)."""
+    if node is None or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _repeated(item, seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in lines:
+                    yield f"line {line}: {key.value!r} is also in line {lines[name]}"
+                lines.setdefault(name, line)
+            yield from _repeated(value, seen)
 
 
 def split(text: str) -> list[str]:

@@ -16,7 +16,7 @@ from fedbn_flwr.lab.export import Folding
 from fedbn_flwr.lab.files import read_json, read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import SavedModel
 from fedbn_flwr.lab.output.folder import PLACES
-from fedbn_flwr.lab.output.versions import versions
+from fedbn_flwr.lab.output.summary import versions
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.partitioned.report import data_report
 from fedbn_flwr.lab.partitioned.splitting import count_split

@@ -20,14 +20,11 @@ from fedbn_flwr.client.saved_state import ABSENT, KEPT_HASHES, RUN_ID, why_absen
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output.client_means import client_means, client_means_by_domain
-from fedbn_flwr.lab.output.definitions import HELD_OUT, definitions
+from fedbn_flwr.lab.output.client_tests import HeldOut, client_means, client_means_by_domain
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.lab.output.global_tests import GlobalTests, headlines
-from fedbn_flwr.lab.output.held_out import HeldOut
 from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
-from fedbn_flwr.lab.output.saved_parts import contents_of_model, kept_by_clients
-from fedbn_flwr.lab.output.versions import versions
+from fedbn_flwr.lab.output.summary import HELD_OUT, contents_of_model, definitions, kept_by_clients, versions
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS, VALIDATION
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state

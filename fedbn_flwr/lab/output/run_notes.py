@@ -1,21 +1,29 @@
-"""What a run says of its data and its model before it trains, in the log and in its folder."""
+"""What a run notes of its data and model before it trains, and of its BatchNorm statistics while it does."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.models import InitReport
-from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.output.folder import STATISTICS_FILE, RunFolder
+from fedbn_flwr.lab.output.statistics_lines import statistics_line, tracked_layers
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.partitioned.report import classes_without_client, data_report, sha256_of_data
 from fedbn_flwr.lab.partitioned.splitting import split_to_json
+from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.norms.feature import NormalisedLinear
+from fedbn_flwr.server.method import Reply
+from fedbn_flwr.strategies import Strategy
 
-__all__ = ["log_feature_norm", "log_initial", "report_data"]
+__all__ = ["StatisticsLog", "log_feature_norm", "log_initial", "report_data"]
 
 logger = logging.getLogger("flwr")
 
@@ -49,3 +57,36 @@ def log_initial(report: InitReport | None) -> None:
     """Log what the initial weights hold: as a warning if some of them, or of the model's entries, found no partner."""
     if report is not None:
         logger.log(logging.INFO if report.complete else logging.WARNING, "%s", report)
+
+
+class StatisticsLog:
+    """Writes a line in every ``watch-statistics``-th round and in the last; it is a strategy's ``on_replies``.
+
+    The line is made when the replies are there, and written at the end of the round. Nothing of the run depends on it.
+    A round below ``min-replies`` has no line.
+    """
+
+    def __init__(self, folder: RunFolder, config: Config, model: nn.Module, strategy: Strategy) -> None:
+        self._folder, self._config, self._strategy = folder, config, strategy
+        self._layers = tracked_layers(model)
+        self._line: dict[str, Any] | None = None
+
+    def __call__(self, server_round: int, replies: Sequence[Reply], before: State, after: State) -> None:
+        """Make the line of a round, given its replies and the global state before and after it."""
+        config, run = self._config, self._strategy.run
+        if server_round % config.watch_statistics and server_round != config.num_server_rounds:
+            return
+        names = {*run.parts.select([Part.STATISTICS, Part.COUNTERS])}
+
+        def of_bn(state: State) -> Any:
+            return tensors({name: array for name, array in state.items() if name in names})
+
+        of_replies = [(reply.node.label, of_bn(reply.state)) for reply in replies]
+        figures = statistics_line(self._layers, of_bn(before), of_bn(after), of_replies)
+        self._line = {"round": server_round, "phase": run.report.phase, **figures}
+
+    def write(self) -> None:
+        """Write the line of this round, if there is one."""
+        if self._line:
+            self._folder.append(STATISTICS_FILE, self._line)
+        self._line = None

@@ -14,11 +14,10 @@ from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.files import STUDY_FILE
 from fedbn_flwr.lab.output.folder import is_locked
+from fedbn_flwr.lab.report.files import RunFiles, StudyFiles
 from fedbn_flwr.lab.report.page import GENERATOR, Page
 from fedbn_flwr.lab.report.run import run_page
-from fedbn_flwr.lab.report.run_files import RunFiles
 from fedbn_flwr.lab.report.study import study_page
-from fedbn_flwr.lab.report.study_files import StudyFiles
 
 __all__ = ["REPORT_FILE", "follow_report", "write_report"]
 

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fedbn_flwr.lab.report.shown import in_percent, thinned, with_unit_of
-from fedbn_flwr.lab.studies.numbers import with_std
+from fedbn_flwr.lab.studies.rows import with_std
 
 __all__ = [
     "BYTES",

@@ -12,10 +12,9 @@ from typing import Any
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config, read_overrides
-from fedbn_flwr.lab.report.client_figures import clients_section, domains_section, split_section
-from fedbn_flwr.lab.report.curve_figures import curves_section
+from fedbn_flwr.lab.report.files import RunFiles
 from fedbn_flwr.lab.report.page import Block, Code, Facts, More, Page, Section, Table, Text
-from fedbn_flwr.lab.report.run_files import RunFiles
+from fedbn_flwr.lab.report.run_figures import clients_section, curves_section, domains_section, split_section
 from fedbn_flwr.lab.report.shown import duration, metric, setting, size, with_unit, with_unit_of
 from fedbn_flwr.lab.report.statistics import batchnorm_section
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from fedbn_flwr.lab.output.definitions import CLIENTS
+from fedbn_flwr.lab.output.summary import CLIENTS
 from fedbn_flwr.training.tasks import in_percent as share
 
 __all__ = [

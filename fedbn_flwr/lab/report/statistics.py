@@ -12,10 +12,10 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.output.statistics_lines import MAX_CLIENTS, trends
-from fedbn_flwr.lab.report.curve_figures import by_round, marks
 from fedbn_flwr.lab.report.figures import ROUNDS, UNITS, Drawing, Mark, Series, curves, heatmap
+from fedbn_flwr.lab.report.files import RunFiles
 from fedbn_flwr.lab.report.page import Block, Figure, Heading, Listing, Section, Table, Text
-from fedbn_flwr.lab.report.run_files import RunFiles
+from fedbn_flwr.lab.report.run_figures import by_round, marks
 from fedbn_flwr.lab.report.shown import thinned
 
 __all__ = ["batchnorm_section", "curves_by_round", "l1_means", "shown"]

@@ -6,23 +6,21 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fedbn_flwr.lab.files import STUDY_FILE
-from fedbn_flwr.lab.report.client_figures import split_figures
+from fedbn_flwr.lab.report.files import RunFiles, StudyFiles
 from fedbn_flwr.lab.report.page import Block, Code, Facts, Listing, More, Page, Section, Table, Text
 from fedbn_flwr.lab.report.run import command, method_name, run_warnings
-from fedbn_flwr.lab.report.run_files import RunFiles
+from fedbn_flwr.lab.report.run_figures import split_figures
 from fedbn_flwr.lab.report.shown import duration, form_of, in_percent, scaled, setting, size, unit_of, with_unit
 from fedbn_flwr.lab.report.study_figures import (
     comparison_section,
     curves_section,
     domains_section,
 )
-from fedbn_flwr.lab.report.study_files import StudyFiles
 from fedbn_flwr.lab.report.study_statistics import statistics_section
 from fedbn_flwr.lab.report.study_tables import anchor_of, results_section
-from fedbn_flwr.lab.studies.cell import Cell
-from fedbn_flwr.lab.studies.done import failure_of
-from fedbn_flwr.lab.studies.numbers import with_std
-from fedbn_flwr.lab.studies.rows import grouped
+from fedbn_flwr.lab.studies.one_run import failure_of
+from fedbn_flwr.lab.studies.rows import grouped, with_std
+from fedbn_flwr.lab.studies.study import Cell
 from fedbn_flwr.training.tasks import higher_is_better
 
 __all__ = ["study_page"]

@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
-from fedbn_flwr.lab.report.curve_figures import SWITCH, by_round, test_of
 from fedbn_flwr.lab.report.figures import BYTES, EXCHANGES, ROUNDS, Dots, Series, bars_of, curves, dots
+from fedbn_flwr.lab.report.files import RunFiles, StudyFiles
 from fedbn_flwr.lab.report.page import Block, Figure, Listing, Section, Table, Text
-from fedbn_flwr.lab.report.run_files import RunFiles
+from fedbn_flwr.lab.report.run_figures import SWITCH, by_round, test_of
 from fedbn_flwr.lab.report.shown import form_of, in_percent, title_of, with_unit_of
-from fedbn_flwr.lab.report.study_files import StudyFiles
 from fedbn_flwr.lab.studies.comparisons import DIFFERENT_TESTS, LEVEL, comparisons, difference, left_out
 from fedbn_flwr.lab.studies.domain_table import FIELDS, domain_rows
-from fedbn_flwr.lab.studies.numbers import scale_of, with_std
-from fedbn_flwr.lab.studies.rows import grouped
+from fedbn_flwr.lab.studies.rows import grouped, scale_of, with_std
 from fedbn_flwr.training.tasks import quantity_of
 
 __all__ = ["comparison_section", "curves_section", "domains_section", "dots_figures"]

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.output.statistics_lines import MAX_CLIENTS
-from fedbn_flwr.lab.report.curve_figures import by_round
 from fedbn_flwr.lab.report.figures import UNITS, Series
+from fedbn_flwr.lab.report.files import StudyFiles
 from fedbn_flwr.lab.report.page import Block, Figure, Section, Text
+from fedbn_flwr.lab.report.run_figures import by_round
 from fedbn_flwr.lab.report.statistics import curves_by_round, l1_means, shown
-from fedbn_flwr.lab.report.study_files import StudyFiles
 
 __all__ = ["statistics_section"]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fedbn_flwr.lab.report.files import StudyFiles
 from fedbn_flwr.lab.report.page import Cell, Link, Section, Table, Text
 from fedbn_flwr.lab.report.shown import MEBIBYTE, form_of, in_percent, with_unit_of
 from fedbn_flwr.lab.report.study_figures import dots_figures
-from fedbn_flwr.lab.report.study_files import StudyFiles
-from fedbn_flwr.lab.studies.numbers import with_std
-from fedbn_flwr.lab.studies.rows import grouped
+from fedbn_flwr.lab.studies.rows import grouped, with_std
 from fedbn_flwr.lab.studies.tables import shown_runs
 
 __all__ = ["anchor_of", "results_section"]

@@ -24,12 +24,10 @@ from fedbn_flwr.lab.output.checkpoint_manager import CheckpointManager
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder
 from fedbn_flwr.lab.output.global_tests import GLOBAL_TESTS
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
-from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
-from fedbn_flwr.lab.output.statistics_log import StatisticsLog
+from fedbn_flwr.lab.output.run_notes import StatisticsLog, log_feature_norm, log_initial, report_data
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.lab.partitioned.report import refuse_no_tests
-from fedbn_flwr.lab.runs.agreed_scale import agreed_scale
-from fedbn_flwr.lab.runs.node_count import REPLY_WAIT, count_nodes
+from fedbn_flwr.lab.runs.node_queries import REPLY_WAIT, agreed_scale, count_nodes
 from fedbn_flwr.lab.runs.start_checks import Checked, moved_buffers, refuse_too_few_clients
 from fedbn_flwr.lab.setup import initialise, make_strategy, on_device
 from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -18,11 +20,43 @@ from fedbn_flwr.lab.files import NewLines, read_json
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, FLOWER_LOG
 from fedbn_flwr.lab.output.recorder import OnRound
 from fedbn_flwr.lab.runs.cluster_clients import check_cluster
-from fedbn_flwr.lab.runs.flower_log import LogEcho
 from fedbn_flwr.lab.setup import gpu_share, pick_device, refuse_named_gpu
 from fedbn_flwr.machine import num_cores
 
-__all__ = ["simulate"]
+__all__ = ["LogEcho", "simulate"]
+
+logger = logging.getLogger("flwr")
+
+_SOURCE = r"(?P<source>\([^()]*\bpid=\d+[^()]*\) ?)?"  # Ray names the process of a client: "(ClientAppActor pid=7) "
+_TIME = r"(?: ?\d[\d-]* [\d:,.]+)?"  # with FLWR_LOG_LEVEL=DEBUG
+_RECORD = re.compile(rf"{_SOURCE}(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL){_TIME} ?:\s*(?P<text>.*)")
+_LINE = re.compile(rf"{_SOURCE}(?P<text>.*)")
+_OF_EVERY_RUN = ("Since flwr 1.32, default simulated SuperNodes", "Manually terminating ClientAppActor")
+"""Warnings of Flower that each simulation has and that say nothing about the run."""
+
+
+class LogEcho:
+    """Logs the warnings and errors in the lines of a Flower run's log; call it with each line.
+
+    A line without a level belongs to the message before it from the same process. A traceback is left out.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[str, int] = {}  # by process: the level of its last message
+
+    def __call__(self, line: str) -> None:
+        """Log the line if it is of a warning or an error."""
+        record = _RECORD.match(line)
+        parts = record or _LINE.match(line)
+        source, text = (parts["source"] or "", parts["text"]) if parts else ("", line)
+        if record:
+            self._levels[source] = logging.getLevelNamesMapping()[record["level"]]
+        if text.startswith((*_OF_EVERY_RUN, "Traceback ")):
+            self._levels[source] = logging.NOTSET
+        level = self._levels.get(source, logging.NOTSET)
+        if level >= logging.WARNING and text.strip():
+            logger.log(level, "%s%s", source, text)
+
 
 _APP = '''"""A ServerApp and a ClientApp from the installed package."""
 

@@ -7,8 +7,16 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.lab.studies.numbers import AVERAGE, WHOLE, PaperNumber, mean_std, scale_of, with_std
-from fedbn_flwr.lab.studies.rows import grouped, markdown_table
+from fedbn_flwr.lab.studies.rows import (
+    AVERAGE,
+    WHOLE,
+    PaperNumber,
+    grouped,
+    markdown_table,
+    mean_std,
+    scale_of,
+    with_std,
+)
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
 

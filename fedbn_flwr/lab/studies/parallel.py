@@ -27,9 +27,8 @@ from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partition
 from fedbn_flwr.lab.runs.cluster import SharedData, cluster
 from fedbn_flwr.lab.runs.run import work_of
 from fedbn_flwr.lab.setup import gpu_share, make_model, pick_device, refuse_named_gpu
-from fedbn_flwr.lab.studies.cell import Cell
-from fedbn_flwr.lab.studies.done import finished
-from fedbn_flwr.lab.studies.one_run import do_cell, note_failure
+from fedbn_flwr.lab.studies.one_run import do_cell, finished, note_failure
+from fedbn_flwr.lab.studies.study import Cell
 from fedbn_flwr.lab.studies.sweep import Follower, Outcome, Runner
 from fedbn_flwr.machine import keep_freed_memory, memory_bytes, num_cores
 from fedbn_flwr.training.settings import share_of

@@ -13,12 +13,10 @@ from typing import Any
 
 from fedbn_flwr.lab.files import lost_lines, read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
-from fedbn_flwr.lab.studies.cell import Cell
 from fedbn_flwr.lab.studies.domain_table import is_average
-from fedbn_flwr.lab.studies.done import failure_of, is_done, of_study, summary_of
-from fedbn_flwr.lab.studies.numbers import AVERAGE, WHOLE, PaperNumber, scale_of
-from fedbn_flwr.lab.studies.rows import grouped
-from fedbn_flwr.lab.studies.study import Study
+from fedbn_flwr.lab.studies.one_run import failure_of, is_done, of_study, summary_of
+from fedbn_flwr.lab.studies.rows import AVERAGE, WHOLE, PaperNumber, grouped, scale_of
+from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.training.tasks import higher_is_better
 
 __all__ = ["FIELDS", "StudyResults"]

@@ -18,7 +18,7 @@ import yaml
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError, RunFailedError
-from fedbn_flwr.lab.config.yaml_file import read_yaml
+from fedbn_flwr.lab.config.texts import read_yaml
 from fedbn_flwr.lab.files import STUDY_FILE
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, lock_folder, writing
 from fedbn_flwr.lab.output.recorder import OnRound
@@ -26,12 +26,10 @@ from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partition
 from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.runs.run import Engine
 from fedbn_flwr.lab.runs.start_checks import check
-from fedbn_flwr.lab.studies.cell import Cell
-from fedbn_flwr.lab.studies.done import changed, finished, is_done, summary_of
-from fedbn_flwr.lab.studies.one_run import do_cell
+from fedbn_flwr.lab.studies.one_run import changed, do_cell, finished, is_done, summary_of
 from fedbn_flwr.lab.studies.results import StudyResults
-from fedbn_flwr.lab.studies.selection import EVERYTHING, Selection
-from fedbn_flwr.lab.studies.study import Study
+from fedbn_flwr.lab.studies.study import Cell, Study
+from fedbn_flwr.lab.studies.study_checks import EVERYTHING, Selection
 from fedbn_flwr.lab.studies.tables import write_tables
 from fedbn_flwr.lab.studies.tuning import tuned, tuning_markdown
 

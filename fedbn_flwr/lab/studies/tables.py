@@ -15,9 +15,8 @@ from fedbn_flwr.lab.studies.comparisons import FIELDS as COMPARED
 from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_markdown, left_out
 from fedbn_flwr.lab.studies.domain_table import FIELDS as BY_DOMAIN
 from fedbn_flwr.lab.studies.domain_table import domain_markdown, domain_rows
-from fedbn_flwr.lab.studies.numbers import mean_std, with_std
 from fedbn_flwr.lab.studies.results import FIELDS, StudyResults
-from fedbn_flwr.lab.studies.rows import csv_text, grouped, markdown_table
+from fedbn_flwr.lab.studies.rows import csv_text, grouped, markdown_table, mean_std, with_std
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from fedbn_flwr.lab.early_stopping import validation_metric
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
-from fedbn_flwr.lab.studies.cell import Cell, trial_name
-from fedbn_flwr.lab.studies.done import is_done, summary_of
+from fedbn_flwr.lab.studies.one_run import is_done, summary_of
 from fedbn_flwr.lab.studies.rows import grouped, markdown_table
-from fedbn_flwr.lab.studies.study import Study, StudySettings
+from fedbn_flwr.lab.studies.study import Cell, Study, StudySettings, trial_name
 from fedbn_flwr.training.tasks import in_percent
 
 __all__ = ["Tuned", "tuned", "tuning_markdown"]

@@ -12,11 +12,9 @@ from typing import Any
 
 from fedbn_flwr.errors import install_extra
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.trackers.adapters import MLflow, TensorBoard, WandB
 from fedbn_flwr.lab.trackers.delivery import Delivery
 from fedbn_flwr.lab.trackers.interface import Tracker, numbers_of
-from fedbn_flwr.lab.trackers.mlflow import MLflow
-from fedbn_flwr.lab.trackers.tensorboard import TensorBoard
-from fedbn_flwr.lab.trackers.wandb import WandB
 
 __all__ = ["TRACKERS", "Delivery", "Tracker", "deliveries", "numbers_of", "tracker_problems"]
 

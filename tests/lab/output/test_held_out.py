@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output.held_out import _means
+from fedbn_flwr.lab.output.client_tests import _means
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
 

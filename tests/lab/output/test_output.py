@@ -19,7 +19,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import RunFolder
-from fedbn_flwr.lab.output.versions import commit_of, versions
+from fedbn_flwr.lab.output.summary import commit_of, versions
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 

@@ -22,8 +22,8 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.model_description import ModelDescription
-from fedbn_flwr.lab.runs.agreed_scale import agreed_scale
 from fedbn_flwr.lab.runs.node import client_fn
+from fedbn_flwr.lab.runs.node_queries import agreed_scale
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.start_checks import check

@@ -29,7 +29,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.partitioned.splitting import split_to_json
 from fedbn_flwr.lab.report import figures as drawings
 from fedbn_flwr.lab.report import follow_report, write_report
-from fedbn_flwr.lab.report.client_figures import split_figures
+from fedbn_flwr.lab.report.files import RunFiles, StudyFiles
 from fedbn_flwr.lab.report.page import (
     Code,
     Facts,
@@ -44,10 +44,9 @@ from fedbn_flwr.lab.report.page import (
     Text,
 )
 from fedbn_flwr.lab.report.run import run_warnings
-from fedbn_flwr.lab.report.run_files import RunFiles
+from fedbn_flwr.lab.report.run_figures import split_figures
 from fedbn_flwr.lab.report.study import _best, split_section
 from fedbn_flwr.lab.report.study_figures import _shared_rounds
-from fedbn_flwr.lab.report.study_files import StudyFiles
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.comparisons import comparisons
 from fedbn_flwr.lab.studies.study_checks import load_study

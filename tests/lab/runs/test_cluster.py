@@ -32,8 +32,8 @@ from fedbn_flwr.lab.runs.cluster_clients import check_cluster, check_room
 from fedbn_flwr.lab.runs.ray_cluster import Machine, check_versions, connect
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.studies import parallel
-from fedbn_flwr.lab.studies.cell import Cell
 from fedbn_flwr.lab.studies.parallel import in_parallel
+from fedbn_flwr.lab.studies.study import Cell
 from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 from tests.support.ray_nodes import can_hide, two_nodes

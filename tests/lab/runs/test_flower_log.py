@@ -10,7 +10,7 @@ import pytest
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs import simulation
-from fedbn_flwr.lab.runs.flower_log import LogEcho
+from fedbn_flwr.lab.runs.simulation import LogEcho
 
 LOG = """Using SuperLink: private (127.0.0.1:49783)
 INFO :      Starting Flower Simulation

@@ -20,7 +20,7 @@ from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound
-from fedbn_flwr.lab.runs import node_count
+from fedbn_flwr.lab.runs import node_queries
 from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
@@ -245,8 +245,8 @@ def test_an_incomplete_first_line_is_gone_after_a_resume(tmp_path: Path) -> None
 
 def test_a_run_continues_while_a_node_is_gone(tmp_path: Path, quick_config, monkeypatch, caplog) -> None:
     """Over a network, where a node's data is its own; elsewhere two nodes would share all the data."""
-    monkeypatch.setattr(node_count, "RETURN_GRACE", 0.3)
-    monkeypatch.setattr(node_count, "NODE_GRACE", 0.3)
+    monkeypatch.setattr(node_queries, "RETURN_GRACE", 0.3)
+    monkeypatch.setattr(node_queries, "NODE_GRACE", 0.3)
     out = tmp_path / "out"
 
     def go(num_nodes: int, rounds: int) -> None:

@@ -14,13 +14,11 @@ from scipy.stats import ttest_rel
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.studies import results
 from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_markdown, left_out
-from fedbn_flwr.lab.studies.done import finished
-from fedbn_flwr.lab.studies.numbers import PaperNumber
+from fedbn_flwr.lab.studies.one_run import finished
 from fedbn_flwr.lab.studies.results import StudyResults
-from fedbn_flwr.lab.studies.rows import markdown_table
-from fedbn_flwr.lab.studies.selection import Selection
+from fedbn_flwr.lab.studies.rows import PaperNumber, markdown_table
 from fedbn_flwr.lab.studies.study import Study
-from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.study_checks import Selection, load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.lab.studies.tables import table_rows, write_tables
 from fedbn_flwr.lab.studies.tuning import tuned, tuning_markdown

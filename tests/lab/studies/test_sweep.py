@@ -18,14 +18,11 @@ from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateErr
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.studies import one_run, tables
 from fedbn_flwr.lab.studies import sweep as module
-from fedbn_flwr.lab.studies.cell import Cell
-from fedbn_flwr.lab.studies.done import is_done, summary_of
-from fedbn_flwr.lab.studies.one_run import do_cell
+from fedbn_flwr.lab.studies.one_run import do_cell, is_done, summary_of
 from fedbn_flwr.lab.studies.parallel import _Watched, in_parallel, memory_need
 from fedbn_flwr.lab.studies.results import StudyResults
-from fedbn_flwr.lab.studies.selection import Selection
-from fedbn_flwr.lab.studies.study import Study, Tuning
-from fedbn_flwr.lab.studies.study_checks import load_study
+from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
+from fedbn_flwr.lab.studies.study_checks import Selection, load_study
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 from fedbn_flwr.lab.studies.tables import table_rows
 from tests.support.pictures import drawn

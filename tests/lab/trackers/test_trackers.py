@@ -20,8 +20,8 @@ from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.trackers import TRACKERS, delivery
+from fedbn_flwr.lab.trackers.adapters import TensorBoard
 from fedbn_flwr.lab.trackers.interface import group_of, name_of
-from fedbn_flwr.lab.trackers.tensorboard import TensorBoard
 
 LINE = {"phase": "train", "test-accuracy": 0.5, "participants": [0], "kept-previous": True, "seconds": 1.0}
 DOMAINS = {"domains": {"test-accuracy": {"svhn": 0.25}}, "clients": {"0": {"own-accuracy": 1.0}}}

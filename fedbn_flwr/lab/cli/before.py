@@ -1,18 +1,46 @@
-"""``fedbn-flwr inspect``: what a strategy does with the BN layers of a model."""
+"""``fedbn-flwr list``, ``inspect`` and ``partition``: what a run can use, what it sends, and how it splits its data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.lab.cli.console import app, console, exit_codes, say
+from fedbn_flwr.lab.cli.console import app, console, exit_codes, report_own_data, say
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.runs.inspection import Inspection
+
+
+Kind = Literal["strategies", "norms", "models", "datasets", "partitions"]
+"""The registries that ``list`` shows."""
+
+
+@app.command(name="list", epilog="Example: fedbn-flwr list strategies")
+def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
+    """List the names that a config can use, one line each, with the source."""
+    from fedbn_flwr.lab.data import DATASETS, KINDS, PARTITIONS
+    from fedbn_flwr.lab.models import MODELS
+    from fedbn_flwr.norms import NORMS
+    from fedbn_flwr.strategies import METHODS
+
+    if kind == "strategies":
+        rows = [(name, method.summary_line, method.source) for name, method in METHODS.items()]
+        rows.append(("centralized", "the reference: one loop over all data (`fedbn-flwr run` only)", "-"))
+    else:
+        registries: dict[str, Any] = {"norms": NORMS, "models": MODELS, "datasets": DATASETS, "partitions": PARTITIONS}
+        rows = [(name, info.summary, info.source) for name, info in registries[kind].items()]
+    if kind == "datasets":
+        for form in KINDS.values():
+            name, _, what = form.partition(", ")
+            rows.append((name, what, "own data"))
+    names, texts, _ = zip(*rows, strict=True)
+    for name, what, source in rows:
+        say(f"{name.ljust(len(max(names, key=len)))}  {what.ljust(len(max(texts, key=len)))}  {source}")
 
 
 @app.command(epilog="Example: fedbn-flwr inspect --model resnet20 --strategy silobn --num-clients 5")
@@ -111,3 +139,32 @@ def _notes(inspection: Inspection) -> Iterator[str]:
     if inspection.frozen:
         number = len(inspection.frozen)
         yield f"{number} parameters are frozen. They are equal on all clients, and sent anyway."
+
+
+@app.command(epilog="Example: fedbn-flwr partition --set partition=dirichlet --set num-clients=10 --out split.png")
+def partition(
+    config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Picture (PNG) of classes by clients to write; a new file.")] = None,
+) -> None:
+    """Show the split of the training and validation data: each client's examples by class, and by domain if any."""
+    from fedbn_flwr.lab.config import Config
+    from fedbn_flwr.lab.data import partition_table
+    from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+    from fedbn_flwr.lab.partitioned.report import classes_without_client
+    from fedbn_flwr.lab.partitioned.splitting import count_split, draw_split
+
+    with exit_codes():
+        settings = Config.load(config, set_ or [])
+        warnings = report_own_data(settings)
+        tables = count_split(settings)
+        for table in tables:
+            console.print(f"{table.of} examples by {table.what}")
+            text = partition_table(table.counts, table.names)
+            say(text + "\n")
+        split = partitioned_data(settings, count_clients(settings))
+        for line in (*classes_without_client(split, settings), *warnings):
+            say(f"warning: {line}", style="yellow")
+        if out:
+            draw_split(settings, tables[0], out)
+            say(f"picture: {out.absolute()}")

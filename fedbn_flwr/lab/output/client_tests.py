@@ -1,16 +1,11 @@
-"""Clients that never train: how a federation's model works for somebody new.
-
-Each is tested after every tested round: with the global BN (``global``), or the average of the clients' BN parts where
-these stay with the clients (``averaged``); with statistics re-estimated on its own training inputs, no target used
-(``adapted``); with the BN parts of the client whose running statistics are nearest to these (``nearest``); and, where
-the config has ``test-bn``, with statistics of its own test inputs (``test-bn``, see ``batchnorm.adaptation``).
-"""
+"""The tests of clients: means over those that train, and the tests of those that never train."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -19,11 +14,12 @@ from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted, try_batche
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import Moments, load_statistics, reestimate_statistics
-from fedbn_flwr.lab.output.definitions import CLIENTS, HELD_OUT
+from fedbn_flwr.lab.output.summary import CLIENTS, HELD_OUT
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
-from fedbn_flwr.messages.protocol import NUM_EXAMPLES
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.params import TEST_BN
+from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.server.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
@@ -31,13 +27,86 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import load_state
 
-__all__ = ["HeldOut", "distance"]
+__all__ = ["HeldOut", "client_means", "client_means_by_domain", "distance"]
 
 _SMALLEST = 1e-12  # of a variance by which a distance is divided
 
 
+def client_means(report: RoundReport, trained: Collection[str], task: Task) -> dict[str, float]:
+    """Return each metric of the clients' tests: its plain mean over the clients (arXiv:2301.02982, 6.2.1) and others.
+
+    ``NAME`` is the plain mean, ``NAME-weighted`` the mean weighted by the clients' test examples. ``NAME-seen`` is the
+    plain mean over the clients that have trained in this run, ``NAME-unseen`` over the others. A client whose test set
+    does not define the metric is left out; if there is one, ``NAME-clients`` is the number of the others.
+    """
+    results: dict[str, list[_Result]] = {}
+    undefined: set[str] = set()
+    metrics_of_task = dict.fromkeys(("accuracy", "loss", *task.metrics))
+    for client, metrics in report.evaluations.items():
+        for name, what in itertools.product(("own", "global", VALIDATION), metrics_of_task):
+            key, count = f"personal-{name}-{what}", metrics.get(f"{name}-{NUM_EXAMPLES}", 0)
+            value = metrics.get(f"{name}-{what}")
+            if value is None or count <= 0:
+                continue
+            of_key = results.setdefault(key, [])
+            # With a loss that is not finite, NaN says that the model diverged.
+            if math.isnan(value) and math.isfinite(metrics.get(f"{name}-loss", 0.0)):
+                undefined.add(key)
+            else:
+                of_key.append(_Result(value, count, client in trained))
+    line: dict[str, float] = {}
+    for key, of_key in results.items():
+        if key in undefined:
+            line[key + CLIENTS] = len(of_key)
+        if not of_key:
+            line[key] = math.nan
+            continue
+        line[key] = _mean([result.value for result in of_key])
+        examples = sum(result.examples for result in of_key)
+        line[f"{key}-weighted"] = sum(result.value * result.examples for result in of_key) / examples
+        for suffix, wanted in (("seen", True), ("unseen", False)):
+            if group := [result.value for result in of_key if result.trained == wanted]:
+                line[f"{key}-{suffix}"] = _mean(group)
+    return line
+
+
+class _Result(NamedTuple):
+    """A client's test: the metric, the number of test examples, and whether the client has trained."""
+
+    value: float
+    examples: float
+    trained: bool
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def client_means_by_domain(
+    report: RoundReport, domain_of: Callable[[int], str | None], task: Task
+) -> dict[str, dict[str, float]]:
+    """Return the plain mean, over the clients of each domain, of each metric on their own test data."""
+    tests: dict[str, list[Mapping[str, Any]]] = {}
+    for client, metrics in report.evaluations.items():
+        if metrics.get(f"own-{NUM_EXAMPLES}", 0) > 0 and (domain := domain_of(int(client))):
+            tests.setdefault(domain, []).append(metrics)
+    means: dict[str, dict[str, float]] = {}
+    for name in task.metrics if tests else ():
+        by_domain = means[f"personal-own-{name}"] = {}
+        for domain, of_clients in tests.items():
+            values = [metrics[f"own-{name}"] for metrics in of_clients]
+            by_domain[domain] = _mean([value for value in values if not math.isnan(value)] or values)
+    return means
+
+
 class HeldOut:
-    """The tests of the clients that never train.
+    """The tests of the clients that never train: how a federation's model works for somebody new.
+
+    Each is tested after every tested round: with the global BN (``global``), or the average of the clients' BN parts
+    where these stay with the clients (``averaged``); with statistics re-estimated on its own training inputs, no target
+    used (``adapted``); with the BN parts of the client whose running statistics are nearest to these (``nearest``);
+    and, where the config has ``test-bn``, with statistics of its own test inputs (``test-bn``, see
+    ``batchnorm.adaptation``).
 
     Args:
         data: the run's data, with held-out clients.

@@ -1,4 +1,4 @@
-"""``fedbn-flwr doctor``: what is wrong with the BatchNorm of a federation."""
+"""``fedbn-flwr report`` and ``doctor``: what happened in a run or a study, and what is wrong with its BatchNorm."""
 
 from __future__ import annotations
 
@@ -9,10 +9,30 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
-from fedbn_flwr.lab.cli.console import app, exit_codes, say
+from fedbn_flwr.lab.cli.console import app, exit_codes, interrupt, say
 
 if TYPE_CHECKING:
     from fedbn_flwr.doctor.findings import Diagnosis
+
+
+@app.command(epilog="Example: fedbn-flwr report runs/digits --out digits.html")
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="The --out of a run or a sweep.")],
+    live: Annotated[bool, typer.Option("--live", help="Follow a running folder until it is finished.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the folder.")] = None,
+) -> None:
+    """Write one HTML page of a run or a study, which needs no other file and no network."""
+    from fedbn_flwr.lab.report import REPORT_FILE, follow_report, write_report
+
+    target = out or folder / REPORT_FILE
+    with exit_codes():
+        if live:
+            say(f"report, live: {target.absolute()}")
+            with interrupt(lambda: f"The report shows the folder as it was last: {target}"):
+                follow_report(folder, out)
+        else:
+            write_report(folder, out)
+        say(f"report: {target.absolute()}")
 
 
 @app.command(epilog="Example: fedbn-flwr doctor runs/fedbn --out doctor")
