@@ -9,7 +9,7 @@ from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config.fields import CENTRALIZED
 from fedbn_flwr.lab.config.privacy_checks import dp_problems, mask_problems
-from fedbn_flwr.lab.config.texts import split
+from fedbn_flwr.lab.config.texts import split, wrong
 from fedbn_flwr.lab.config.values import Values, check_known
 from fedbn_flwr.lab.data import PARTITIONS, Augment, DatasetInfo, is_own
 from fedbn_flwr.lab.models import MODELS, model_info
@@ -76,55 +76,68 @@ def _of_data(config: Values) -> list[str]:
     if info:
         _noted(problems, check_known, "partition", config.split_name(), PARTITIONS)
     _noted(problems, _check_task, config, info)
-    _noted(problems, Augment.parse, config.augment)
+    augment = _noted(problems, Augment.parse, config.augment)
     _noted(problems, config.decays)
     _noted(problems, config.hidden)
     for name in split(config.eval_on):
         _noted(problems, check_known, "eval-on", name, EVALUATIONS)
     _noted(problems, config.test_bn_settings)
-    if not config.test_bn and (asked := [name for name in split(config.eval_on) if name.endswith(TEST_BN)]):
-        problems.append(f"eval-on={','.join(asked)} needs test-bn: {', '.join(TEST_BN_MODES)}")
+    asked = ",".join(name for name in split(config.eval_on) if name.endswith(TEST_BN))
     classes = info.num_classes if info and not is_own(config.dataset) else 0
-    if config.partition in ("", "classes") and classes and config.classes_per_client > classes:
-        problems.append(
+    moved = augment.each if augment and info and info.task.by_pixel else ()
+    problems += wrong(
+        (asked and not config.test_bn, f"eval-on={asked} needs test-bn: {', '.join(TEST_BN_MODES)}"),
+        (
+            config.partition in ("", "classes") and classes and config.classes_per_client > classes,
             f"classes-per-client={config.classes_per_client} is more than the {classes} classes of "
-            f"dataset={config.dataset}; use 1 to {classes}"
-        )
-    if info and info.task.by_pixel:
-        moved = [name for name in config.augment_names() if name.endswith("-augment")]
-        problems += [f"augment: {name} would move the image and not the classes of its pixels" for name in moved]
-    if config.standardise == "none" and config.missing == "mean":
-        problems.append("missing=mean needs standardise=federated or local: the mean is that of the training examples")
-    if config.num_classes and config.num_classes < classes:
-        problems.append(f"num-classes={config.num_classes} is fewer than the {classes} of dataset={config.dataset}")
-    return problems
+            f"dataset={config.dataset}; use 1 to {classes}",
+        ),
+    )
+    for name in moved:
+        if name.endswith("-augment"):
+            problems.append(f"augment: {name} would move the image and not the classes of its pixels")
+    return problems + wrong(
+        (
+            config.standardise == "none" and config.missing == "mean",
+            "missing=mean needs standardise=federated or local: the mean is that of the training examples",
+        ),
+        (
+            config.num_classes and config.num_classes < classes,
+            f"num-classes={config.num_classes} is fewer than the {classes} of dataset={config.dataset}",
+        ),
+    )
 
 
 def _of_training(config: Values) -> list[str]:
     """Return what is wrong with rounds, steps and the learning rate."""
-    problems = []
-    if config.early_stopping and not config.validation_share:
-        problems.append(
-            f"early-stopping={config.early_stopping} needs validation-share above 0: the score is that on examples "
-            "that no client trains on"
-        )
-    if config.early_stopping and not config.checkpoint_every:
-        problems.append(
-            f"early-stopping={config.early_stopping} goes back to the checkpoint of the best round: set "
-            "checkpoint-every above 0"
-        )
-    if config.learning_rate_schedule == "step" and not config.lr_decay_at:
-        problems.append("learning-rate-schedule=step needs lr-decay-at")
-    if config.learning_rate_warm_up >= config.num_server_rounds:
-        problems.append(
+    stopping = f"early-stopping={config.early_stopping}"
+    return wrong(
+        (
+            config.early_stopping and not config.validation_share,
+            f"{stopping} needs validation-share above 0: the score is that on examples that no client trains on",
+        ),
+        (
+            config.early_stopping and not config.checkpoint_every,
+            f"{stopping} goes back to the checkpoint of the best round: set checkpoint-every above 0",
+        ),
+        (
+            config.learning_rate_schedule == "step" and not config.lr_decay_at,
+            "learning-rate-schedule=step needs lr-decay-at",
+        ),
+        (
+            config.learning_rate_warm_up >= config.num_server_rounds,
             f"learning-rate-warm-up={config.learning_rate_warm_up} must be below "
-            f"num-server-rounds={config.num_server_rounds}"
-        )
-    if not config.local_steps and not config.local_epochs:
-        problems.append("local-steps and local-epochs are both 0: nothing to train; set one of them above 0")
-    if config.series and not SERIES_PATTERN.fullmatch(config.series):
-        problems.append(f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or '_', no '.' in front")
-    return problems
+            f"num-server-rounds={config.num_server_rounds}",
+        ),
+        (
+            not config.local_steps and not config.local_epochs,
+            "local-steps and local-epochs are both 0: nothing to train; set one of them above 0",
+        ),
+        (
+            config.series and not SERIES_PATTERN.fullmatch(config.series),
+            f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or '_', no '.' in front",
+        ),
+    )
 
 
 def _check_task(config: Values, info: DatasetInfo | None) -> None:

@@ -51,6 +51,7 @@ class Fields(MethodSettings):
         frozen=True,
         alias_generator=lambda name: name.replace("_", "-"),
         allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # YAML and the command line know no difference
     )
 
     strategy: str = _key("what", "fedavg", "method; `fedbn-flwr list strategies`")
@@ -350,7 +351,9 @@ class Fields(MethodSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false for a number: pydantic would read them as 1 and 0."""
+        """Refuse true and false for a number: pydantic would read them as 1 and 0. ``dp`` reads YAML's ``off``."""
+        if value is False and info.field_name == "dp":
+            return "off"
         wanted = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and wanted is not bool:
             hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")""" if wanted is str else ""
@@ -363,17 +366,3 @@ class Fields(MethodSettings):
         """Read ``~`` at the begin of a path, also after a prefix: no shell does it within a setting."""
         kind, colon, path = value.rpartition(":") if ":~" in value else ("", "", value)
         return kind + colon + os.path.expanduser(path)
-
-    @field_validator("dp", mode="before")
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        """Read YAML's ``off``, which is false."""
-        return "off" if value is False else value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _text(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read a number as text where text is wanted: YAML and the command line know no difference."""
-        wanted = cls.model_fields[info.field_name or ""].annotation
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return str(value) if is_number and wanted is str else value

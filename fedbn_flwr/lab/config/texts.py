@@ -13,7 +13,7 @@ import yaml
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["UNREADABLE", "explain", "number", "read_overrides", "read_value", "read_yaml", "split"]
+__all__ = ["UNREADABLE", "explain", "number", "read_overrides", "read_value", "read_yaml", "split", "text_of", "wrong"]
 
 _INT = "tag:yaml.org,2002:int"
 
@@ -113,6 +113,11 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def wrong(*checks: tuple[object, str]) -> list[str]:
+    """Return the text of each check that is true, in their order: what is wrong."""
+    return [text for is_wrong, text in checks if is_wrong]
+
+
 def explain(problem: Any, keys: Sequence[str]) -> list[str]:
     """Return pydantic's problem as text with the config key, its value and what is allowed."""
     key = str(problem["loc"][0]) if problem["loc"] else ""
@@ -120,7 +125,12 @@ def explain(problem: Any, keys: Sequence[str]) -> list[str]:
         near = difflib.get_close_matches(key, keys, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else " See docs/config.md for all keys."
         return [f"unknown key {key!r}.{hint}"]
+    text = text_of(problem)
     if problem["type"] == "value_error":
-        text = str(problem["ctx"]["error"])
         return [f"{key}: {text}"] if key else text.split("\n")
-    return [f"{key}={problem['input']!r}: {problem['msg'].lower()}"]
+    return [f"{key}={problem['input']!r}: {text}"]
+
+
+def text_of(problem: Any) -> str:
+    """Return what pydantic says of a value, or the text of a validator's own error."""
+    return str(problem["ctx"]["error"]) if problem["type"] == "value_error" else str(problem["msg"]).lower()

@@ -10,7 +10,7 @@ from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.config.fields import CENTRALIZED, Fields
 from fedbn_flwr.lab.config.method_settings import config_fields, own_default
 from fedbn_flwr.lab.config.texts import number, split
-from fedbn_flwr.lab.data import DATASETS, Augment, DatasetInfo, OwnData, Standardise, is_own, own_info
+from fedbn_flwr.lab.data import DATASETS, DatasetInfo, OwnData, Standardise, is_own, own_info
 from fedbn_flwr.lab.data.shared import DataKey, adopted
 from fedbn_flwr.lab.models import input_shape
 from fedbn_flwr.privacy.record_level import RecordLevel
@@ -77,14 +77,6 @@ class Values(Fields):
         """Return what the config says of own data."""
         kind, path = OwnData.parse(self.dataset)
         return OwnData(kind, path, **self.model_dump(include={*OwnData.__dataclass_fields__}))
-
-    def augment_names(self) -> tuple[str, ...]:
-        """Return the transforms of single images in ``augment``; () if it cannot be read, which is told elsewhere."""
-        try:
-            augment = Augment.parse(self.augment)
-        except ConfigError:
-            return ()
-        return augment.each if augment else ()
 
     def data_on_nodes(self) -> bool:
         """Return whether only the nodes have the data: own data without a path."""

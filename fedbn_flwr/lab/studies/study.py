@@ -51,7 +51,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, Scalar, number, read_overrides
-from fedbn_flwr.lab.config.texts import read_yaml
+from fedbn_flwr.lab.config.texts import read_yaml, text_of
 from fedbn_flwr.lab.studies.rows import WHOLE, PaperNumber
 
 __all__ = ["Cell", "Study", "StudySettings", "Tuning", "trial_name"]
@@ -170,7 +170,7 @@ class Study(BaseModel):
                 read["base"] = {**base, **read_overrides(overrides)}
             return cls.model_validate(read)
         except ValidationError as error:
-            lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {_text_of(e)}" for e in error.errors()]
+            lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {text_of(e)}" for e in error.errors()]
             raise ConfigError("\n".join(lines)) from error
 
     def target_of(self, split: str) -> float | None:
@@ -218,12 +218,6 @@ class Study(BaseModel):
 
 def _by_domain(stated: Any) -> dict[str, Any]:
     return stated if isinstance(stated, dict) else {WHOLE: stated}
-
-
-def _text_of(error: Mapping[str, Any]) -> str:
-    """Return what pydantic says of a value, or the text of this module's own error."""
-    raised = error.get("ctx", {}).get("error")
-    return str(raised) if isinstance(raised, ValueError) else str(error["msg"]).lower()
 
 
 def _number(value: Scalar) -> Scalar:
