@@ -37,7 +37,6 @@ class Delivery:
         self._last: int | None = None  # the last round that the tracker has; None: it is not open yet
         self._waiting: deque[Mapping[str, Any]] = deque(lines)
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._warned = False
         self._deadline: float | None = None
         self._thread: threading.Thread | None = threading.Thread(target=self._work, daemon=True, name=tracker.key)
         self._thread.start()
@@ -72,29 +71,23 @@ class Delivery:
             )
 
     def _work(self) -> None:
-        while True:
+        ended, warned = False, False
+        while not ended:
             ended, summary = self._calls.get()
             try:
                 self._deliver()
-                self._warned = False
+                warned = False
             except Exception as error:  # whatever a service, its package or the network raises
-                self._warn(error)
-            if ended:
-                self._close(summary)
-                return
-
-    def _close(self, summary: Mapping[str, float | str] | None) -> None:
+                if not warned:
+                    self._warn("does not take the run's rounds", error, "The run goes on; they are sent again later.")
+                warned = True
         if self._waiting:  # `wait` says so
             return
         try:
             self._tracker.close(summary)
         except Exception as error:  # as above
-            logger.warning(
-                "%s has all rounds of the run and did not take its end: %s: %s. There it may look as if it still ran.",
-                self._tracker.key,
-                type(error).__name__,
-                error,
-            )
+            what = "has all rounds of the run and did not take its end"
+            self._warn(what, error, "There it may look as if it still ran.")
 
     def _deliver(self) -> None:
         if self._last is None:
@@ -106,12 +99,5 @@ class Delivery:
                 self._last = line["round"]
             self._waiting.popleft()
 
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            logger.warning(
-                "%s does not take the run's rounds: %s: %s. The run goes on; they are sent again later.",
-                self._tracker.key,
-                type(error).__name__,
-                error,
-            )
-        self._warned = True
+    def _warn(self, what: str, error: Exception, then: str) -> None:
+        logger.warning("%s %s: %s: %s. %s", self._tracker.key, what, type(error).__name__, error, then)
