@@ -15,21 +15,21 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output.checkpoint import Checkpoint, StartingPoint, starting_point
-from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder, lock_folder
+from fedbn_flwr.lab.output.checkpoint import Checkpoint, StartingPoint
+from fedbn_flwr.lab.output.folder import RunFolder, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
-from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
+from fedbn_flwr.lab.output.run_notes import report_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.runs.serve import beginning, divergence_of, ends_diverged
 from fedbn_flwr.lab.runs.start_checks import Checked
-from fedbn_flwr.lab.setup import initialise, local_training, ready_to_train
+from fedbn_flwr.lab.setup import local_training, ready_to_train
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.server.failures import TOO_LARGE_STEPS, divergence, losses_not_finite
+from fedbn_flwr.server.failures import TOO_LARGE_STEPS, losses_not_finite
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.training import make_optimizer, train
 from fedbn_flwr.training.batches import Batches
@@ -67,12 +67,9 @@ def _centralized(
 ) -> dict[str, Any]:
     data = partitioned_data(config, count_clients(config))
     model = ready_to_train(plain, config)
-    log_feature_norm(plain)
-    start = starting_point(out, config, plain)
+    start, _ = beginning(config, plain, out)
     saved = start.saved
-    if saved is None:
-        log_initial(initialise(plain, config))
-    else:
+    if saved:
         load_state(plain, tensors(saved.state))
     optimizer = make_optimizer(model, local_training(config))
     if saved:
@@ -92,9 +89,8 @@ def _centralized(
         torch.set_num_threads(before)
         recorder.close()
     summary = recorder.finish(reference.result(), None, reference.resumed_after)
-    if _diverged(config, line):
-        report = RoundReport(line["round"], line["phase"], diverged=line["diverged"], diverged_at=line[DIVERGED_AT])
-        raise DivergedError(divergence(report, TOO_LARGE_STEPS), report.diverged_at)
+    if ends_diverged(config, line):
+        raise divergence_of(line, TOO_LARGE_STEPS)
     return summary
 
 
@@ -172,13 +168,8 @@ def _report(server_round: int, result: TrainResult, tested: Mapping[str, Any]) -
     return report
 
 
-def _diverged(config: Config, line: Mapping[str, Any]) -> bool:
-    """Return whether the run ends with an error after the round of this line of metrics.jsonl; {} = no round yet."""
-    return config.on_divergence == "stop" and DIVERGED_AT in line
-
-
 def _ends(config: Config, line: Mapping[str, Any], stopping: EarlyStopping | None) -> bool:
-    return _diverged(config, line) or (stopping is not None and stopping.stops)
+    return ends_diverged(config, line) or (stopping is not None and stopping.stops)
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config
 from fedbn_flwr.lab.data import DatasetInfo, is_own
-from fedbn_flwr.lab.data.shared import DataKey, PackedDataset, adopt, in_memory, pack
+from fedbn_flwr.lab.data.shared import DataKey, adopt, in_memory, pack
 from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.models.own import is_own as is_own_model
 from fedbn_flwr.lab.models.own import own_module
@@ -50,15 +50,11 @@ class SharedData:
 
     def adopt(self) -> None:
         """Take these data sets from Ray in this process, from now on; to call it again changes nothing."""
+        import ray
+
+        get: Any = ray.get
         for key, info, shape, reference in self.entries:
-            adopt(key, info, shape, functools.partial(_fetch, reference))
-
-
-def _fetch(reference: Any) -> PackedDataset:
-    import ray
-
-    packed: PackedDataset = ray.get(reference)
-    return packed
+            adopt(key, info, shape, functools.partial(get, reference))
 
 
 class RaySession:

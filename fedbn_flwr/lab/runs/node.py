@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context
-from torch import nn
 
 from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import OpenFolder, state_dir
@@ -84,7 +83,7 @@ class RunClients:
     def of(cls, checked: Checked) -> RunClients:
         """Return those of a run that this process has checked: they train copies of its model."""
         model = copy.deepcopy(checked.model)  # the server takes over the other one
-        return cls(checked.config, functools.partial(_copy_to_train, model, checked.config))
+        return cls(checked.config, lambda: ready_to_train(copy.deepcopy(model), checked.config))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Send the config alone to a new process, which imports the user's modules before it builds the model."""
@@ -133,10 +132,6 @@ class RunClients:
         validation = split.validation_view(client) if config.validation_share else None
         scale = split.scales[client] if split.scales else None
         return split.train_view(client), tests, validation, scale
-
-
-def _copy_to_train(model: nn.Module, config: Config) -> nn.Module:
-    return ready_to_train(copy.deepcopy(model), config)
 
 
 def _state_dir(config: Config, context: Context) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.transport import BarrierGrid
 from fedbn_flwr.transport.polling_grid import over_network, polling
 
-__all__ = ["serve"]
+__all__ = ["beginning", "divergence_of", "ends_diverged", "serve"]
 
 logger = logging.getLogger("flwr")
 
@@ -88,10 +88,12 @@ def _serve(
     grid: Grid, config: Config, model: nn.Module, out: Path, on_round: OnRound | None, closing: ExitStack
 ) -> dict[str, Any]:
     data = _server_data(config)
-    start, initial = _beginning(config, model, out)
+    start, initial = beginning(config, model, out)
+    on_device(model, config)
     strategy = _strategy(config, out, model)
     manager = CheckpointManager(start.checkpoints, config, strategy, start.saved)
-    timeout = _timeout(grid, config)
+    # In process no reply can be lost: a client that takes long, or a pause of the whole process, is no reason to go on.
+    timeout = config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
     folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
     if config.data_on_nodes() and config.standardise_as() == "federated":
@@ -132,7 +134,8 @@ def _serve(
         recorder.close()
         strategy.on_replies = strategy.on_round_end = None  # they refer to it, which would keep the run in memory
     lines = read_metrics(out / "metrics.jsonl")
-    diverged = diverged or _diverged_before(config, lines, strategy, result)
+    if not diverged and lines and ends_diverged(config, lines[-1]):  # before the run was resumed
+        diverged = divergence_of(lines[-1], " ".join(strategy.advice(lines[-1]["round"])), result)
     if not diverged and all(line.get("kept-previous") and DIVERGED_AT not in line for line in lines):
         raise NothingTrainedError(nothing_trained(config.min_replies, strategy.reports), result)
     arrays = _to_best(recorder.stopping, start.checkpoints, strategy) or result.arrays
@@ -142,21 +145,13 @@ def _serve(
     return summary
 
 
-def _beginning(config: Config, model: nn.Module, out: Path) -> tuple[StartingPoint, ArrayRecord]:
-    """Return where the run begins or continues, and the global model there; bring the model to its device."""
+def beginning(config: Config, model: nn.Module, out: Path) -> tuple[StartingPoint, ArrayRecord]:
+    """Return where the run begins or continues, and the global model there; initialise the model of a new run."""
     log_feature_norm(model)
     start = starting_point(out, config, model)
     if start.saved is None:
         log_initial(initialise(model, config))
-    initial = to_record(start.saved.state if start.saved else model.state_dict())
-    on_device(model, config)
-    return start, initial
-
-
-def _timeout(grid: Grid, config: Config) -> float:
-    """Return the seconds to wait for replies."""
-    # In process no reply can be lost: a client that takes long, or a pause of the whole process, is no reason to go on.
-    return config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
+    return start, to_record(start.saved.state if start.saved else model.state_dict())
 
 
 def _strategy(config: Config, out: Path, model: nn.Module) -> Strategy:
@@ -223,14 +218,15 @@ def _to_best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy:
     return strategy.go_back(to_record(saved.state), saved.strategy, saved.server_round)
 
 
-def _diverged_before(
-    config: Config, lines: Sequence[Mapping[str, Any]], strategy: Strategy, result: Result
-) -> DivergedError | None:
-    """Return the error of a run whose last round diverged before it was resumed; None if there is none."""
-    if config.on_divergence != "stop" or not lines or DIVERGED_AT not in (line := lines[-1]):
-        return None
+def ends_diverged(config: Config, line: Mapping[str, Any]) -> bool:
+    """Return whether the run ends with an error after the round of this line of metrics.jsonl; {} = no round yet."""
+    return config.on_divergence == "stop" and DIVERGED_AT in line
+
+
+def divergence_of(line: Mapping[str, Any], advice: str, result: Result | None = None) -> DivergedError:
+    """Return the error of a run whose last round, with this line of metrics.jsonl, diverged."""
     report = RoundReport(line["round"], line["phase"], diverged=line["diverged"], diverged_at=line[DIVERGED_AT])
-    return DivergedError(divergence(report, " ".join(strategy.advice(line["round"]))), line[DIVERGED_AT], result)
+    return DivergedError(divergence(report, advice), report.diverged_at, result)
 
 
 def _server_data(config: Config) -> PartitionedData | None:

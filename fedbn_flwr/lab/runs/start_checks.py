@@ -75,18 +75,13 @@ def check(config: Config) -> Checked:
     trial = copy.deepcopy(model)  # its statistics move
     if not config.resume:  # a resumed run needs no initial weights
         initialise(trial, config)
-    warnings = (*_slow_here(config), *_try_model(config, trial), *config.late_decays(), *of_model)
-    return Checked(config, model, warnings)
-
-
-def _slow_here(config: Config) -> list[str]:
-    device = pick_device(config.device)
-    if not config.amp or has_bfloat16(device):
-        return []
-    return [
-        f"amp=true: this machine's {device.type} has no instructions for bfloat16, and emulates it several times "
-        "slower than float32. Leave amp out, unless the clients run on other machines."
-    ]
+    warnings, device = [], pick_device(config.device)
+    if config.amp and not has_bfloat16(device):
+        warnings.append(
+            f"amp=true: this machine's {device.type} has no instructions for bfloat16, and emulates it several times "
+            "slower than float32. Leave amp out, unless the clients run on other machines."
+        )
+    return Checked(config, model, (*warnings, *_try_model(config, trial), *config.late_decays(), *of_model))
 
 
 def _problems_here(config: Config) -> Iterator[str]:
