@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config
-from fedbn_flwr.lab.files import STUDY_FILE, lost_lines, read_json, read_metrics
+from fedbn_flwr.lab.files import STUDY_FILE, ledger_of, lost_lines, read_json, read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.output.global_tests import headlines
@@ -25,8 +24,6 @@ from fedbn_flwr.lab.studies.tables import table_rows
 from fedbn_flwr.training.tasks import higher_is_better
 
 __all__ = ["RunFiles", "StudyFiles"]
-
-_TRAFFIC = ("exchanges", "bytes-down", "bytes-up")  # ends of the keys
 
 Line = Mapping[str, Any]
 
@@ -122,13 +119,7 @@ class RunFiles:
     @functools.cached_property
     def totals(self) -> dict[str, int]:
         """The sums of the rounds' traffic and examples."""
-        if ledger := self.summary.get("ledger"):
-            return dict(ledger)
-        totals: Counter[str] = Counter()
-        for line in self.lines:
-            summed = [key for key in line if key == "examples" or key.endswith(_TRAFFIC)]
-            totals.update({key: line[key] for key in summed})
-        return totals
+        return dict(self.summary.get("ledger") or ledger_of(self.lines))
 
     @functools.cached_property
     def chosen(self) -> dict[str, Any]:

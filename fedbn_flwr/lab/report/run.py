@@ -14,7 +14,7 @@ from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config, read_overrides
 from fedbn_flwr.lab.report.files import RunFiles
 from fedbn_flwr.lab.report.page import Block, Code, Facts, More, Page, Section, Table, Text
-from fedbn_flwr.lab.report.run_figures import clients_section, curves_section, domains_section, split_section
+from fedbn_flwr.lab.report.run_figures import clients_section, curves_section, domains_section, split_figures
 from fedbn_flwr.lab.report.shown import duration, metric, setting, size, with_unit, with_unit_of
 from fedbn_flwr.lab.report.statistics import batchnorm_section
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES
@@ -40,7 +40,7 @@ def run_page(run: RunFiles, foot: str, live: int = 0) -> Page:
         result_section(run),
         domains_section(run),
         clients_section(run),
-        split_section(run),
+        Section("split", "Data of the clients", split_figures(run)),
         batchnorm_section(run),
         traffic_section(run),
         reproduce_section(run),

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.output.summary import CLIENTS, HELD_OUT
-from fedbn_flwr.lab.partitioned.splitting import count_split, read_split
+from fedbn_flwr.lab.partitioned.splitting import MAX_CLIENTS, read_split
 from fedbn_flwr.lab.report.figures import UNITS, Drawing, Mark, Series, bars_of, curves, heatmap
 from fedbn_flwr.lab.report.files import RunFiles
 from fedbn_flwr.lab.report.page import Block, Figure, Section, Switch, Table, Text
@@ -25,7 +24,6 @@ __all__ = [
     "domains_section",
     "marks",
     "split_figures",
-    "split_section",
     "test_of",
 ]
 
@@ -161,13 +159,8 @@ def clients_section(run: RunFiles) -> Section | None:
     return Section("clients", "Clients", [Figure(drawing, label, title, Table(head, rows))])
 
 
-def split_section(run: RunFiles) -> Section:
-    """Return the class-by-client picture."""
-    return Section("split", "Data of the clients", split_figures(run))
-
-
 def split_figures(run: RunFiles, ending: str = "") -> list[Block]:
-    """Return the pictures from ``split.json``, or from the data in a folder of an older version.
+    """Return the pictures of ``split.json``: each client's examples by class, and by group if there are groups.
 
     The counts of a protected run are left out: epsilon and masks do not cover them.
 
@@ -177,15 +170,14 @@ def split_figures(run: RunFiles, ending: str = "") -> list[Block]:
     """
     if run.config.protected:
         return [Text("The counts of the clients are left out, because the run protects their data.", "note")]
-    try:
-        saved = run.json("split.json")
-        clients, tables = read_split(saved) if saved else ([], count_split(run.config))
-    except (FedBNError, OSError) as error:
-        text = f"The folder has no split.json, and the data cannot be read here: {error}"
-        return [Text(text, "note")]
+    saved = run.json("split.json")
+    if not saved:
+        why = f"there are more than {MAX_CLIENTS:,} clients, or only the nodes have the data"
+        return [Text(f"The folder has no split.json: {why}.", "note")]
+    names, tables = read_split(saved)
     blocks: list[Block] = []
     for table in tables:
-        names, kinds = list(clients or map(str, range(len(table.counts)))), list(map(str, table.names))
+        kinds = list(map(str, table.names))
         sizes, held = table.counts.sum(1), (table.counts > 0).sum(1)
         rows = [[name, *map(str, row), str(sum(row))] for name, row in zip(names, table.counts.tolist(), strict=True)]
         title = f"{table.of.capitalize()} examples by {table.what} and client{ending}"

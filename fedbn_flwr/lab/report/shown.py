@@ -21,7 +21,6 @@ __all__ = [
     "size",
     "thinned",
     "title_of",
-    "unit_of",
     "with_unit",
     "with_unit_of",
 ]
@@ -49,14 +48,9 @@ def scaled(key: str, value: Any) -> float | None:
     return 100 * float(value) if in_percent(key) else float(value)
 
 
-def unit_of(key: str) -> str:
-    """Return " (%)" for a share, else ""."""
-    return " (%)" if in_percent(key) else ""
-
-
 def with_unit_of(key: str) -> str:
     """Return the name of a figure, with its unit."""
-    return key + unit_of(key)
+    return f"{key} (%)" if in_percent(key) else key
 
 
 def form_of(key: str) -> str:

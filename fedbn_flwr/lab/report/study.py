@@ -10,7 +10,7 @@ from fedbn_flwr.lab.report.files import RunFiles, StudyFiles
 from fedbn_flwr.lab.report.page import Block, Code, Facts, Listing, More, Page, Section, Table, Text
 from fedbn_flwr.lab.report.run import command, method_name, run_warnings
 from fedbn_flwr.lab.report.run_figures import split_figures
-from fedbn_flwr.lab.report.shown import duration, form_of, in_percent, scaled, setting, size, unit_of, with_unit
+from fedbn_flwr.lab.report.shown import duration, form_of, in_percent, scaled, setting, size, with_unit, with_unit_of
 from fedbn_flwr.lab.report.study_figures import (
     comparison_section,
     curves_section,
@@ -194,7 +194,7 @@ def _runs_of(files: StudyFiles, cells: list[Cell]) -> list[Block]:
         final, best = (with_std(scaled(key, values.get(key)), None, form_of(key)) for values in (run.final, run.best))
         sha256 = str(run.summary.get("sha256", "-"))[:16]
         rows.append([str(cell.seed), status, final, best, str(run.rounds), duration(run.seconds), sha256])
-    head = ["seed", "status", f"final {key}{unit_of(key)}", "best", "rounds", "time", "SHA-256, first 16 digits"]
+    head = ["seed", "status", f"final {with_unit_of(key)}", "best", "rounds", "time", "SHA-256, first 16 digits"]
     blocks: list[Block] = [Table(head, rows)]
     if begun:
         config = begun[0].config
