@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import StateError
 
-__all__ = ["STUDY_FILE", "NewLines", "lost_lines", "read_json", "read_metrics"]
+__all__ = ["COUNTED", "STUDY_FILE", "NewLines", "csv_text", "ledger_of", "lost_lines", "read_json", "read_metrics"]
 
 STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
+
+COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
+"""The keys of a line of ``metrics.jsonl`` that a ledger sums; those of tests begin with ``evaluation-``."""
 
 _REPEAT = "Restore the file, or remove the run's folder and repeat the run."
 
@@ -33,6 +39,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         StateError: another line is damaged.
     """
     return NewLines(path).read()
+
+
+def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the sums of traffic and examples of lines of ``metrics.jsonl``, of training and of tests."""
+    totals: Counter[str] = Counter()
+    for line in lines:
+        totals.update({key: value for key, value in line.items() if key.removeprefix("evaluation-") in COUNTED})
+    return dict(totals)
+
+
+def csv_text(fields: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows with these fields as CSV; a missing number is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=fields)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import fcntl
-import io
 import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +21,7 @@ from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.texts import read_yaml
-from fedbn_flwr.lab.files import read_json, read_metrics
+from fedbn_flwr.lab.files import csv_text, read_json, read_metrics
 from fedbn_flwr.lab.trackers import deliveries, numbers_of
 from fedbn_flwr.messages.protocol import INPUT_SCALE
 from fedbn_flwr.training.input_scale import Scale
@@ -86,15 +84,15 @@ def lock_folder(path: Path, what: str = "run") -> Iterator[None]:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        handle, locked = os.open(path, os.O_RDONLY), False
+        handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
     try:
-        with suppress(BlockingIOError):
+        try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
-        if not locked:
-            raise ConfigError(f"out={str(path)!r}: another process is still writing this {what}. End it first.")
+        except BlockingIOError:
+            text = f"out={str(path)!r}: another process is still writing this {what}. End it first."
+            raise ConfigError(text) from None
         yield
     finally:
         os.close(handle)
@@ -293,11 +291,7 @@ class RunFolder:
 def _table(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return lines of ``metrics.jsonl`` as CSV: a row a round, domains as ``metric/domain``, clients left out."""
     rows = [{"round": line["round"], "phase": line.get("phase"), **numbers_of(line)} for line in lines]
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(dict.fromkeys(itertools.chain.from_iterable(rows))))
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()
+    return csv_text(list(dict.fromkeys(itertools.chain.from_iterable(rows))), rows)
 
 
 def _clean(value: Any) -> Any:

@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.client.saved_state import ABSENT, KEPT_HASHES, RUN_ID, why_absent
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
-from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
 from fedbn_flwr.lab.output.client_tests import HeldOut, client_means, client_means_by_domain
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.lab.output.global_tests import GlobalTests, headlines
@@ -40,7 +39,6 @@ OnRound = Callable[[Mapping[str, Any]], None]
 """Called with each line of ``metrics.jsonl``."""
 
 REFUSED = "a reply was refused; the server's log has the reason"
-_COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 
 
 class Recorder:
@@ -230,7 +228,7 @@ class Recorder:
             "definitions": definitions(final, last, self._tests.num_examples, federated, by, positive),
             "best": {"round": best.get("round"), headline: best.get(headline)},
             "rounds": len(lines),
-            "ledger": _totals(lines),
+            "ledger": ledger_of(lines),
             "seconds": round(sum(line["seconds"] for line in lines), 3),
             "rejected": sum(len(line["rejected"]) for line in lines),
         }
@@ -263,11 +261,4 @@ class Recorder:
 
 def _moved(traffic: Traffic, prefix: str = "") -> dict[str, int]:
     values = (traffic.exchanges, traffic.down, traffic.up, traffic.counters_down, traffic.counters_up)
-    return {prefix + key: value for key, value in zip(_COUNTED[1:], values, strict=True)}
-
-
-def _totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    totals: Counter[str] = Counter()
-    for line in lines:
-        totals.update({key: value for key, value in line.items() if key.removeprefix("evaluation-") in _COUNTED})
-    return dict(totals)
+    return {prefix + key: value for key, value in zip(COUNTED[1:], values, strict=True)}

@@ -1,12 +1,10 @@
-"""Rows of tables: grouped, as text in Markdown and CSV, and their numbers with a spread, ours and those of a paper."""
+"""Rows of tables: grouped, as text in Markdown, and their numbers with a spread, ours and those of a paper."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from fedbn_flwr.training.tasks import in_percent
@@ -15,7 +13,6 @@ __all__ = [
     "AVERAGE",
     "WHOLE",
     "PaperNumber",
-    "csv_text",
     "grouped",
     "markdown_table",
     "mean_std",
@@ -89,12 +86,3 @@ def markdown_table(head: Sequence[object], rows: Iterable[Iterable[object]]) -> 
         lines.append(f"| {' | '.join(texts)} |")
     lines.insert(1, "|---" * len(head) + "|")
     return "\n".join(lines)
-
-
-def csv_text(fields: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return rows with these fields as CSV; a missing number is empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=fields)
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.lab.files import csv_text
 from fedbn_flwr.lab.output.curves import draw_curves
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.output.global_tests import headlines
@@ -16,7 +17,7 @@ from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_markdown
 from fedbn_flwr.lab.studies.domain_table import FIELDS as BY_DOMAIN
 from fedbn_flwr.lab.studies.domain_table import domain_markdown, domain_rows
 from fedbn_flwr.lab.studies.results import FIELDS, StudyResults
-from fedbn_flwr.lab.studies.rows import csv_text, grouped, markdown_table, mean_std, with_std
+from fedbn_flwr.lab.studies.rows import grouped, markdown_table, mean_std, with_std
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
 
