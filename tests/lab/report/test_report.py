@@ -822,9 +822,15 @@ PROTECTED: list[dict[str, Any]] = [
 ]
 
 
+def write_split(folder: Path, config: Config) -> None:
+    counts = split_to_json(partitioned_data(config, config.num_clients))
+    (folder / "split.json").write_text(json.dumps(counts))
+
+
 @pytest.mark.parametrize("keys", [{}, *PROTECTED])
 def test_a_protected_run_shows_no_counts_of_clients_and_is_not_repeatable(keys: dict[str, Any], tmp_path: Path) -> None:
     config = Config.make({"dataset": "digits", "num-clients": 4, "eval-on": "global", **keys})
+    write_split(tmp_path, config)
     (tmp_path / "data.json").write_text(json.dumps({"warnings": ["no training examples of class 3: client 2"]}))
     run = RunFiles(tmp_path, config, [], {"resumed-after": [2]})
     assert (len(split_figures(run)) == 1 and isinstance(split_figures(run)[0], Text)) == bool(keys)
@@ -838,6 +844,7 @@ def test_a_study_shows_no_counts_beside_a_protected_run(tmp_path: Path) -> None:
     runs = []
     for keys in ({}, PROTECTED[0]):
         config = Config.make({"dataset": "digits", "num-clients": 4, "eval-on": "global", **keys})
+        write_split(tmp_path, config)
         about = SimpleNamespace(split="iid", method=f"method {len(runs)}")
         runs.append((about, RunFiles(tmp_path, config, [], {})))
     files: Any = SimpleNamespace(study=SimpleNamespace(splits=["iid"]), runs=runs)
@@ -855,8 +862,7 @@ def test_methods_with_a_split_of_their_own_have_a_picture_of_their_own(tmp_path:
     for method, keys in (("A", {}), ("B", {"strategy": "fedbn"}), ("Five", {"num-clients": 5})):
         config = Config.make({"dataset": "digits", "num-clients": 4, **keys})
         (folder := tmp_path / method).mkdir()
-        counts = split_to_json(partitioned_data(config, config.num_clients))
-        (folder / "split.json").write_text(json.dumps(counts))
+        write_split(folder, config)
         runs.append((SimpleNamespace(split="iid", method=method), RunFiles(folder, config, [], {})))
     files: Any = SimpleNamespace(study=SimpleNamespace(splits=["iid"]), runs=runs)
     section = split_section(files)
