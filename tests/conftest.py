@@ -36,6 +36,7 @@ from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.compat.flower import identify_process
+from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.output import curves
 from fedbn_flwr.lab.studies import tables
 from fedbn_flwr.norms import replace_norm
@@ -251,6 +252,13 @@ def torchvision_net() -> MakeModel:
             return model if norm else replace_norm(model, "wsconv")[0]
 
     return make
+
+
+@pytest.fixture
+def open_grid() -> Iterator[Callable[..., InProcessGrid]]:
+    """``open_grid(app, num_nodes=3, ...)``: a grid in this process, closed after the test."""
+    with ExitStack() as grids:
+        yield lambda app, num_nodes=3, **options: grids.enter_context(InProcessGrid(app, num_nodes, **options))
 
 
 RunStrategy = Callable[..., Outcome]

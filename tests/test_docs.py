@@ -147,6 +147,9 @@ def shell_scripts() -> list[Block]:
     return list(found.values())
 
 
+SAID = {"capture_output": True, "text": True, "check": False, "timeout": 120}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder in which the paths of the documentation lead into the checkout."""
@@ -164,15 +167,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 @pytest.mark.parametrize("block", to_run("python"), ids=str)
 def test_python(block: Block, folder: Path, at_once: dict[str, str]) -> None:
-    done = subprocess.run(
-        ["python", "-c", block.text],
-        cwd=folder,
-        env=at_once,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = subprocess.run(["python", "-c", block.text], cwd=folder, env=at_once, **SAID)
     assert done.returncode == 0, done.stderr
     if "print(diagnose(" in block.text:
         assert "1) strategy=fedbn:" in done.stdout
@@ -184,15 +179,7 @@ def test_python(block: Block, folder: Path, at_once: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("block", shell_scripts(), ids=str)
 def test_shell(block: Block, folder: Path, at_once: dict[str, str]) -> None:
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
-        cwd=folder,
-        env=at_once,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], cwd=folder, env=at_once, **SAID)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

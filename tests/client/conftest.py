@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedbn_flwr.client.state_folder import Continuity
 from fedbn_flwr.mods import answer_query, answer_statistics, local_bn
 from fedbn_flwr.strategies import Strategy
 from tests.support.federation import Outcome
-from tests.support.user_loops import BATCH, SIZES, Loop, plain_loop
+from tests.support.user_loops import BATCH, SIZES, Loop, hooked_loop, plain_loop
 
 
 @pytest.fixture
@@ -102,5 +103,31 @@ def run_app(run_strategy, mlp) -> Callable[..., Outcome]:
     ) -> Outcome:
         start = model().state_dict() if start is None else start
         return run_strategy(strategy, app, start, len(SIZES), barrier=barrier, **options)
+
+    return run
+
+
+@pytest.fixture
+def on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
+    """``on_disk(strategy, rounds, ...)``: run a user's loop with the mod over nodes with state folders.
+
+    Always of the same experiment.
+    """
+
+    def run(
+        strategy: Strategy,
+        rounds: int,
+        *,
+        run_id: str = "first",
+        committed: Collection[int] = (),
+        loop: Loop = hooked_loop,
+        query: bool = True,
+        mods: Sequence[Any] = (),
+        start: Any = None,
+    ) -> Outcome:
+        strategy.continuity = Continuity("experiment", run_id, tuple(committed))
+        nodes = {"node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES), "threads": 1}
+        app = user_app(loop, mods=(*mods, local_bn), query=query)
+        return run_app(strategy, app, rounds=rounds, start=start, grid_options=nodes)
 
     return run

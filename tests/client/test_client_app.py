@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,19 +42,6 @@ def client_fn(points, mlp) -> MakeClient:
 
 def state_of(model) -> dict[str, Array]:
     return {name: array.copy() for name, array in to_state(model.state_dict()).items()}
-
-
-@pytest.fixture
-def open_grid() -> Iterator[Callable[..., InProcessGrid]]:
-    grids: list[InProcessGrid] = []
-
-    def make(app: ClientApp, num_nodes: int = len(SIZES)) -> InProcessGrid:
-        grids.append(InProcessGrid(app, num_nodes))
-        return grids[-1]
-
-    yield make
-    for grid in grids:
-        grid.close()
 
 
 @pytest.mark.parametrize("inplace", [True, False])

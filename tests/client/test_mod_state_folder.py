@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,31 +12,8 @@ from fedbn_flwr.client.model_spec import StateLocation
 from fedbn_flwr.client.state_folder import Continuity
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.mods import local_bn
-from fedbn_flwr.strategies import FedBN, Scaffold, SiloBN, Standalone, Strategy
-from tests.support.federation import Outcome
-from tests.support.user_loops import SIZES, Loop, hooked_loop
-
-
-@pytest.fixture
-def run_on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
-    """``run_on_disk(strategy, rounds, ...)``: run over nodes with a state folder, always of the same experiment."""
-
-    def run(
-        strategy: Strategy,
-        rounds: int,
-        *,
-        run_id: str = "first",
-        loop: Loop = hooked_loop,
-        mods: Any = (),
-        start: Any = None,
-    ) -> Outcome:
-        strategy.continuity = Continuity("experiment", run_id)
-        nodes = {"node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES), "threads": 1}
-        app = user_app(loop, mods=(*mods, local_bn), query=True)
-        return run_app(strategy, app, rounds=rounds, start=start, grid_options=nodes)
-
-    return run
+from fedbn_flwr.strategies import FedBN, Scaffold, SiloBN, Standalone
+from tests.support.user_loops import SIZES, hooked_loop
 
 
 def restarted(message: Message, context: Context, call_next: Any) -> Message:
@@ -52,9 +28,9 @@ KEEPING = [FedBN, SiloBN, Standalone, Scaffold]
 
 
 @pytest.mark.parametrize("method", KEEPING)
-def test_a_restarted_node_continues_with_its_part(run_on_disk, run_app, user_app, same_bits, method: Any) -> None:
+def test_a_restarted_node_continues_with_its_part(on_disk, run_app, user_app, same_bits, method: Any) -> None:
     plain, strategy = run_app(method(), user_app(hooked_loop, query=True)), method(fraction_evaluate=0.0)
-    same_bits(run_on_disk(strategy, 3, mods=(restarted,)).state, plain.state)
+    same_bits(on_disk(strategy, 3, mods=(restarted,)).state, plain.state)
     assert strategy.run.kept.hashes == plain.strategy.run.kept.hashes != {}
     assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * 3
     assert strategy.run.kept.volatile == set()
@@ -62,24 +38,24 @@ def test_a_restarted_node_continues_with_its_part(run_on_disk, run_app, user_app
 
 
 @pytest.mark.parametrize("method", KEEPING)
-def test_a_resumed_run_continues_on_new_nodes(run_on_disk, run_app, user_app, same_bits, method: Any) -> None:
+def test_a_resumed_run_continues_on_new_nodes(on_disk, run_app, user_app, same_bits, method: Any) -> None:
     whole, before, after = run_app(method(), user_app(hooked_loop, query=True), rounds=3), method(), method()
-    first = run_on_disk(before, 1)
+    first = on_disk(before, 1)
     after.load_state_dict(before.state_dict(), 1)
-    same_bits(run_on_disk(after, 3, start=first.state).state, whole.state)
+    same_bits(on_disk(after, 3, start=first.state).state, whole.state)
     assert after.run.kept.hashes == whole.strategy.run.kept.hashes
     assert [report.rejected for report in after.reports] == [{}] * 2
 
 
-def test_the_next_run_of_an_experiment_starts_from_the_parts_of_the_last_run(run_on_disk, same_bits) -> None:
-    first = run_on_disk(FedBN(), 2)
+def test_the_next_run_of_an_experiment_starts_from_the_parts_of_the_last_run(on_disk, same_bits) -> None:
+    first = on_disk(FedBN(), 2)
     seen: dict[int, dict[str, Any]] = {}
 
     def look(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
         seen[int(context.node_config["partition-id"])] = from_record(msg.content["arrays"])
         return 0.0
 
-    run_on_disk(FedBN(), 1, run_id="second", loop=look)
+    on_disk(FedBN(), 1, run_id="second", loop=look)
     for i in range(len(SIZES)):
         own = first.local_state(i)
         same_bits({name: seen[i][name] for name in own}, own)

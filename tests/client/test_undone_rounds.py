@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +20,12 @@ from flwr.app import Context, Message, RecordDict
 from fedbn_flwr.client import client_app
 from fedbn_flwr.client.state_folder import Continuity
 from fedbn_flwr.messages.records import from_record
-from fedbn_flwr.mods import local_bn
 from fedbn_flwr.strategies import BNScaffold, FedBN, Scaffold, combined
 from tests.support.bad_replies import BAD, lose_replies, spoil_state, spoiling
 from tests.support.federation import Outcome, RecordingGrid
-from tests.support.user_loops import SIZES, hooked_loop
+from tests.support.user_loops import SIZES
 
 CLIENTS = len(SIZES)
-
-
-@pytest.fixture
-def datasets(points) -> list[Any]:
-    return [points(n, i) for i, n in enumerate(SIZES)]
-
-
-@pytest.fixture
-def on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
-    """``on_disk(strategy, rounds, ...)``: run a user's loop with the mod over nodes with state folders."""
-
-    def run(
-        strategy: Any,
-        rounds: int,
-        *,
-        run_id: str = "first",
-        committed: Collection[int] = (),
-        query: bool = True,
-        mods: Any = (),
-        start: Any = None,
-    ) -> Outcome:
-        strategy.continuity = Continuity("experiment", run_id, tuple(committed))
-        nodes = {"node_configs": [{"state-dir": str(tmp_path)}] * CLIENTS, "threads": 1}
-        app = user_app(hooked_loop, mods=(*mods, local_bn), query=query)
-        return run_app(strategy, app, rounds=rounds, start=start, grid_options=nodes)
-
-    return run
 
 
 def assert_mean(run: Outcome) -> None:

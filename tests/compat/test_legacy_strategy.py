@@ -143,7 +143,7 @@ def test_a_client_that_leaves_between_two_calls_is_reported(
                 leave()
             return made
 
-    app = ClientApp(client_fn=lambda c: Leaving(mlp(), datasets[int(c.node_config["partition-id"])]).to_client())
+    app = ClientApp(client_fn=stock_fn(mlp, datasets, Leaving))
     strategy = Mine(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1)
     run_legacy_loop(strategy, app, mlp().state_dict(), len(datasets), 1)
     (report,) = strategy.reports
@@ -258,8 +258,9 @@ class Stock(NumPyClient):
         return float(self._loss().detach()), len(self.data), {"told": config.get("told", 0)}
 
 
-def stock_fn(model: Callable[[], nn.Module], datasets: list) -> Any:
-    return lambda context: Stock(model(), datasets[int(context.node_config["partition-id"])]).to_client()
+def stock_fn(model: Callable[[], nn.Module], datasets: list, kind: type[Stock] = Stock) -> Any:
+    """Each client with its data."""
+    return lambda context: kind(model(), datasets[int(context.node_config["partition-id"])]).to_client()
 
 
 def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
@@ -309,7 +310,7 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets,
     run = run_legacy(
         FedAvg(),
         mlp,
-        lambda context: Worded(mlp(), datasets[int(context.node_config["partition-id"])]).to_client(),
+        stock_fn(mlp, datasets, Worded),
         len(datasets),
         fit_metrics_aggregation_fn=words,
         evaluate_metrics_aggregation_fn=words,
@@ -321,7 +322,7 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets,
     run_legacy(
         FedAvg(min_replies=3, fraction_evaluate=0.0),
         mlp,
-        lambda context: Worded(mlp(), datasets[int(context.node_config["partition-id"])]).to_client(),
+        stock_fn(mlp, datasets, Worded),
         len(datasets),
         fit_metrics_aggregation_fn=words,
     )
@@ -352,10 +353,7 @@ def test_a_failure_is_reported_with_its_client_and_message(run_legacy, datasets,
         def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
             return {"partition-id": {6: 0, 14: 1, 10: 2}[len(self.data)]}
 
-    def client_fn(context: Context) -> Any:
-        return Fails(mlp(), datasets[int(context.node_config["partition-id"])]).to_client()
-
-    run = run_legacy(FedAvg(), mlp, client_fn, len(datasets))
+    run = run_legacy(FedAvg(), mlp, stock_fn(mlp, datasets, Fails), len(datasets))
     nodes = run.grid.get_node_ids()
     for report in run.strategy.reports:
         assert report.participants == [0, 2]
@@ -371,10 +369,7 @@ def test_a_result_that_cannot_be_read_is_refused(run_legacy, datasets, mlp) -> N
             arrays, number, metrics = super().fit(parameters, config)
             return (arrays[:-1] if len(self.data) == 14 else arrays), number, metrics
 
-    def client_fn(context: Context) -> Any:
-        return Short(mlp(), datasets[int(context.node_config["partition-id"])]).to_client()
-
-    run = run_legacy(FedAvg(), mlp, client_fn, len(datasets))
+    run = run_legacy(FedAvg(), mlp, stock_fn(mlp, datasets, Short), len(datasets))
     for report in run.strategy.reports:
         (why,) = report.rejected.values()
         assert "fit returned 8 arrays for 9 names" in why

@@ -264,9 +264,10 @@ def test_a_network_that_is_dead_elsewhere(kind: str, blocked: str, digits) -> No
     assert "dead-layer" not in [f.id for f in diagnose(model, same).findings], "the inputs are the same already"
 
 
-def test_a_last_layer_that_starts_at_0_is_not_dead_before_training(digits) -> None:
+@pytest.mark.parametrize("at_0", [1, 2], ids=["gamma", "the last layer"])
+def test_what_starts_at_0_is_dead_only_after_training(at_0: int, digits) -> None:
     model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).eval()
-    nn.init.zeros_(model[2].weight)
+    nn.init.zeros_(model[at_0].weight)
     loaders = [[(digits[0][k : k + 32], digits[1][k : k + 32])] for k in (0, 32)]
     assert "dead-layer" not in [f.id for f in diagnose(model, loaders).findings]
     model[1].num_batches_tracked += 1
@@ -313,15 +314,6 @@ def test_of_few_examples_no_layer_is_dead(count: int, digits) -> None:
     found = diagnose(model, [[(digits[0][:count], digits[1][:count])]])
     assert ("dead-layer" in [f.id for f in found.findings]) == (count == 16)
     assert ("dead layers by their outputs: 15 examples, of 16 that it needs." in found.not_measured) == (count == 15)
-
-
-def test_a_gamma_that_starts_at_0_is_no_dead_layer_before_training(digits) -> None:
-    model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).eval()
-    nn.init.zeros_(model[1].weight)
-    loaders = [[(digits[0][k : k + 32], digits[1][k : k + 32])] for k in (0, 32)]
-    assert "dead-layer" not in [f.id for f in diagnose(model, loaders).findings]
-    model[1].num_batches_tracked += 1
-    assert "dead-layer" in [f.id for f in diagnose(model, loaders).findings]
 
 
 def test_averaged_counters(trained: nn.Module, loaders: Loaders) -> None:

@@ -6,7 +6,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -41,16 +41,9 @@ def echo(message: Message, context: Context) -> Message:
 
 
 @pytest.fixture
-def open_grid() -> Iterator[Open]:
-    grids: list[InProcessGrid] = []
-
-    def make(handler: Handler = echo, num_nodes: int = 3, **options) -> InProcessGrid:
-        grids.append(InProcessGrid(app_of(handler), num_nodes, **options))
-        return grids[-1]
-
-    yield make
-    for grid in grids:
-        grid.close()
+def open_grid(open_grid: Open) -> Open:
+    """``open_grid(handler=echo, num_nodes=3, ...)``: a grid of an app that answers with the handler."""
+    return lambda handler=echo, num_nodes=3, **options: open_grid(app_of(handler), num_nodes, **options)
 
 
 def to(grid: InProcessGrid, *partitions: int, kind: str = MessageType.TRAIN, content: RecordDict | None = None) -> list:

@@ -266,15 +266,8 @@ def test_a_client_that_does_not_answer_in_time_is_rejected(federate, datasets, m
         with interrupted():
             over.wait(60)
 
-    run = federate(
-        FedAvg(),
-        mlp,
-        datasets,
-        rounds=1,
-        timeout=3.0,
-        wrap=functools.partial(spoiling, hang),
-        grid_options={"threads": 3},
-    )
+    hanging = {"wrap": functools.partial(spoiling, hang), "grid_options": {"threads": 3}, "timeout": 3.0}
+    run = federate(FedAvg(fraction_evaluate=0.0), mlp, datasets, rounds=1, **hanging)
     over.set()
     assert run.strategy.reports[0].participants == [0, 2]
     same_bits(run.state, expected)

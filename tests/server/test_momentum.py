@@ -41,7 +41,7 @@ def run(federate, strategy, model, datasets, **settings):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
     ("name", "shape", "weight", "rate"),
-    [("mlp", (5,), "0.weight", RATE), ("torchvision_net", (3, 40, 40), "fc.weight", 1e-3)],
+    [("mlp", (5,), "0.weight", RATE), ("torchvision_net", (3, 20, 20), "fc.weight", 1e-3)],
 )
 def test_global_momentum_equals_centralised_sgd_with_momentum(
     name: str, shape, weight: str, rate: float, frozen: bool, federate, points, request

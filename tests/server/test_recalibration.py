@@ -49,7 +49,7 @@ def trained(run) -> list[bytes]:
 def test_recalibration_asks_every_client_and_does_not_change_training(federate, datasets, mlp, method) -> None:
     model = functools.partial(mlp, dropout=0.3)
     plain, mine, beside = (
-        federate(method(**options), model, datasets, rounds=4)
+        federate(method(**options), model, datasets, rounds=3)
         for options in ({}, {"recalibrate": True}, {"eval_on": "global, recalibrated"})
     )
     assert trained(plain) == trained(mine) == trained(beside)

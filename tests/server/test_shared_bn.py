@@ -191,12 +191,6 @@ def test_methods_without_averaged_bn_refuse_it(method) -> None:
         method(eval_on=AVERAGED)
 
 
-def test_a_second_run_of_the_strategy_starts_without_shared_parts(federate, datasets, mlp, same_bits) -> None:
-    strategy = FedBN(eval_on=AVERAGED)
-    first, second = (federate(strategy, mlp, datasets) for _ in range(2))
-    same_bits(first.state, second.state)
-
-
 def test_recalibrated_statistics_replace_averaged_ones(federate, datasets, mlp) -> None:
     run = federate(SiloBN(eval_on=AVERAGED, recalibrate=True), mlp, datasets, rounds=2)
     reestimated = completing_entries(run.strategy.run, "recalibrated")

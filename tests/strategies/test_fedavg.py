@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.models
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from sklearn import metrics as sk
 from torch import nn
@@ -345,15 +345,6 @@ def test_metrics_of_a_test_set_are_weighted_by_its_size(first: str, second: str)
 def test_the_users_own_averaging_of_metrics_is_used(federate, datasets, mlp) -> None:
     strategy = FedAvg(evaluate_metrics_aggr_fn=lambda contents, key: MetricRecord({"clients": len(contents)}))
     assert federate(strategy, mlp, datasets, rounds=1).result.evaluate_metrics_clientapp[1]["clients"] == 3
-
-
-def test_a_second_start_forgets_the_first(federate, datasets, mlp, same_bits) -> None:
-    strategy = FedBN()
-    first = federate(strategy, mlp, datasets, rounds=2)
-    second = federate(strategy, mlp, datasets, rounds=2)
-    same_bits(first.state, second.state)
-    assert len(strategy.reports) == 2
-    assert isinstance(second.grid.sent[0], Message)
 
 
 def test_torchvisions_mnasnet_which_reads_the_version_of_its_state(federate, points) -> None:

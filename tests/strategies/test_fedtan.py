@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import socket
 import threading
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import grpc
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,28 +59,25 @@ def test_the_traffic_of_fedavg_with_resnet20_is_table_3(run_step) -> None:
     ("strategy", "exchanges", "rows", "count"),
     [(FedTAN, "3L+1", 4, 16), (FedTAN, "2L+1", 5, 11), (FedDNA, "3L+1", 2, 11), (FedDNA, "2L+1", 3, 6)],
 )
-def test_all_transports_move_the_same_bytes(run_step, strategy, exchanges: str, rows: int, count: int) -> None:
+def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
+    run_step, same_bits, strategy, exchanges: str, rows: int, count: int
+) -> None:
     """Five calls of BatchNorm with four channels: mean, variance and two gradients; fused, a rest of the mean."""
     model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
     state = sum(value.nbytes for value in model.state_dict().values() if value.is_floating_point())
     counters = sum(value.nbytes for value in model.state_dict().values() if not value.is_floating_point())
+    ends = []
     for transport in TRANSPORTS:
         run = run_step(
             synchronised(strategy, transport, fedtan_exchanges=exchanges), model, data, transport=transport, rounds=2
         )
+        ends.append(run.state)
+        same_bits(run.state, ends[0])
         for report in run.strategy.reports:
             moved = report.train
             assert moved.exchanges == count, transport
             assert (moved.down, moved.up) == (state + 5 * rows * 4 * 8, 3 * (state + 5 * rows * 4 * 8)), transport
             assert (moved.counters_down, moved.counters_up) == (counters, 3 * counters), transport
-
-
-def test_all_transports_give_the_same_bits(run_step, same_bits) -> None:
-    model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
-    for strategy in (FedTAN, FedDNA):
-        one, *others = (run_step(synchronised(strategy, c), model, data, transport=c, rounds=2) for c in TRANSPORTS)
-        for other in others:
-            same_bits(one.state, other.state)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -94,21 +89,6 @@ def test_a_client_with_one_example_takes_part(run_step, transport: str) -> None:
     clients = run.strategy.reports[0].clients
     assert [clients[i]["steps"] for i in "01"] == [1, 3]
     assert [clients[i]["dropped-batches"] for i in "01"] == [2, 0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fedtan_exchanges": "4L+1"}, "unknown fedtan_exchanges '4L+1'. Did you mean '3L+1'? Allowed: 2L+1, 3L+1."),
-        ({"fedtan_transport": "chanel"}, "unknown fedtan_transport 'chanel'. Did you mean 'channel'?"),
-        ({"fedtan_timeout": 0.0}, "fedtan_timeout=0.0 must be a finite number above 0"),
-        ({"fedtan_timeout": float("nan")}, "fedtan_timeout=nan must be a finite number above 0"),
-    ],
-)
-def test_settings_are_checked(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        FedTAN(**settings)
-    assert str(error.value).startswith(message)
 
 
 def test_a_channel_in_plaintext_beyond_loopback_is_refused(run_step) -> None:
@@ -195,24 +175,6 @@ def test_intruders_do_not_disturb_a_run(run_step, same_bits) -> None:
     assert said.count("replayed") == 3
     assert said.count("UNAUTHENTICATED") + said.count("RESOURCE_EXHAUSTED") == len(said) - 3 == 18
     same_bits(run.state, run_step(synchronised(FedTAN), model, data, rounds=2).state)
-
-
-def test_two_runs_of_one_strategy_give_the_same_bits(run_step, same_bits) -> None:
-    model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
-    strategy = synchronised(FedTAN, "channel")
-    first = run_step(strategy, model, data, transport="channel", rounds=2)
-    again = run_step(strategy, copy.deepcopy(model), data, transport="channel", rounds=2)
-    same_bits(first.state, again.state)
-    assert len(strategy.reports) == 2
-
-
-def test_the_global_model_changes_in_every_round(run_step) -> None:
-    model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
-    run = run_step(synchronised(FedTAN), model, data, rounds=2)
-    assert [r.phase for r in run.strategy.reports] == ["synchronised"] * 2
-    assert not np.array_equal(run.history[2]["head.weight"], run.history[1]["head.weight"])
-    assert run.state["twice.num_batches_tracked"] == 4
-    assert run.state["frozen.num_batches_tracked"] == 0
 
 
 class Checkpointed(nn.Sequential):

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies import FedTAN, FedTAN2, FixBN
 from fedbn_flwr.training import LearningRate
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
@@ -69,33 +68,6 @@ def test_the_learning_rate_may_decay_with_m(run_step, model, data) -> None:
         steps.append([run.history[r + 1]["3.weight"] - run.history[r]["3.weight"] for r in range(3)])
     for server_round, factor in ((0, 1), (1, 1), (2, 0.1)):
         np.testing.assert_allclose(steps[0][server_round], factor * steps[1][server_round], rtol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"fedtan_rounds": "later"},
-            "'later' is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'",
-        ),
-        ({"fedtan_rounds": 1.5}, "1.5 is not a fraction in [0, 1]; for a round write an int"),
-        ({"fedtan_rounds": -1}, "-1 is not a round; the first is 1, and 0 freezes from the start"),
-        ({"freeze_window": 1}, "freeze_window=1 must be at least 2"),
-        ({"freeze_tau": 0.0}, "freeze_tau=0.0 must be a finite number above 0"),
-        ({"fedtan_timeout": -1.0}, "fedtan_timeout=-1.0 must be a finite number above 0"),
-    ],
-)
-def test_settings_are_checked(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        FedTAN2(**settings)
-    assert message in str(error.value)
-    if "fedtan_rounds" in settings:
-        assert str(error.value).startswith("fedtan_rounds=")
-
-
-def test_a_window_as_long_as_the_run_is_refused(run_step, model, data) -> None:
-    with pytest.raises(ConfigError, match="freeze_window=3 must be below the number of rounds, 3"):
-        run_step(synchronised(FedTAN2, fedtan_rounds="auto", freeze_window=3), model, data, rounds=3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -120,35 +120,17 @@ def test_freeze_at_gives_t_star(at, rounds: int, t_star: int | None) -> None:
     assert freeze_round(at, rounds) == t_star
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"freeze_at": "later"},
-            "freeze_at='later': 'later' is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'",
-        ),
-        ({"freeze_at": 1.5}, "freeze_at=1.5: 1.5 is not a fraction in [0, 1]; for a round write an int"),
-        ({"freeze_at": float("nan")}, "freeze_at=nan: input should be a finite number"),
-        ({"freeze_at": -1}, "freeze_at=-1: -1 is not a round; the first is 1, and 0 freezes from the start"),
-        ({"freeze_window": 1}, "freeze_window=1 must be at least 2"),
-        ({"freeze_tau": 0.0}, "freeze_tau=0.0 must be a finite number above 0"),
-    ],
-)
-def test_settings_are_checked(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        FixBN(**settings)
-    assert str(error.value) == message
-
-
-def test_a_window_as_long_as_the_run_is_refused(federate, datasets, mlp) -> None:
+@pytest.mark.parametrize("method", [FixBN, FedTAN2])
+def test_a_window_as_long_as_the_run_is_refused(method: type[FedAvg], federate, datasets, mlp) -> None:
+    auto = {"fedtan_rounds" if method is FedTAN2 else "freeze_at": "auto"}
     for window in (3, 200):
         with pytest.raises(ConfigError) as error:
-            federate(FixBN(freeze_at="auto", freeze_window=window), mlp, datasets, rounds=3)
+            federate(method(**auto, freeze_window=window), mlp, datasets, rounds=3)
         assert str(error.value) == (
             f"freeze_window={window} must be below the number of rounds, 3, where the round to freeze after "
             "is 'auto'. Use a smaller window, more rounds, or a fixed round."
         )
-    federate(FixBN(freeze_at="auto", freeze_window=2), mlp, datasets, rounds=3)
+    federate(method(**auto, freeze_window=2), mlp, datasets, rounds=3)
 
 
 def scripted(deltas: list[list[float]]) -> type[TorchClient]:
@@ -281,38 +263,6 @@ def test_a_delta_that_is_no_distance_is_refused(federate, datasets, mlp, delta: 
     assert "(partition 2): metric 'statistics-delta' is " in reason
     assert f"is {delta}, and strategy 'fixbn' needs a finite number >= 0" in reason
     assert "client hook 'report-drift'" in reason
-
-
-def test_a_client_that_changes_frozen_entries_is_rejected_by_name(federate, datasets, mlp) -> None:
-    class Deaf(TorchClient):
-        def fit(self, parameters, config):
-            if self.partition_id == 1:
-                config.pop("fedbn-flwr.hooks", None)
-            return super().fit(parameters, config)
-
-    run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2, client=Deaf)
-    assert run.strategy.reports[0].rejected == {}
-    node_id = run.grid.get_node_ids()[1]
-    assert run.strategy.reports[1].rejected == {
-        node_id: f"node {node_id} (partition 1): entry '1.running_mean' changed in training, and strategy 'fixbn' "
-        "holds it in this round (phase 'frozen'). Run the client's training inside `with bn_rules(model, msg, "
-        "context):`."
-    }
-    assert run.strategy.reports[1].participants == [0, 2]
-
-
-def test_counters_are_frozen_with_the_statistics(federate, datasets, mlp) -> None:
-    class Counts(TorchClient):
-        def fit(self, parameters, config):
-            arrays, count, metrics = super().fit(parameters, config)
-            arrays[6] = arrays[6] + self.partition_id
-            return arrays, count, metrics
-
-    run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2, client=Counts)
-    reasons = list(run.strategy.reports[1].rejected.values())
-    assert ["entry '1.num_batches_tracked' changed" in reason for reason in reasons] == [True] * 2, (
-        "partition 0 adds nothing"
-    )
 
 
 def test_the_hook_restores_the_model() -> None:

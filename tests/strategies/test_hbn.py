@@ -365,20 +365,12 @@ def test_kinds_of_batchnorm_without_affine_in_amp(federate, points, kind: str) -
     assert (run.state["4.num_batches_tracked"], (run.state["4.running_mean"] != 0).all()) == (0, True)
 
 
-def test_alpha_that_does_not_fit_and_changed_statistics_are_refused(federate, datasets, mlp) -> None:
+def test_alpha_that_does_not_fit_is_refused(federate, datasets, mlp) -> None:
     def alpha(content: Any) -> None:
         content["bn-alpha"] = to_record({"1.alpha": np.zeros(5)})
 
     run = federate(HBN(share_alpha=True), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, alpha))
     assert "record 'bn-alpha': entry '1.alpha' of shape (5,) does not fit the model: build" in run.reason(1)
-
-    def moved(content: Any) -> None:
-        state = {name: np.array(value) for name, value in from_record(content["arrays"]).items()}
-        state["1.running_mean"] += 1
-        content["arrays"] = to_record(state)
-
-    run = federate(HBN(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, moved))
-    assert "entry '1.running_mean' changed in training, and strategy 'hbn' holds it" in run.reason(1)
 
 
 def test_a_model_without_batchnorm_is_refused(federate, datasets, mlp) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
 from torch import nn
 
@@ -26,6 +25,7 @@ from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.checkpoints import bits, through_a_file
 from tests.support.federation import RecordingBarrierGrid, torch_clients
+from tests.support.many_layers import two_layers
 
 SIZES = (6, 13, 9)
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -74,13 +74,6 @@ def made(case: str) -> FedAvg[Any]:
     methods, options = OPTIONS.get(case, ((case,), {}))
     settings = {key: value for name in methods for key, value in SETTINGS.get(name, {}).items()}
     return combined(*(STRATEGIES[name] for name in methods))(**{**ALONE, **settings, **options})
-
-
-def two_layers() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        first = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()]
-        return nn.Sequential(*first, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
 
 
 @dataclass
@@ -211,6 +204,11 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(federation: Open, ca
 HELD: Mapping[str, tuple[Callable[..., FedAvg[Any]], Collection[str]]] = {
     "staticbn": (STRATEGIES["staticbn"], ("statistics", "counters")),
     "fbn": (STRATEGIES["fbn"], ("statistics", "counters")),
+    "fbn pass": (functools.partial(STRATEGIES["fbn"], fbn_measure="pass"), ("statistics", "counters")),
+    "fbn after its warm-up": (
+        functools.partial(STRATEGIES["fbn"], statistics_warm_up=0),
+        ("statistics", "counters"),
+    ),
     "hbn": (STRATEGIES["hbn"], ("statistics", "counters")),
     "fixbn": (functools.partial(STRATEGIES["fixbn"], freeze_at=0), ("statistics", "counters")),
     "fixbn affine": (
@@ -244,10 +242,5 @@ def test_an_entry_that_the_clients_hold_is_refused_if_it_changed_and_stays_as_it
     assert report.participants == ([0, 2] if entry in held else [0, 1, 2])
     if entry in held:
         assert f"entry '{entry}' changed " in run.reason(1)
-    if entry in held and case not in {
-        "staticbn",
-        "fedadam+staticbn",
-        "fbn",
-        "hbn",
-    }:  # they have statistics of their own
+    if entry in held and case.startswith(("fixbn", "fedtan2")):  # the others have statistics of their own
         assert bits(run.history[1][entry]) == bits(run.history[0][entry])

@@ -88,17 +88,6 @@ def test_each_method_equals_its_definition_written_out(
     assert all("fedbn-flwr.local" not in run.context(i).state for i in set(range(4)) - seen)
 
 
-def test_standalone_equals_training_alone(federate, points, mlp, same_bits) -> None:
-    """The other clients make no difference, and neither does how many there are."""
-    datasets = [points(n, i) for i, n in enumerate((6, 13, 9))]
-    many = federate(Standalone(), mlp, datasets)
-    few = federate(Standalone(), mlp, datasets[:2])
-    for i in range(2):
-        states = [run.local_state(i) for run in (many, few)]
-        same_bits(*states)
-    assert [r.train.up for r in many.strategy.reports] == [0, 0, 0]
-
-
 def unnamed() -> nn.Module:
     block = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4), nn.BatchNorm1d(4)]

@@ -12,25 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FBN, HBN, MTFL, BNScaffold, FedAvg, FedBN, FedProx, Scaffold, combined
 from tests.support.bad_replies import BAD, spoiling
+from tests.support.many_layers import two_layers
 
 SIZES = (6, 13, 9)
 LAYERS = ("1", "4")
 Replies = Sequence[Mapping[str, Array]]
 """The record of each client by entry, in the order of partition ids; empty for one that sent none."""
-
-
-def two_layers() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        first = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()]
-        return nn.Sequential(*first, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
 
 
 def shares(values: Sequence[float]) -> list[float]:

@@ -1,8 +1,17 @@
-"""A model whose BatchNorm layers are called twice, never, by keyword, frozen, or stand at two paths."""
+"""Models of several BatchNorm layers: two in a row; called twice, never, by keyword, frozen, or at two paths."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+
+
+def two_layers() -> nn.Module:
+    """Two layers of BatchNorm on 5 numbers, 3 classes; float64, always the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()]
+        return nn.Sequential(*first, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).double()
 
 
 class Many(nn.Module):

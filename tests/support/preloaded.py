@@ -1,7 +1,7 @@
-"""``fedbn-flwr`` and ``python`` that start at once: forks of a process that has imported torch, Flower and the package.
+"""Commands that start at once: forks of a process that has imported torch, Flower and the package.
 
 To import them takes a fresh process seconds, and the tests start dozens. What a fresh process imports is tested in
-tests/test_startup.py and tests/test_packaging.py.
+tests/test_startup.py and tests/test_packaging.py. Flower's two commands import the package anew, from an app's bundle.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
+FLOWERS = ("flwr-clientapp", "flwr-serverapp")
 COMMAND = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
@@ -35,9 +37,9 @@ sys.exit(code)
 
 @contextmanager
 def commands(folder: Path) -> Iterator[Path]:
-    """Yield a folder with the two commands, for the start of a PATH; ``folder`` has a short path."""
+    """Yield a folder with the commands, for the start of a PATH; ``folder`` has a short path."""
     address = str(folder / "socket")
-    for name in ("fedbn-flwr", "python"):
+    for name in ("fedbn-flwr", "python", *FLOWERS):
         (folder / name).write_text(COMMAND.format(python=sys.executable, address=address, name=name))
         (folder / name).chmod(0o755)
     server = subprocess.Popen([sys.executable, "-m", __name__, address], cwd=ROOT, stdin=subprocess.DEVNULL)
@@ -89,6 +91,13 @@ def do(files: list[int], name: str, arguments: list[str], cwd: str, environment:
     if name == "fedbn-flwr":
         sys.argv = [name, *arguments]
         app()
+        return
+    if name in FLOWERS:
+        for module in [module for module in sys.modules if module.split(".")[0] in ("fedbn_flwr", "tests")]:
+            del sys.modules[module]
+        sys.argv = [name, *arguments]
+        (command,) = entry_points(group="console_scripts", name=name)
+        command.load()()
         return
     first, *rest = arguments
     if first == "-m":

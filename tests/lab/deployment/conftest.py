@@ -34,13 +34,19 @@ def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def federation(scratch: Path, request: pytest.FixtureRequest) -> Iterator[Federation]:
+def variables() -> dict[str, str]:
+    """What the environment of the services has besides; a module may give its own."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def federation(scratch: Path, variables: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Federation]:
     """A SuperLink, its SuperExec, and the module's ``NODES`` or three SuperNodes with theirs.
 
     TLS, node keys and secrets are on.
     """
     nodes = getattr(request.module, "NODES", NODES)
-    environment = {"MPLCONFIGDIR": str(scratch / "matplotlib")}
+    environment = {"MPLCONFIGDIR": str(scratch / "matplotlib"), **variables}
     with Federation(ROOT / "docker-compose.yml", nodes, folder=scratch / "net", environment=environment) as found:
         yield found
 

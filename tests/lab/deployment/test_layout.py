@@ -304,7 +304,8 @@ def test_a_saved_layout_is_loaded(layout: Layout, tmp_path: Path) -> None:
 
 STUBBORN = "trap '' INT TERM; while true; do sleep 0.05; done"
 PARENT = f"""
-import subprocess, time
+import signal, subprocess, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist's processes and those of a shell's job ignore it
 child = subprocess.Popen(["sh", "-c", {STUBBORN!r}])
 print(child.pid, flush=True)
 time.sleep(60)

@@ -1,6 +1,6 @@
 """The suite's run over a network, the smallest in which a client comes back with what it kept: two nodes, two rounds.
 
-Flower starts a process for every message, and each imports torch.
+Flower starts a process for every message; here each is a fork that has torch already.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ import pytest
 pytestmark = [pytest.mark.network, pytest.mark.xdist_group("network")]
 
 NODES = 2
+
+
+@pytest.fixture(scope="module")
+def variables(at_once: dict[str, str]) -> dict[str, str]:
+    return {"PATH": at_once["PATH"]}
 
 
 def test_fedbn_keeps_its_part_over_the_network(networked, in_process, same_run) -> None:

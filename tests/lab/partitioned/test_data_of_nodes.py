@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +73,6 @@ def tables(tmp_path: Path) -> list[Path]:
         whole += [f"{row},{NAMES[client]}" for row in rows_of(client)]
     (tmp_path / "all.csv").write_text("\n".join([f"{HEAD},hospital", *whole]))
     return paths
-
-
-Serve = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Serve:
-    """``served(settings, node_configs, name)``: summary and rounds of a run of nodes in this process."""
-
-    def do(settings: dict[str, Any], nodes: Sequence[dict[str, Any]], name: str = "out") -> Any:
-        config = Config.make(settings)
-        app = client_app(client_fn)
-        with InProcessGrid(app, len(nodes), run_config=config.to_mapping(), node_configs=nodes) as grid:
-            return serve(grid, check(config), tmp_path / name), read_metrics(tmp_path / name / "metrics.jsonl")
-
-    return do
 
 
 def at(paths: Sequence[Path], **more: Any) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedbn_flwr.client import client_app
-from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import load_local_dataset
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.runs.node import client_fn
-from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
 
 NODES = 3
 SETTINGS = {
@@ -34,21 +27,6 @@ SETTINGS = {
 
 def config_of(**settings: Any) -> Config:
     return Config.make({**SETTINGS, **{key.replace("_", "-"): value for key, value in settings.items()}})
-
-
-Serve = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Serve:
-    """``served(config, node_configs)``: summary and rounds of a run in process."""
-
-    def do(config: Config, nodes: Sequence[dict[str, Any]], name: str = "out") -> Any:
-        app = client_app(client_fn)
-        with InProcessGrid(app, len(nodes), run_config=config.to_mapping(), node_configs=nodes) as grid:
-            return serve(grid, check(config), tmp_path / name), read_metrics(tmp_path / name / "metrics.jsonl")
-
-    return do
 
 
 @pytest.fixture

@@ -100,7 +100,11 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     assert summary["headline"] == headline
     assert summary["final"][headline] == lines[-1][headline]
     assert summary["best"][headline] == max(line[headline] for line in lines)
-    assert summary["final"][headline] > 0.3, "it learns: a tenth is chance"
+    chance = 1 / 10 if headline == "test-accuracy" else 1 / 2  # of two classes each
+    assert summary["final"][headline] > chance + 0.2, "it learns"
+    if name == CENTRALIZED:
+        assert [line["exchanges"] for line in lines] == [0, 0, 0]
+        assert summary["ledger"]["bytes-down"] == summary["ledger"]["bytes-up"] == 0
     if name in DRAWN:
         assert image.imread(io.BytesIO((out / "curves.png").read_bytes())).shape == (400, 1000, 4)
 
@@ -137,15 +141,12 @@ def test_the_traffic_is_what_inspect_predicts(name: str, runs) -> None:
     }
 
 
-def test_centralized_exchanges_nothing(runs) -> None:
-    summary, out = runs[CENTRALIZED]
-    assert [line["exchanges"] for line in read_metrics(out / "metrics.jsonl")] == [0, 0, 0]
-    assert summary["ledger"]["bytes-down"] == summary["ledger"]["bytes-up"] == 0
-
-
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["fedavg", "fedbn", "scaffold", "fedtan", CENTRALIZED])
 def test_the_config_of_a_run_repeats_it_with_one_worker_too(name: str, runs, tmp_path: Path) -> None:
-    """``config.yaml`` is fully resolved: the same bits from it alone, whatever the threads and the node ids."""
+    """``config.yaml`` is fully resolved: the same bits from it alone, whatever the threads and the node ids.
+
+    In other processes, and so under other ids, each strategy has the same bits in test_matrix.py.
+    """
     summary, out = runs[name]
     config = Config.load(out / "config.yaml")
     if name == CENTRALIZED:
@@ -164,15 +165,6 @@ def test_another_seed_gives_another_result(name: str, runs, tmp_path: Path) -> N
     other = run(Config.load(out / "config.yaml", ["seed=1"]), tmp_path / name)
     assert other["sha256"] != summary["sha256"]
     assert other["seed"] == 1
-
-
-def test_partial_participation_keeps_absent_clients_parts(quick_run) -> None:
-    settings = {"fraction-train": 0.5, "num-clients": 4, "num-server-rounds": 4}
-    first, out = quick_run(strategy="fedbn", **settings)
-    participants = [line["participants"] for line in read_metrics(out / "metrics.jsonl")]
-    assert all(len(ids) == 2 for ids in participants)
-    assert len({tuple(ids) for ids in participants}) > 1
-    assert quick_run(strategy="fedbn", **settings)[0]["sha256"] == first["sha256"]
 
 
 def test_a_model_that_reads_the_version_of_its_state(quick_run, monkeypatch) -> None:
@@ -202,15 +194,6 @@ def test_every_requested_evaluation_is_reported(quick_run) -> None:
         assert line[f"personal-{what}-accuracy"] == pytest.approx(np.mean(each), abs=1e-12)
     assert len(line["clients"]) == 3
     assert "test-accuracy" in line
-
-
-def test_standalone_equals_training_alone(quick_run) -> None:
-    """With one client there is nobody to average with: standalone, fedavg and fedbn end in the same model."""
-    finals = {}
-    for name in ("standalone", "fedavg", "fedbn"):
-        summary, _ = quick_run(strategy=name, **{"num-clients": 1, "classes-per-client": 10, "eval-on": "personal-own"})
-        finals[name] = summary["final"]["personal-own-loss"]
-    assert finals["standalone"] == finals["fedavg"] == finals["fedbn"]
 
 
 def test_fixbn_reports_its_freeze_round(quick_run) -> None:

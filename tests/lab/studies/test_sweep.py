@@ -11,7 +11,6 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-import yaml
 from matplotlib import image
 
 from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
@@ -384,20 +383,47 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
         sweep(loaded([0, 1]), tmp_path / "out")
 
 
+KILLER = """
+import os, signal
+from pathlib import Path
+from torch import nn
+
+def net(num_classes, channels, size):
+    if Path("fatal").exists() and os.getpid() != int(Path("fatal").read_text()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    inputs = channels * size * size
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
+"""
+
+
 @pytest.mark.simulation
-def test_runs_in_parallel_have_the_bits_of_runs_in_series(study: Study, tmp_path: Path, monkeypatch, caplog) -> None:
-    changed = TEXT.replace("seeds: [0, 1]", "seeds: [0]").replace("FedAvg: {", "FedAvg: {fraction-train: 0.1, ")
-    study = load_study(written(tmp_path, changed))
-    tables = [sweep(study, tmp_path / "series")]
+def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_is_killed(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """A process that is killed is recorded and the others go on; the next sweep repeats its run."""
     monkeypatch.chdir(tmp_path)
-    tables.append(sweep(study, Path("parallel"), in_parallel(2, 8.0), noted := Noted()))
-    assert tables[0] == tables[1]
-    same = [(tmp_path / name / "results.jsonl").read_bytes() for name in ("series", "parallel")]
-    assert same[0] == same[1]
-    assert sorted(noted.ended.items()) == [(cell.name, "") for cell in sorted(study.cells(), key=lambda c: c.name)]
-    assert set(noted.rounds) <= {(cell.name, 1) for cell in study.cells()}
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "sweep_killer.py").write_text(KILLER)
+    changed = TEXT.replace("seeds: [0, 1]", "seeds: [0]").replace("FedAvg: {", "FedAvg: {fraction-train: 0.1, ")
+    changed = changed.replace("methods:", "methods:\n  dies: {model: 'sweep_killer:net'}")
+    study = load_study(written(tmp_path, changed.replace("skip: [", "skip: [dies/iid, ")))
+    names = [cell.name for cell in study.cells()]
+    (dies,) = [name for name in names if name.startswith("dies/")]
+    table = sweep(study, tmp_path / "series")
+    (tmp_path / "fatal").write_text(str(os.getpid()))
+    with pytest.raises(RunFailedError, match=f"1 of 4 runs failed or diverged: {dies}"):
+        sweep(study, Path("parallel"), in_parallel(2, 8.0), noted := Noted())
+    assert noted.ended.pop(dies).startswith("its process ended: ")
+    assert sorted(noted.ended.items()) == [(name, "") for name in sorted(names) if name != dies]
+    assert set(noted.rounds) <= {(name, 1) for name in names}
+    (failed,) = Path("parallel").rglob("failed.json")
+    assert json.loads(failed.read_text())["type"] == "WorkerCrashedError"
+    (tmp_path / "fatal").unlink()
+    assert sweep(study, Path("parallel"), follower=(noted := Noted())) == table
+    assert noted.ended == {dies: ""}
+    assert Path("parallel/results.jsonl").read_bytes() == Path("series/results.jsonl").read_bytes()
     need = memory_need(next(study.cells()).config)
-    with pytest.raises(ConfigError, match=r"the memory for runs is 0\.5 GiB, and 3 run"):
+    with pytest.raises(ConfigError, match=r"the memory for runs is 0\.5 GiB, and 4 run"):
         sweep(study, tmp_path / "small", in_parallel(2, 0.5))
     assert need > 2**29
 
@@ -441,39 +467,6 @@ def test_damaged_lines_of_a_former_try_do_not_end_the_watch(study: Study, tmp_pa
     (folder := cell.folder(tmp_path)).mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("damaged\n")
     _Watched(cell, folder, Noted()).look()
-
-
-KILLER = """
-import os, signal
-from pathlib import Path
-from torch import nn
-
-def net(num_classes, channels, size):
-    if Path("fatal").exists() and os.getpid() != int(Path("fatal").read_text()):
-        os.kill(os.getpid(), signal.SIGKILL)
-    inputs = channels * size * size
-    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
-"""
-
-
-@pytest.mark.simulation
-def test_a_process_that_is_killed_is_recorded_and_the_other_runs_go_on(tmp_path: Path, monkeypatch) -> None:
-    base = {"num-clients": 2, "num-server-rounds": 1, "local-steps": 1, "batch-size": 8}
-    methods = {"dies": {"model": "sweep_killer:net"}, "lives": {}}
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump({"name": "kill", "base": base, "methods": methods}))
-    (tmp_path / "sweep_killer.py").write_text(KILLER)
-    (tmp_path / "fatal").write_text(str(os.getpid()))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    study, out = load_study(tmp_path / "study.yaml"), tmp_path / "out"
-    with pytest.raises(RunFailedError, match="1 of 2 runs failed or diverged: dies/all/seed-0"):
-        sweep(study, out, in_parallel(2, 8.0), noted := Noted())
-    assert noted.ended["dies/all/seed-0"].startswith("its process ended: ")
-    assert noted.ended["lives/all/seed-0"] == ""
-    assert json.loads((out / "dies/all/seed-0/failed.json").read_text())["type"] == "WorkerCrashedError"
-    (tmp_path / "fatal").unlink()
-    sweep(study, out, follower=(noted := Noted()))
-    assert noted.ended == {"dies/all/seed-0": ""}
 
 
 def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None:
