@@ -234,7 +234,9 @@ def _watch(layer: _BatchNorm, note: Callable[[Tensor], None]) -> Callable[[], No
 
 
 def _put(mean: Tensor, var: Tensor, rule: Rule, x: Tensor) -> None:
-    """Let the layer normalise a batch with the statistics of the rule."""
+    """Let the layer normalise a batch with the statistics of the rule; a batch of no rows has none."""
+    if not x.numel():
+        return
     with torch.no_grad():
         new_mean, new_var = rule(batch_statistics(x), x)
         mean.copy_(new_mean)

@@ -83,7 +83,8 @@ def merge(moments: Sequence[Moments]) -> Moments:
     Raises:
         ValueError: all sets are empty.
     """
-    if len(moments) == 1:
+    moments = [one for one in moments if one.count] or moments  # the mean of no values is NaN
+    if len(moments) == 1 and moments[0].count:
         return moments[0]
     count, first = sum(one.count for one in moments), moments[0].mean
     if not count:
@@ -102,7 +103,9 @@ class GatheredMoments:
         self._moments: dict[nn.Module, list[Moments]] = {}
 
     def gather(self, layer: nn.Module, moments: Moments) -> None:
-        """Add the moments of a call of ``layer``."""
+        """Add the moments of a call of ``layer``; a call on no rows, as of an expert that got none, is no call."""
+        if not moments.count:
+            return
         waiting = self._moments.setdefault(layer, [])
         waiting.append(moments)
         if len(waiting) == _KEPT:

@@ -152,7 +152,8 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
             calls.clear()
             working(prepared(data.inputs[positions]))
             for path, of_pass in calls.items():
-                by_path[path].append(merge(of_pass))
+                if any(one.count for one in of_pass):
+                    by_path[path].append(merge(of_pass))
     for handle in handles:
         handle.remove()
     return by_path

@@ -51,7 +51,7 @@ class BatchRenorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input (N, C, *); in training mode update the running statistics."""
-        if not (self.training and self.track_running_stats and self.running_mean is not None):
+        if not (self.training and self.track_running_stats and self.running_mean is not None and input.numel()):
             return super().forward(input)
         self._check_input_dim(input)
         r, d = self.corrections(input)

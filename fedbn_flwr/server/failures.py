@@ -161,7 +161,8 @@ def note_too_few(run: Run, num_usable: int) -> None:
     latest = run.reports[-2:]
     if all(map(all_not_finite, latest)) and (len(latest) == 2 or run.num_rounds == 1):
         since = latest[0].diverged_at or latest[0].server_round
-        note_losses(run, [f"since round {since} all replies hold values that are not finite"], since)
+        first = _NODE.sub("", next(iter(report.rejected.values())))[-_LONGEST:]
+        note_losses(run, [f"since round {since} all replies hold values that are not finite (first: {first})"], since)
 
 
 def raise_if_ends(run: Run, result: Result | None = None) -> None:

@@ -210,7 +210,7 @@ class BNControlVariates(ControlVariates):
 
     def _forward(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         correction = self._corrections.get(layer)
-        if correction is None:
+        if correction is None or not x.numel():
             self._sums.add(layer, x)
             return _BatchNorm.forward(layer, x)
         mean, var = batch_statistics(x)

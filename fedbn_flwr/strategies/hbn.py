@@ -206,9 +206,11 @@ class HybridStatistics(SurveyedStatistics):
             alpha.grad = None
 
     def _mixed(self, layer: _BatchNorm, x: Tensor) -> Tensor:
-        share, (mean, var) = torch.sigmoid(-self._alpha[layer]), batch_statistics(x)
         old_mean: Tensor = layer.running_mean  # type: ignore[assignment]
         old_var: Tensor = layer.running_var  # type: ignore[assignment]
+        if not x.numel():  # no rows have no statistics, whose NaN would reach alpha's gradient
+            return normalise(layer, x, old_mean, old_var)
+        share, (mean, var) = torch.sigmoid(-self._alpha[layer]), batch_statistics(x)
         return normalise(layer, x, share * mean + (1 - share) * old_mean, share * var + (1 - share) * old_var)
 
 

@@ -64,7 +64,7 @@ def refusing_layers(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook
 
     def count(path: str, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         value = args[0] if args else kwargs["input"]
-        counts[path] = min(counts.get(path, 2), value.numel() // value.shape[1])
+        counts[path] = min(counts.get(path, 2), value.numel() // value.shape[1] or 2)  # no rows need no variance
 
     handles = [
         layer.register_forward_pre_hook(functools.partial(count, path), with_kwargs=True)

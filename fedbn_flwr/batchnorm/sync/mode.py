@@ -108,6 +108,12 @@ class SynchronisedStep(TorchFunctionMode):
         _refuse_checkpoint(layer)
         batch_size, union_batch_size = self._sizes
         union = elements_per_channel(arguments.y) * union_batch_size / batch_size
+        if not union:
+            raise NormLayerError(
+                f"{layer} gets no rows of this client's batch (input {tuple(arguments.y.shape)}), as an expert that no "
+                "example was sent to: its statistics cannot be synchronised. Use a method without a synchronised step, "
+                "as fedavg or fedbn."
+            )
         if not union > 1:
             raise NormLayerError(
                 f"{layer} has {union:g} values per channel in the union of all clients' batches "

@@ -1,0 +1,141 @@
+"""BatchNorm that is called on no rows, as an expert that no example of a batch is sent to.
+
+The oracle is the same model without such calls: only the counters differ, since torch counts every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted
+from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of, reestimate_statistics
+from fedbn_flwr.batchnorm.sync import try_synchronised_step
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.norms import replace_norm
+from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedBN, FixBN, StaticBN, Strategy
+from fedbn_flwr.training.single_examples import takes_one_example
+
+
+class Experts(nn.Module):
+    """The sum of a batch's first column decides which of two experts gets the whole batch."""
+
+    skips = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin_a, self.bn_a, self.lin_b, self.bn_b = (
+            nn.Linear(5, 6),
+            nn.BatchNorm1d(6),
+            nn.Linear(5, 6),
+            nn.BatchNorm1d(6),
+        )
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = (x, x[:0]) if x[:, 0].sum() > 0 else (x[:0], x)
+        return self.head(torch.cat([self.normed(self.bn_a, self.lin_a(a)), self.normed(self.bn_b, self.lin_b(b))]))
+
+    def normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return x if self.skips and not len(x) else norm(x)
+
+
+class Skipping(Experts):
+    skips = True
+
+
+def built(kind: type[Experts], norm: str = "batch") -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return replace_norm(kind().double(), norm)[0]
+
+
+def without_counters(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: value for name, value in state.items() if not name.endswith("num_batches_tracked")}
+
+
+METHODS: dict[str, Callable[[], Strategy]] = {
+    "fedavg": FedAvg,
+    "recalibrate": partial(FedAvg, recalibrate=True),
+    "fedbn": partial(FedBN, eval_on="averaged-bn"),
+    "staticbn": StaticBN,
+    "fixbn": FixBN,
+    "fbn": FBN,
+    "fbn by a pass": partial(FBN, fbn_measure="pass"),
+    "hbn": HBN,
+    "bn-scaffold": BNScaffold,
+    "bn-scaffold by a pass": partial(BNScaffold, bn_variates="pass"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_rows_count_nothing(method: str, federate, points) -> None:
+    datasets = [points(18, i) for i in range(3)]
+    found, wanted = (
+        federate(METHODS[method](), partial(built, kind), datasets, rounds=3) for kind in (Experts, Skipping)
+    )
+    assert all(not report.rejected and len(report.participants) == 3 for report in found.strategy.reports)
+    for name, value in without_counters(wanted.state).items():
+        assert np.isfinite(found.state[name]).all(), name
+        # SCAFFOLD corrects a gradient of zero, which a call on no rows has, and none that is missing.
+        assert "scaffold" in method or np.array_equal(found.state[name], value), name
+
+
+@pytest.mark.parametrize("kind", [Experts, Skipping])
+def test_a_layer_that_saw_no_row_has_no_moments(kind: type[Experts], points) -> None:
+    data = points(9, 1)
+    data.inputs[:, 0] = data.inputs[:, 0].abs()
+    model = built(kind)
+    found = reestimate_statistics(model, data, batch_size=4)
+    assert list(found) == ["bn_a"]
+    torch.testing.assert_close(found["bn_a"].variance, model.lin_a(data.inputs).var(0), rtol=1e-12, atol=0.0)
+
+
+def test_moments_of_no_rows_are_merged_as_nothing() -> None:
+    x = torch.randn(7, 3, dtype=torch.float64)
+    empty, whole = moments_of(x[:0]), moments_of(x)
+    assert empty.count == 0
+    for parts in ([empty, whole], [whole, empty]):
+        assert torch.equal(merge(parts).mean, whole.mean)
+    with pytest.raises(ValueError, match="no values"):
+        merge([empty, Moments(0, torch.zeros(3), torch.zeros(3))])
+
+
+def test_batch_renorm_has_finite_gradients(points) -> None:
+    models = [built(kind, "batch-renorm") for kind in (Experts, Skipping)]
+    for model in models:
+        model(points(6, 1).inputs).square().sum().backward()
+    plain = dict(models[1].named_parameters())
+    for name, p in models[0].named_parameters():
+        wanted = plain[name].grad
+        assert torch.equal(p.grad, torch.zeros_like(p) if wanted is None else wanted), name
+
+
+@pytest.mark.parametrize("mode", ["batch", "mix", "momentum", "full"])
+def test_a_test_with_statistics_of_its_inputs(mode, points) -> None:
+    by, data = TestBN(mode, batch_size=4), points(24, 3)
+    found, wanted = (evaluate_adapted(built(kind), data, by) for kind in (Experts, Skipping))
+    assert found == wanted
+    assert found.loss == found.loss, "no NaN"
+
+
+def test_one_image_is_enough_where_the_other_expert_gets_none() -> None:
+    class Images(Experts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin_a, self.bn_a, self.lin_b, self.bn_b = (nn.Identity(), nn.BatchNorm2d(2)) * 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.bn_a(x), self.bn_b(x[:0])])
+
+    assert takes_one_example(Images().train(), torch.randn(1, 2, 4, 4))
+
+
+def test_a_synchronised_step_is_refused_with_the_cause(points) -> None:
+    with pytest.raises(NormLayerError, match=r"'bn_[ab]' gets no rows"):
+        try_synchronised_step(built(Experts), points(4).inputs)
