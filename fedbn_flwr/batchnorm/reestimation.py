@@ -244,7 +244,7 @@ def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
         layer.running_var.copy_(of_layer.m2 / of_layer.count)
 
 
-def _positions(model: nn.Module, data: Batches, batch_size: int, prepared: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def _positions(model: nn.Module, data: Batches, batch_size: int, prepared: Callable[[Any], Any]) -> list[Tensor]:
     if not len(data):
         return []
     # From one example a BatchNorm after a linear layer computes no statistics, whatever the batches in training are.

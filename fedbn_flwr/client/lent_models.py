@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ class LentModel:
 
 
 def lender(
-    model: nn.Module | BuildModel, memory_format: MemoryFormat = "auto", example: Callable[[], Tensor] | None = None
+    model: nn.Module | BuildModel, memory_format: MemoryFormat = "auto", example: Callable[[], Any] | None = None
 ) -> Callable[[], AbstractContextManager[LentModel]]:
     """Return the function that lends a model: the given one, or one that this process builds with the given function.
 
@@ -97,14 +98,14 @@ def lender(
     return lambda: _built(model, memory_format, example)
 
 
-def two_inputs(sets: Iterable[Batches]) -> Tensor:
+def two_inputs(sets: Iterable[Batches]) -> Any:
     """Return the inputs of two examples of the first set that has any, for ``lender(example=...)``."""
     data = next(data for data in sets if len(data))
     # With a generator: without one a data set with random transforms is warned of.
     return data.batch(torch.tensor([0, min(1, len(data) - 1)]), torch.Generator())[0]
 
 
-def _lendable(model: nn.Module, memory_format: MemoryFormat, example: Callable[[], Tensor] | None) -> LentModel:
+def _lendable(model: nn.Module, memory_format: MemoryFormat, example: Callable[[], Any] | None) -> LentModel:
     """Return the model to lend.
 
     Raises:
@@ -126,7 +127,7 @@ def _warn(text: str) -> None:
 
 
 @contextmanager
-def _built(build: BuildModel, memory_format: MemoryFormat, example: Callable[[], Tensor] | None) -> Iterator[LentModel]:
+def _built(build: BuildModel, memory_format: MemoryFormat, example: Callable[[], Any] | None) -> Iterator[LentModel]:
     free = _FREE.setdefault(build, [])
     if free:
         lent = free.pop()

@@ -90,8 +90,10 @@ class TorchClient(NumPyClient):
             have the names of the inner module, or the received names. Or a function that builds it: a process calls it
             once, again only for clients that work at the same time, and lends the model to one client after another.
             Pass the same function object for every message.
-        train_data: the client's training data, a torch ``Dataset`` of (input, target) with a length, or ``Batches``;
-            may be empty for a client that only evaluates. Batches and their order are those of the settings.
+        train_data: the client's training data, a torch ``Dataset`` of (input, target) with a length, or ``Batches``, as
+            ``training.batches_of(loader)`` makes them of a loader with a ``collate_fn``; may be empty for a client that
+            only evaluates. Batches and their order are those of the settings. An input may be several tensors in a
+            tuple, a list or a dict: the model is called with this one structure.
         test_data: one test set, or several by name (their metrics are then called ``<name>-accuracy``, ...).
         settings: steps, batch size, optimizer.
         context: Flower's context from ``client_fn(context)``; its ``state`` holds what a method keeps with the client,
@@ -193,7 +195,8 @@ class TorchClient(NumPyClient):
             return
         some = torch.arange(min(2, len(self.train_data)))
         try:
-            try_synchronised_step(lent.plain, inputs_for(lent.plain)(self.train_data.batch(some)[0]))
+            inputs = inputs_for(lent.plain)(self.train_data.batch(some)[0])
+            try_synchronised_step(lent.plain, inputs, len(some))
             lent.tried = True
         except NormLayerError:
             raise

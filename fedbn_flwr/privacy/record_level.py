@@ -57,7 +57,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.messages.protocol import RECORD_DP, Key
 from fedbn_flwr.privacy.accounting import Steps, epsilon_of_steps, noise_for_steps
 from fedbn_flwr.privacy.example_gradients import check_layers, clipped_sum, try_two_examples
@@ -176,9 +176,15 @@ class DPSGD(StepRule):
 
         Raises:
             NormLayerError: a layer mixes the examples of a batch.
+            DataError: the inputs are no tensor.
             ConfigError: the model has a wrapper, or the gradient of one example cannot be computed.
         """
         check_layers(model)
+        if not isinstance(inputs, Tensor):
+            raise DataError(
+                f"a batch's inputs are a {type(inputs).__name__}; record-level privacy computes the gradient of each "
+                "example, and needs them in one tensor (B, ...). Put the parts into one, and let the model divide it."
+            )
         if not self._tried and len(inputs) > 1:
             try_two_examples(model, inputs[:2])
             self._tried = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,13 +31,16 @@ class Batches(Protocol):
     def __len__(self) -> int:
         """Return the number of examples."""
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets) at the positions (int64, any order), augmented if a generator is given."""
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Any, Tensor]:
+        """Return (inputs, targets) at the positions (int64, any order), augmented if a generator is given.
+
+        The model is called with the inputs as they are: a tensor, or tensors in a list, a tuple or a dict.
+        """
 
 
 def with_positions(
     data: Batches, order: Iterable[Tensor], generator: torch.Generator | None = None
-) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+) -> Iterator[tuple[Tensor, tuple[Any, Tensor]]]:
     """Yield the positions of each batch and the batch; data with a method ``batches`` may read some batches ahead."""
     if not hasattr(data, "batches"):
         for positions in order:

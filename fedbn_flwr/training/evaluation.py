@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -138,7 +139,7 @@ class _Sums:
 
 
 def _joined(
-    model: nn.Module, data: Batches, order: Sequence[Tensor], prepared: Callable[[Tensor], Tensor]
+    model: nn.Module, data: Batches, order: Sequence[Tensor], prepared: Callable[[Any], Any]
 ) -> Sequence[Tensor]:
     """Return the positions of each batch; a last example joins the others if a layer has no variance for it alone."""
     if not any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules()):

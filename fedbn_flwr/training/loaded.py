@@ -20,13 +20,15 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    default_collate,
 )
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.inputs import map_inputs, tensors_in
 from fedbn_flwr.training.randomness import drawing_from
 
-__all__ = ["LoadedBatches", "as_batches", "first_batch", "num_examples"]
+__all__ = ["LoadedBatches", "as_batches", "batches_of", "first_batch", "num_examples"]
 
 logger = logging.getLogger("flwr")
 
@@ -73,36 +75,57 @@ class LoadedBatches:
     def __len__(self) -> int:
         return len(self._data)
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Any, Tensor]:
         """See ``training.batches.Batches``; with a generator random transforms draw from it.
 
         Raises:
-            DataError: the examples are something else than pairs.
+            DataError: the examples are something else than pairs, cannot be stacked, or are not as many in the batch.
         """
         chosen = positions.tolist() or [0]
         if generator is None:
-            batch = self._collate([self._plain[number] for number in chosen])
+            batch = self._collated(self._plain, chosen)
             self._warn_of_random(chosen, batch)
         else:
             with drawing_from(generator):
-                batch = self._collate([self._data[number] for number in chosen])
+                batch = self._collated(self._data, chosen)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
             raise DataError(
                 f"the data set's batches are {type(batch).__name__}{keys}; (inputs, targets) are needed. "
-                "Let the examples be such pairs, e.g. by a data set around it, or by the collate_fn of a loader."
+                "Let the examples be such pairs, where the input may have several parts, e.g. by a data set around it, "
+                "or by the collate_fn of a loader (in a TorchClient fedbn_flwr.training.batches_of(loader))."
             )
         inputs, targets = batch
-        return (inputs, targets) if len(positions) else (inputs[:0], targets[:0])
+        if isinstance(targets, Tensor) and targets.shape[:1] != (len(chosen),):
+            raise DataError(
+                f"the collate_fn makes targets of shape {tuple(targets.shape)} of {len(chosen)} examples: it must keep "
+                "each of them, in their order. Leave examples out of the data set instead."
+            )
+        return (inputs, targets) if len(positions) else (map_inputs(lambda part: part[:0], inputs), targets[:0])
+
+    def _collated(self, data: Any, chosen: list[int]) -> Any:
+        """Return the examples as the loader puts them together."""
+        examples = [data[number] for number in chosen]
+        if self._collate is not default_collate:
+            return self._collate(examples)
+        try:
+            return default_collate(examples)
+        except (RuntimeError, TypeError) as error:
+            raise DataError(
+                f"the examples of {_kind(data)} cannot be stacked to a batch ({error}). Give a loader with a "
+                "collate_fn that can: a TorchClient takes fedbn_flwr.training.batches_of(DataLoader(data, "
+                "collate_fn=...)) as its data set."
+            ) from error
 
     def _warn_of_random(self, positions: list[int], batch: Any) -> None:
         """Warn, once for a kind of data set, of examples that change though no generator is given."""
         kind = _kind(self._plain)
-        if _TRIED[kind] >= _TRIES or not isinstance(batch, (tuple, list)) or not isinstance(batch[0], Tensor):
+        if _TRIED[kind] >= _TRIES or not isinstance(batch, (tuple, list)):
             return
         with drawing_from(torch.Generator()):  # whether this was asked before leaves no trace in what is drawn later
-            again = self._collate([self._plain[position] for position in positions])[0]
-        same = again.shape == batch[0].shape and torch.equal(again.nan_to_num(), batch[0].nan_to_num())
+            again = self._collated(self._plain, positions)
+        pairs = zip(tensors_in(batch[0]), tensors_in(again[0]), strict=True)
+        same = all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
         _TRIED[kind] = _TRIED[kind] + 1 if same else _TRIES
         if not same:
             logger.warning(
@@ -111,6 +134,21 @@ class LoadedBatches:
                 "plain_train_data).",
                 kind,
             )
+
+
+def batches_of(loader: Any, plain: Dataset[Any] | None = None) -> Batches:
+    """Return the data set of a ``DataLoader`` as ``Batches``, put together by its ``collate_fn``.
+
+    Args:
+        loader: its batch size and order are not used: a client's settings have them. Examples that a sampler chooses
+            are the data.
+        plain: the same examples in the same order without random transforms; None = the loader's own.
+
+    Raises:
+        DataError: the data set has no length, or ``plain`` has another one; the sampler chooses in another way than by
+            a fixed list.
+    """
+    return LoadedBatches(loader, plain)
 
 
 def num_examples(loader: Any) -> int:
@@ -181,7 +219,8 @@ def as_batches(data: Any, plain: Dataset[Any] | None = None) -> Batches:
     if isinstance(data, DataLoader):
         raise DataError(
             f"a DataLoader with batch_size={data.batch_size}: batches and their order are those of the client's "
-            "settings (LocalTraining). Give its data set, loader.dataset."
+            "settings (LocalTraining). Give its data set, loader.dataset, or fedbn_flwr.training.batches_of(loader), "
+            "which keeps its collate_fn."
         )
     if not hasattr(data, "__getitem__"):
         raise DataError(

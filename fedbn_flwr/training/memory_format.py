@@ -6,16 +6,18 @@ It does not change values, shapes or names: a state dict is the same in both for
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.inputs import map_inputs
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import unwrap
 
@@ -28,7 +30,7 @@ _WORKING: set[tuple[str, str, str]] = set()  # models that are not tried again: 
 
 
 def set_memory_format(
-    model: nn.Module, memory_format: MemoryFormat = "auto", example: Callable[[], Tensor] | None = None
+    model: nn.Module, memory_format: MemoryFormat = "auto", example: Callable[[], Any] | None = None
 ) -> nn.Module:
     """Give the model's 4-d entries a memory format, in place, and return the model.
 
@@ -62,7 +64,7 @@ def set_memory_format(
     return model.to(memory_format=torch.channels_last if last else torch.contiguous_format)  # type: ignore[call-overload,no-any-return,unused-ignore]
 
 
-def _error_in_channels_last(model: nn.Module, example: Callable[[], Tensor]) -> str:
+def _error_in_channels_last(model: nn.Module, example: Callable[[], Any]) -> str:
     """Return the error of a model that works in the contiguous format and not in channels-last; "" for any other."""
     if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
         return ""
@@ -78,7 +80,7 @@ def _error_in_channels_last(model: nn.Module, example: Callable[[], Tensor]) -> 
     return ""
 
 
-def _error_of(model: nn.Module, memory_format: torch.memory_format, inputs: Tensor) -> str:
+def _error_of(model: nn.Module, memory_format: torch.memory_format, inputs: Any) -> str:
     """Return the error that a copy of the model raises in this format, in a step or in a test; "" for none."""
     try:
         copied: nn.Module = copy.deepcopy(model)
@@ -117,17 +119,22 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return next((dtype for dtype in itertools.chain([first], dtypes) if dtype.is_floating_point), first)
 
 
-def inputs_for(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return the function that brings a batch to the model's device, dtype and memory format."""
+def inputs_for(model: nn.Module) -> Callable[[Any], Any]:
+    """Return the function that brings a batch's inputs to the model's device, dtype and memory format.
+
+    Inputs in several parts keep their structure.
+    """
     device, dtype = device_of(model), _dtype_of(model)
     images = (p for p in model.parameters() if p.dim() == 4)
     last = any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in images)
     memory_format = torch.channels_last if last else torch.contiguous_format
 
-    def prepared(inputs: Tensor) -> Tensor:
+    def prepared(inputs: Any) -> Any:
+        if not isinstance(inputs, Tensor):  # such as a packed sequence
+            return inputs.to(device)
         wanted = dtype if inputs.is_floating_point() else None
         # A copy from a GPU to the CPU that does not block may be read before it has ended.
         inputs = inputs.to(device, wanted, non_blocking=device.type != "cpu")
         return inputs.contiguous(memory_format=memory_format) if inputs.dim() == 4 else inputs
 
-    return prepared
+    return functools.partial(map_inputs, prepared)

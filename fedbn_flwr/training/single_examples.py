@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class SingleExamples:
     dropped: int = 0
     fit: bool | None = None
 
-    def drop(self, step: int, inputs: Tensor) -> bool:
+    def drop(self, step: int, inputs: Any) -> bool:
         """Return whether step ``step`` (from 0) leaves its batch out, and count it."""
         if any(hook.synchronises(step) for hook in self.hooks):
             return False
@@ -40,7 +41,7 @@ class SingleExamples:
         return not self.fit
 
 
-def takes_one_example(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> bool:
+def takes_one_example(model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()) -> bool:
     """Return whether a batch of one example can be trained on.
 
     Each training BatchNorm sees more than one value per channel in it, or a hook says that one is enough.
@@ -48,7 +49,7 @@ def takes_one_example(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHo
     return not refusing_layers(model, inputs, hooks)
 
 
-def refusing_layers(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook] = ()) -> list[str]:
+def refusing_layers(model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()) -> list[str]:
     """Return the BatchNorm layers that cannot use a batch of one example, by path; "" for one that is not known.
 
     A forward pass in eval mode, which changes nothing, counts the values: late BN2d layers may see 1x1 maps. A layer
@@ -87,7 +88,7 @@ def refusing_layers(model: nn.Module, inputs: Tensor, hooks: Sequence[ClientHook
     return [path for path, n in counts.items() if n < 2] or [""] * fails
 
 
-def _fails_in_train_mode(model: nn.Module, inputs: Tensor) -> bool:
+def _fails_in_train_mode(model: nn.Module, inputs: Any) -> bool:
     with suppress(Exception), seeded(0), torch.no_grad():  # if another error comes, the training says what is wrong
         try:
             copy.deepcopy(model)(inputs)

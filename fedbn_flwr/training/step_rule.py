@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs
+from fedbn_flwr.training.memory_format import device_of
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import unwrap
@@ -43,7 +45,7 @@ class StepRule:
     def compute(
         self,
         model: nn.Module,
-        inputs: Tensor,
+        inputs: Any,
         targets: Tensor,
         optimizer: torch.optim.Optimizer,
         hooks: Sequence[ClientHook],
@@ -51,7 +53,7 @@ class StepRule:
         amp: bool,
     ) -> LossAndOutputs:
         """Do the forward and backward pass of a step: set the gradients of the optimizer's parameters."""
-        with torch.autocast(inputs.device.type, torch.bfloat16) if amp else nullcontext():
+        with torch.autocast(device_of(model).type, torch.bfloat16) if amp else nullcontext():
             outputs = model(inputs)
             task.check(outputs, targets)
             loss = task.loss(outputs, targets)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import nn
 
 from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.errors import NormLayerError
@@ -27,19 +29,19 @@ def refuse_batch_renorm(model: nn.Module) -> None:
         )
 
 
-def try_synchronised_step(model: nn.Module, inputs: Tensor) -> None:
+def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> None:
     """Do a forward and a backward pass as in a synchronised step, without other clients and with no effect.
 
     Args:
         model: its state, modes and random numbers do not change; its gradients are removed.
         inputs: a batch on the model's device.
+        batch_size: its number of examples.
 
     Raises:
         NormLayerError: a layer cannot be synchronised, or none is called in train mode.
     """
     refuse_batch_renorm(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    size = len(inputs)
     try:
         with (
             seeded(0),
@@ -48,8 +50,8 @@ def try_synchronised_step(model: nn.Module, inputs: Tensor) -> None:
             synchronised(
                 model.train(),
                 lambda tag, tensor: tensor,
-                batch_size=size,
-                union_batch_size=2 * size,
+                batch_size=batch_size,
+                union_batch_size=2 * batch_size,
                 exchanges="2L+1",
                 backward="global",
             ) as step,

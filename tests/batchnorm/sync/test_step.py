@@ -317,7 +317,7 @@ def test_a_step_in_eval_mode_is_refused():
     kept.train = lambda mode=True: kept  # as a network that keeps its BatchNorm in eval mode
     refused = pytest.raises(NormLayerError, match=r"no BatchNorm layer was called in train mode .* model\.train\(\)")
     with refused:
-        try_synchronised_step(kept, inputs())
+        try_synchronised_step(kept, inputs(), len(inputs()))
     hook = SynchroniseFirstStep(SimpleNamespace(begin=lambda: 8, reduce=lambda tag, t: t), "3L+1", "global")
     with refused, hook.around(0, kept, 4):
         kept(inputs()).sum().backward()
@@ -335,7 +335,7 @@ def test_the_trial_of_a_step_has_no_effect(refused):
     modes, generator = [module.training for module in drawing.modules()], torch.get_rng_state()
     for _ in range(2):
         with pytest.raises(NormLayerError, match="Arithmetic") if refused else nullcontext():
-            try_synchronised_step(drawing, inputs())
+            try_synchronised_step(drawing, inputs(), len(inputs()))
         assert [parameter.grad for parameter in drawing.parameters()] == [None] * len([*drawing.parameters()])
         for parameter in drawing.parameters():
             parameter.grad = torch.ones_like(parameter)  # of an earlier training

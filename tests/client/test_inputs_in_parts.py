@@ -1,0 +1,206 @@
+"""Inputs in parts: a tuple or a dict is one input, and what a collate_fn puts together is a batch.
+
+The oracle is the model whose parts are one tensor: the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
+
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.errors import DataError
+from fedbn_flwr.privacy import RecordLevel
+from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedBN, FedProx, FedTAN, Scaffold, StaticBN
+from fedbn_flwr.training import LearningRate, LocalTraining, batches_of, loaded
+from fedbn_flwr.training.inputs import map_inputs, tensors_in
+from fedbn_flwr.training.memory_format import inputs_for
+
+SIZES = (6, 8, 9)
+SETTINGS = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+Parts = namedtuple("Parts", "first second")
+
+
+class InParts(Dataset[Any]):
+    """The examples of a data set, their inputs in two parts; one is a text beside."""
+
+    def __init__(self, data: Any, form: str) -> None:
+        self.data, self.form = data, form
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, number: int) -> Any:
+        x, y = self.data.inputs[number], self.data.targets[number]
+        if self.form == "whole":
+            return x, y
+        if self.form == "dict":
+            return {"first": x[:2], "rest": {"second": x[2:], "name": "a text"}}, y
+        return (x[:2], x[2:]) if self.form == "pair" else Parts(x[:2], x[2:]), y
+
+
+class Joined(nn.Sequential):
+    """A network that joins the parts."""
+
+    def forward(self, inputs: Any) -> Tensor:
+        if isinstance(inputs, dict):
+            inputs = [inputs["first"], inputs["rest"]["second"]]
+        return super().forward(inputs if isinstance(inputs, Tensor) else torch.cat([*inputs], 1))
+
+
+def joined(mlp: Any) -> nn.Module:
+    return Joined(*mlp().children())
+
+
+@pytest.mark.parametrize("form", ["pair", "dict", "named"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(FedBN, FedProx, Scaffold, HBN, StaticBN, FedTAN, BNScaffold),
+        functools.partial(FBN, fbn_measure="pass"),
+        functools.partial(FedProx, recalibrate=True),
+    ],
+)
+def test_a_model_with_inputs_in_parts_has_the_bits_of_one_tensor(make, form: str, federate, datasets, mlp) -> None:
+    build = functools.partial(joined, mlp)
+    ends = []
+    for one in ("whole", form):
+        result = federate(make(), build, [InParts(data, one) for data in datasets], rounds=2, batch_size=4)
+        ends.append((result.tensors, result.result.evaluate_metrics_clientapp[2]))
+    (whole, tested), (parts, also_tested) = ends
+    for name, entry in whole.items():
+        assert torch.equal(entry, parts[name]), name
+    assert tested == also_tested
+
+
+def test_dp_sgd_refuses_inputs_in_parts_by_name(points, mlp) -> None:
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=2, batch_size=4)
+    level = RecordLevel(noise_multiplier=1.0, clipping_norm=1.0)
+    data = InParts(points(8), "pair")
+    model = nn.Sequential(nn.Linear(5, 3)).double()
+    client = TorchClient(model, data, data, settings, partition_id=0, record_level=level)
+    with pytest.raises(DataError, match=r"a batch's inputs are a list; record-level privacy .* one tensor"):
+        client.fit(client.get_parameters({}), {"server-round": 1})
+
+
+def test_inputs_keep_their_structure_and_other_objects_stay() -> None:
+    x = torch.ones(2, 3)
+    packed = pack_padded_sequence(torch.ones(2, 4, 1), torch.tensor([4, 2]), batch_first=True)
+    inputs = {"a": [x, (x, "text")], "b": Parts(x, 5), "c": packed, "d": torch.tensor([1, 2])}
+    found = inputs_for(nn.Linear(3, 1).double())(inputs)
+    assert isinstance(found["a"][1], tuple)
+    assert isinstance(found["b"], Parts)
+    assert isinstance(found["c"], PackedSequence)
+    assert (found["a"][1][1], found["b"].second) == ("text", 5)
+    assert [t.dtype for t in tensors_in(found)] == [torch.float64] * 3 + [torch.int64]
+    assert tensors_in(map_inputs(lambda part: part[:0], [x, {"y": x}]))[1].shape == (0, 3)
+
+
+# --- a collate_fn -----------------------------------------------------------------------------------------------------
+class Sequences(Dataset[Any]):
+    """Sequences of different lengths."""
+
+    def __init__(self, number: int) -> None:
+        draw = torch.Generator().manual_seed(number)
+        lengths = torch.randint(2, 7, (number,), generator=draw)
+        self.x = [torch.randn(int(length), 3, generator=draw).double() for length in lengths]
+        self.y = torch.randint(2, (number,), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.x[number], self.y[number]
+
+
+def padded(examples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """((tokens, lengths), labels)."""
+    lengths = torch.tensor([len(x) for x, _ in examples])
+    longest = int(lengths.max())
+    return (torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x, _ in examples]), lengths), torch.stack(
+        [y for _, y in examples]
+    )
+
+
+class LastState(nn.Module):
+    """A recurrent network over packed sequences, with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.norm, self.head = nn.GRU(3, 4, batch_first=True), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.double()
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        packed = pack_padded_sequence(*inputs, batch_first=True, enforce_sorted=False)
+        states, lengths = pad_packed_sequence(self.cells(packed)[0], batch_first=True)
+        return self.head(self.norm(states[torch.arange(len(lengths)), lengths - 1]))
+
+
+def recurrent() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LastState()
+
+
+@pytest.mark.parametrize("strategy", [FedBN, StaticBN, FedTAN])
+def test_a_loaders_collate_fn_puts_the_batches_of_a_client_together(strategy, federate) -> None:
+    sets = [batches_of(DataLoader(Sequences(size), collate_fn=padded)) for size in SIZES]
+    result = federate(strategy(), recurrent, sets, rounds=2, batch_size=4)
+    assert len(result.history) == 3
+    assert all(entry.isfinite().all() for entry in result.tensors.values())
+
+
+def test_a_batch_is_that_of_the_collate_fn_at_the_positions() -> None:
+    data = Sequences(6)
+    chosen = batches_of(DataLoader(data, 2, sampler=SubsetRandomSampler([5, 1, 3]), collate_fn=padded))
+    (tokens, lengths), labels = chosen.batch(torch.tensor([2, 0]))
+    (wanted, of_each), classes = padded([data[5], data[1]])
+    assert torch.equal(tokens, wanted)
+    assert torch.equal(lengths, of_each)
+    assert torch.equal(labels, classes)
+
+
+def test_examples_that_cannot_be_stacked_and_loaders_are_told_the_way_in() -> None:
+    data = Sequences(6)
+    way = r"fedbn_flwr\.training\.batches_of\("
+    client = TorchClient(recurrent(), data, data, SETTINGS, partition_id=0)
+    with pytest.raises(DataError, match=rf"examples of Sequences cannot be stacked .*{way}"):
+        client.fit(client.get_parameters({}), {"server-round": 1})
+    with pytest.raises(DataError, match=rf"DataLoader with batch_size=2: .*{way}loader"):
+        TorchClient(recurrent(), DataLoader(data, 2, collate_fn=padded), data, SETTINGS)
+    triples = [(torch.ones(3), 1, 0)] * 4
+    client = TorchClient(recurrent(), triples, triples, SETTINGS, partition_id=0)
+    with pytest.raises(DataError, match=rf"batches are list; .*several parts.*{way}"):
+        client.fit(client.get_parameters({}), {"server-round": 1})
+
+
+def test_a_collate_fn_that_leaves_examples_out_is_refused() -> None:
+    """The client's weight, and the number of tested examples, would count them."""
+
+    def without_short(examples: Any) -> Any:
+        return padded([pair for pair in examples if len(pair[0]) > 3])
+
+    with pytest.raises(DataError, match=r"makes targets of shape \(\d,\) of 6 examples"):
+        batches_of(DataLoader(Sequences(6), collate_fn=without_short)).batch(torch.arange(6))
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_random_parts_of_an_input_are_warned_of(random: bool, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(loaded, "_TRIED", Counter())
+
+    class Noisy(InParts):
+        def __getitem__(self, number: int) -> Any:
+            (first, second), y = super().__getitem__(number)
+            return (first, second + torch.rand(()) * random), y
+
+    data = Noisy(type("Data", (), {"inputs": torch.ones(4, 5), "targets": torch.zeros(4), "__len__": len}), "pair")
+    loaded.as_batches(Subset(data, [0, 1])).batch(torch.arange(2))
+    assert bool(caplog.messages) == random
