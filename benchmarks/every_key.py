@@ -169,6 +169,7 @@ ELSEWHERE = {
     "min-replies": "tests/server/test_bad_replies.py",
     "round-timeout": "tests/lab/test_setup.py",
     "init": "tests/lab/runs/test_init.py",
+    "init-prefix": "tests/lab/models/test_initial.py",
     "device": "tests/lab/test_setup.py",
     "torch-threads": "tests/engines/test_in_process.py",
     "compile": "tests/lab/test_setup.py",

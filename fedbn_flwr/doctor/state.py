@@ -18,7 +18,7 @@ from torch import Tensor
 from fedbn_flwr.batchnorm.parts import BatchNormLayer, Part, Parts
 from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, NO_VARIANCE, TINY_GAMMA
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.training.state_file import load_file, tensors_by_name
+from fedbn_flwr.training.state_file import load_file, open_state
 from fedbn_flwr.training.wrappers import wrapper_prefix
 
 __all__ = [
@@ -58,7 +58,9 @@ def read_state_file(path: Path) -> dict[str, Tensor]:
         ) from error
     if isinstance(content, (list, tuple)):
         content = {str(index): torch.as_tensor(value) for index, value in enumerate(content)}
-    entries = tensors_by_name(content)
+    entries, _, several = open_state(content)
+    if several:
+        raise StateError(f"{path} holds several states: {', '.join(several)}. Save one of them alone.")
     if not entries:
         raise StateError(f"{path} holds no tensors, as torch.save(model.state_dict(), path) does.")
     if all(_NAMELESS.fullmatch(name) for name in entries):

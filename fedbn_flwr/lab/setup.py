@@ -169,7 +169,9 @@ def initialise(model: nn.Module, config: Config) -> InitReport | None:
     Raises:
         ConfigError: the weights cannot be read, or none fits.
     """
-    return load_initial(model, config.init, config.model, config.example_shape()[0]) if config.init else None
+    if not config.init:
+        return None
+    return load_initial(model, config.init, config.model, config.example_shape()[0], config.init_prefix)
 
 
 def local_training(config: Config) -> LocalTraining:

@@ -196,6 +196,11 @@ class Fields(MethodSettings):
         "initial weights, loaded by name and shape: an absolute path of a .safetensors, .pt or .pth file, or "
         "torchvision, torchvision:NAME, timm or smp (published weights, downloaded); read by the server alone",
     )
+    init_prefix: str = _key(
+        "own data and models",
+        "",
+        "the part of `init` to load, by what is before its names: `backbone`, `encoder_q`; or a key in the file",
+    )
     early_stopping: int = _key(
         "own data and models",
         0,

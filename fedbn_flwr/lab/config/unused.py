@@ -100,6 +100,7 @@ def _of_model(config: Values) -> Conditions:
         "test_bn_alpha": (mixes, "it is for test-bn=mix"),
         "test_bn_tau": (config.test_bn == "momentum", "it is for test-bn=momentum"),
         "test_bn_batch_size": (bool(config.test_bn), "it is for test-bn"),
+        "init_prefix": (bool(config.init), "it is for init"),
         "frozen_bn": (bool(config.train_only) and tracks, "it is for train-only, with norm=batch and batch-renorm"),
         "mlp_hidden": (config.model == "mlp", "it is for model=mlp"),
         "image_size": (config.image_size in (0, size), f"model={config.model} takes images of {size} pixels"),

@@ -1,7 +1,8 @@
 """Initial weights from a file or from a publisher: loaded by name and shape, with a report. Torch only.
 
 A file is ``.safetensors``, or a state dict that torch saved (``.pt``, ``.pth``), which is read without running code.
-Prefixes of wrappers (``module.``, ``_orig_mod.``, ``model.``) are taken off if that gives more matching names.
+Prefixes of wrappers (``module.``, ``_orig_mod.``, ``model.``) are taken off if that gives more matching names; a part
+of a larger model is named by its prefix.
 
 A BatchNorm layer of the file is loaded into a BatchNorm layer only: the gamma and beta of another norm have the same
 names and shapes, but they scale other values.
@@ -10,6 +11,7 @@ names and shapes, but they scale other values.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.models.extras import SMP_PREFIX, TIMM_PREFIX, published_smp, published_timm
 from fedbn_flwr.lab.models.zoo import PREFIX, SEGMENTATION_PREFIX
-from fedbn_flwr.training.state_file import load_file, tensors_by_name
+from fedbn_flwr.training.state_file import all_tensors, load_file, open_state
 from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["FILES", "InitReport", "OtherShape", "load_initial"]
@@ -51,6 +53,7 @@ class InitReport:
         missing: the model's other entries; they keep their seeded initial values.
         unused: entries of the source that found no place, by their names there.
         batchnorm: paths of layers that are BatchNorm in the source or in the model alone; their entries are unused.
+        at: where the entries are in the file, as ``model.state_dict``; "" = they are the file.
     """
 
     source: str
@@ -59,6 +62,7 @@ class InitReport:
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     batchnorm: tuple[str, ...] = ()
+    at: str = ""
 
     @property
     def complete(self) -> bool:
@@ -71,8 +75,9 @@ class InitReport:
 
     def lines(self, shown: int = 10**9) -> Iterator[str]:
         """Yield the counts, and up to ``shown`` names of each kind, one kind a line."""
+        where = f" ({self.at})" if self.at else ""
         yield (
-            f"init={self.source}: {len(self.loaded)} entries loaded, {len(self.other_shape)} of another shape, "
+            f"init={self.source}{where}: {len(self.loaded)} entries loaded, {len(self.other_shape)} of another shape, "
             f"{len(self.missing)} missing, {len(self.unused)} unused"
         )
         kinds = {
@@ -89,7 +94,7 @@ class InitReport:
                 yield f"{what}: {', '.join(names[:shown])}{more}"
 
 
-def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitReport:
+def load_initial(model: nn.Module, init: str, name: str, channels: int, prefix: str = "") -> InitReport:
     """Load initial weights into ``model``, in place, and return the report.
 
     Args:
@@ -98,12 +103,13 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
             ``torchvision:NAME.WEIGHTS`` for those of a network of torchvision; ``timm``; ``smp`` (its encoder's).
         name: the model's name in the registry.
         channels: channels of the model's input, for weights that are adapted to them.
+        prefix: the part of the source to load, by what stands before its names: ``backbone``; "" = all.
 
     Raises:
         ConfigError: ``init`` is no such name, it cannot be read or fetched, a value is not finite, or no parameter of
             the model matches in name and shape.
     """
-    given = _read(init, name, channels)
+    given, at = _chosen(init, _read(init, name, channels), prefix.strip("."))
     state = model.state_dict()
     strange = [n for n, value in given.items() if value.is_quantized or value.is_meta or value.layout != torch.strided]
     _refuse(init, "are quantised, sparse or without values", strange)
@@ -117,7 +123,7 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
     if not any(entry in loaded for entry, _ in model.named_parameters(remove_duplicate=False)):
         raise ConfigError(
             f"init={init}: no parameter of model {name!r} has an entry of the same name and shape. The first names "
-            f"there: {', '.join(list(given)[:3])}; here: {', '.join(list(state)[:3])}."
+            f"there: {', '.join(list(given)[:3])}; here: {', '.join(list(state)[:3])}.{_hint(given, state)}"
         )
     _refuse_values(init, loaded, state)
     load_state(model, {**state, **loaded})
@@ -129,7 +135,47 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
         missing=tuple(entry for entry in state if entry not in source),
         unused=tuple(there for there in given if there not in used),
         batchnorm=tuple(batchnorm),
+        at=at,
     )
+
+
+def _chosen(init: str, content: Any, prefix: str) -> tuple[dict[str, Tensor], str]:
+    """Return the entries to load from what was read, and where they are in it."""
+    if not prefix:
+        opened = open_state(content)
+        if opened.several:
+            raise ConfigError(
+                f"init={init!r} holds several states: {', '.join(opened.several)}. Choose one with "
+                f"init-prefix={opened.several[0]}, say."
+            )
+        if not opened.entries:
+            raise ConfigError(f"init={init!r} holds no tensors by name, as torch.save(model.state_dict(), path) does.")
+        return opened.entries, opened.at
+    parts, everything = dict[str, dict[str, Tensor]](), all_tensors(content)
+    for name, value in everything.items():
+        lead, found, rest = f".{name}".partition(f".{prefix}.")
+        if found:
+            parts.setdefault(f"{lead}.{prefix}".removeprefix("."), {})[rest] = value
+    depths = sorted(part.count(".") for part in parts)
+    if not parts:
+        raise ConfigError(
+            f"init-prefix={prefix}: no entry of init={init!r} has it; the first are {', '.join(list(everything)[:3])}."
+        )
+    outermost = [part for part in parts if part.count(".") == depths[0]]
+    if len(outermost) > 1:
+        raise ConfigError(f"init-prefix={prefix} fits several parts of init={init!r}: choose {' or '.join(outermost)}.")
+    return parts[outermost[0]], outermost[0]
+
+
+def _hint(given: Mapping[str, Tensor], state: Mapping[str, Any]) -> str:
+    """Return which prefixes would fit entries of the model; "" without any."""
+    leads = Counter[str]()
+    for name in given:
+        steps = name.split(".")
+        leads.update(".".join(steps[:at]) for at in range(1, len(steps)) if ".".join(steps[at:]) in state)
+    most = max(leads.values(), default=0)
+    fitting = [f"init-prefix={lead} fits {count}" for lead, count in leads.most_common(3) if 2 * count > most]
+    return f" {' entries, '.join(fitting)} entries." if fitting else ""
 
 
 def _refuse_values(init: str, loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -179,7 +225,8 @@ def _batchnorm_on_one_side(model: nn.Module, names: Mapping[str, str]) -> list[s
     return sorted(paths & modules.keys() & (there ^ here))
 
 
-def _read(init: str, name: str, channels: int) -> dict[str, Tensor]:
+def _read(init: str, name: str, channels: int) -> Any:
+    """Return what a file holds, or the tensors that a publisher has."""
     if init.endswith(FILES):
         return _read_file(Path(init))
     publisher, _, which = init.partition(":")
@@ -193,7 +240,7 @@ def _read(init: str, name: str, channels: int) -> dict[str, Tensor]:
     )
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def _read_file(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"init={str(path)!r} is not a file. Write the absolute path of a {' or '.join(FILES)} file.")
     try:
@@ -205,10 +252,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # a damaged file may raise anything in these readers
         raise ConfigError(f"init={str(path)!r} could not be read: {error}") from error
-    entries = tensors_by_name(content)
-    if not entries:
-        raise ConfigError(f"init={str(path)!r} holds no tensors by name, as torch.save(model.state_dict(), path) does.")
-    return entries
+    return content
 
 
 def _of_torchvision(init: str, which: str, name: str) -> dict[str, Tensor]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import torchvision.models
 from torch import nn
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.doctor.state import read_state_file
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.models import build_model, load_initial
 
 State = dict[str, torch.Tensor]
@@ -60,6 +63,62 @@ def test_wrappers_prefixes_are_taken_off(wrap: Any, tmp_path: Path, trained: Sta
     report = load_initial(model, str(tmp_path / "a.pt"), "lenet", 1)
     assert len(equal(model, trained)) == len(trained)
     assert report.unused in ((), ("loss.scale",))
+
+
+OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "at"),
+    [
+        (lambda s: {"net": s, "acc": 93.1, "epoch": torch.tensor(5)}, "net"),
+        (lambda s: {"model_state": s, "optimizer": OPTIMIZER}, "model_state"),
+        (lambda s: {"params": {f"module.{k}": v for k, v in s.items()}, "opt": {}}, "params"),
+        (lambda s: {"state_dict_ema": s, "args": Namespace(lr=0.1)}, "state_dict_ema"),
+        (lambda s: {"model": {"weights": s}, "best": np.float64(93.1)}, "model.weights"),
+        (lambda s: s, ""),
+    ],
+)
+def test_the_one_state_in_a_file_is_opened_and_named(wrap: Any, at: str, tmp_path: Path, trained: State) -> None:
+    torch.save(wrap(trained), tmp_path / "a.pt")
+    model = lenet()
+    report = load_initial(model, str(tmp_path / "a.pt"), "lenet", 1)
+    assert len(equal(model, trained)) == len(trained)
+    assert (report.at, f"a.pt ({at}): " in str(report)) == (at, bool(at))
+    assert len(read_state_file(tmp_path / "a.pt")) == len(trained)
+
+
+def test_one_of_several_states_is_chosen_by_its_key(tmp_path: Path, trained: State) -> None:
+    path = str(tmp_path / "a.pt")
+    torch.save({"params": lenet().state_dict(), "params_ema": trained}, path)
+    with pytest.raises(ConfigError, match=r"several states: params, params_ema\..*init-prefix=params, say"):
+        load_initial(lenet(), path, "lenet", 1)
+    with pytest.raises(StateError, match="several states: params, params_ema"):
+        read_state_file(tmp_path / "a.pt")
+    model = lenet()
+    assert load_initial(model, path, "lenet", 1, "params_ema").at == "params_ema"
+    assert len(equal(model, trained)) == len(trained)
+
+
+def test_a_part_of_a_larger_model_is_chosen_by_its_prefix(tmp_path: Path, trained: State) -> None:
+    path, other = str(tmp_path / "a.pt"), lenet().state_dict()
+    parts = {"encoder_q": trained, "encoder_k": other}
+    names = {f"module.{part}.{name}": value for part, state in parts.items() for name, value in state.items()}
+    torch.save({"state_dict": names, "optimizer": OPTIMIZER}, path)
+    hint = r"init-prefix=module\.encoder_q fits (\d+) entries, init-prefix=module\.encoder_k fits \1 entries"
+    with pytest.raises(ConfigError, match=hint):
+        load_initial(lenet(), path, "lenet", 1)
+    for prefix in ("encoder_q", "encoder_q.", "module.encoder_q"):
+        model = lenet()
+        report = load_initial(model, path, "lenet", 1, prefix)
+        assert (len(equal(model, trained)), report.at) == (len(trained), "state_dict.module.encoder_q")
+    with pytest.raises(ConfigError, match=r"init-prefix=encoder: no entry .*state_dict\.module\.encoder_q\.conv1"):
+        load_initial(lenet(), path, "lenet", 1, "encoder")
+    torch.save(
+        {"model": {f"net.{k}": v for k, v in trained.items()}, "ema": {f"net.{k}": v for k, v in other.items()}}, path
+    )
+    with pytest.raises(ConfigError, match=r"fits several parts .* choose model\.net or ema\.net"):
+        load_initial(lenet(), path, "lenet", 1, "net")
 
 
 def test_another_head_stays_as_it_was_and_is_named(tmp_path: Path, trained: State) -> None:
