@@ -96,8 +96,6 @@ def unnamed() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet": functools.partial(tv.ResNet, tv.resnet.BasicBlock, [1, 1, 1, 1], num_classes=3),
-    "densenet": functools.partial(tv.DenseNet, 4, (2, 2, 2, 2), 8, num_classes=3),
-    "mobilenet_v2": functools.partial(tv.mobilenet_v2, num_classes=3, width_mult=0.25),
     "unnamed": unnamed,
 }
 

@@ -9,7 +9,6 @@ import logging
 import numpy as np
 import pytest
 import torch
-import torchvision.models as tv
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
@@ -46,10 +45,9 @@ def test_clients_receive_and_return_the_initial_statistics(federate, datasets, m
         assert all(state[name].tobytes() == start[name].tobytes() for name in UNTRACKED)
 
 
-def test_all_layers_of_a_torchvision_model_have_reestimated_statistics(federate, points) -> None:
+def test_all_layers_of_a_torchvision_model_have_reestimated_statistics(federate, points, torchvision_net) -> None:
     """Against plain passes over each client's data under the final weights: uneven clients, smaller last batches."""
-    torch.manual_seed(0)
-    net = tv.resnet18(num_classes=3).double()
+    net = torchvision_net()
     datasets = [points(n, i, shape=(3, 40, 40)) for i, n in enumerate((5, 3, 7))]
     run = federate(StaticBN(), lambda: copy.deepcopy(net), datasets, rounds=1, rate=0.01, batch_size=3, local_steps=1)
     final = copy.deepcopy(net)
