@@ -40,7 +40,7 @@ from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import CLIENT_KEYS, LOSS
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server.failures import losses_not_finite
+from fedbn_flwr.server.failures import losses_not_finite, note_losses
 from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.strategy import Strategy
@@ -228,7 +228,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         arrays = self.strategy.for_evaluate_fn(server_round, self._record(parameters))
         found = self._evaluate_fn(server_round, list(from_record(arrays).values()), {})
         if found is not None and server_round:
-            self.strategy.note_divergence(losses_not_finite({"": {LOSS: float(found[0])}}))
+            note_losses(self.strategy.run, losses_not_finite({"": {LOSS: float(found[0])}}))
         return found
 
     def _record(self, parameters: Parameters) -> ArrayRecord:

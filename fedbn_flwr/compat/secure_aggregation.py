@@ -43,7 +43,8 @@ def check(strategy: Strategy) -> None:
             f"{single[-1].title} needs the arrays of each client, and Flower's secure aggregation gives only their "
             f"average, weighted by num-examples. Use {single[-1].instead}, or a workflow without SecAggPlusWorkflow."
         )
-    shared = [name for name in before if parts.part_of[name] not in strategy.local and before[name].ndim == 0]
+    local = set(strategy.run.local_entries)
+    shared = [name for name in before if name not in local and before[name].ndim == 0]
     if lost := [name for name in shared if name not in parts.counters]:
         raise ConfigError(
             f"entry '{lost[0]}' ({len(lost)} such) has no dimension, and Flower's secure aggregation returns a wrong "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -18,7 +18,7 @@ from fedbn_flwr.messages.records import num_bytes, select
 from fedbn_flwr.server.failures import error_text
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Refused
-from fedbn_flwr.server.report import RoundReport, Traffic
+from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.run import Run
 
 __all__ = ["NOTHING", "Sent", "address", "in_order", "raise_shared_error", "raise_shared_test_error"]
@@ -32,7 +32,7 @@ class Sent:
 
     Attributes:
         nodes: the nodes asked.
-        messages: a message for each node that takes part; a protection may have left nodes out.
+        messages: a message for each node.
         at: when they were made, by ``time.monotonic``.
         timeout: seconds to wait for replies.
     """
@@ -41,10 +41,6 @@ class Sent:
     messages: Sequence[Message] = ()
     at: float = field(default_factory=time.monotonic)
     timeout: float = 0.0
-
-    def with_messages(self, messages: Sequence[Message]) -> Sent:
-        """Return a copy with other messages to the same nodes."""
-        return replace(self, messages=messages)
 
     @property
     def pairs(self) -> list[tuple[Node, Message]]:
@@ -75,8 +71,8 @@ def address(
         traffic: counts the bytes.
         extras: further records.
     """
-    whole, extras = run.methods.whole, extras or {}
-    local = set(run.parts.select(whole.local))
+    extras = extras or {}
+    local = set(run.local_entries)
     shared = select(arrays, arrays.keys() - local) if local else arrays
     models = {n.node_id: shared if n.node_id in run.nodes.initialised else arrays for n in nodes}
     traffic.exchanges += bool(nodes)
@@ -87,7 +83,7 @@ def address(
     messages = []
     for node in nodes:
         content = RecordDict({run.options.arrays_key: models[node.node_id], **extras})
-        content[run.options.config_key] = ConfigRecord({**config, **run.kept.config(node, whole.undo)})
+        content[run.options.config_key] = ConfigRecord({**config, **run.kept.config(node, run.methods.whole.undo)})
         messages.append(Message(content, node.node_id, message_type))
     return Sent(nodes, messages, timeout=run.timeout)
 
@@ -116,13 +112,9 @@ def in_order(
     why = _no_reply(sent, strange)
     for node in sent.nodes:
         if node.node_id not in answered and node.node_id not in dropped:
-            _report_lost(run.report, node, why)
+            run.report.reject(node.node_id, f"{node}: {why}")
+            logger.warning("round %d: %s: %s", run.report.server_round, node, why)
     return sorted(pairs, key=lambda pair: pair[0].order)
-
-
-def _report_lost(report: RoundReport, node: Node, why: str) -> None:
-    report.reject(node.node_id, f"{node}: {why}")
-    logger.warning("round %d: %s: %s", report.server_round, node, why)
 
 
 def _no_reply(sent: Sent, strange: Sequence[Message]) -> str:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flwr.app import Message
-
 from fedbn_flwr.compat.flower import is_app_error
 from fedbn_flwr.messages.protocol import LOCAL_SHA256, USED_SHA256, ReplyInfo
-from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.nodes import Node
+from fedbn_flwr.server.replies import NodeReplies, Usable
 from fedbn_flwr.server.shared_bn import SHARED_BN, LatestBN
 
 __all__ = ["Kept"]
 
 logger = logging.getLogger("flwr")
-
-Received = Sequence[tuple[Node, Message]]
-Usable = Sequence[tuple[Node, Message, Reply]]
 
 
 @dataclass(frozen=True)
@@ -56,20 +51,13 @@ class Kept:
             entries[USED_SHA256] = self.hashes.get(node.label, "")
         return entries
 
-    def with_answers(self, received: Received) -> Kept:
+    def with_answers(self, replies: NodeReplies) -> Kept:
         """Note which clients have answered: they hold the state that they go on from."""
-        labels = {node.label for node, message in received if message.has_content() or is_app_error(message)}
+        labels = {node.label for node, message in replies if message.has_content() or is_app_error(message)}
         return replace(self, answered=self.answered | labels)
 
-    def after_receipt(self, received: Received, usable: Usable, undo: bool) -> Kept:
-        """Note what the senders of replies keep; where rounds are undone, that is known when the replies are used."""
-        return self if undo else self._noted(received, usable)
-
-    def after_use(self, usable: Usable, undo: bool) -> Kept:
-        """Note what the senders keep whose replies were used."""
-        return self._noted([(node, message) for node, message, _ in usable], usable) if undo else self
-
-    def _noted(self, received: Received, usable: Usable) -> Kept:
+    def noted(self, received: NodeReplies, usable: Usable) -> Kept:
+        """Note what the senders of the received replies keep, and the BN parts that the usable ones share."""
         hashes, volatile = dict(self.hashes), set(self.volatile)
         for node, message in received:
             info = ReplyInfo.read(message)

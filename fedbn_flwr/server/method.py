@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple
 from torch import nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import ReplyInfo
@@ -54,8 +54,7 @@ class Facts:
         num_rounds: R; None if Flower's own loop does not say it.
         parts: the split of the model's state.
         before: the global state that was sent; read-only.
-        phase: the name of the round's phase.
-        travels: what travels in the round, of all methods together.
+        travels: the phase of the round: what travels in it, of all methods together.
         num_able: number of nodes with training data, N of the papers.
         known: labels of the clients of which the server knows that they keep something.
     """
@@ -64,7 +63,6 @@ class Facts:
     num_rounds: int | None
     parts: Parts
     before: State
-    phase: str = ""
     travels: Travels = field(default_factory=Travels)
     num_able: int = 0
     known: frozenset[str] = frozenset()
@@ -78,6 +76,12 @@ class Facts:
     def local(self) -> tuple[str, ...]:
         """The entries that stay with the clients."""
         return self.parts.select(self.travels.local)
+
+    @property
+    def shared(self) -> State:
+        """The entries of ``before`` that do not stay with the clients."""
+        local = set(self.local)
+        return {name: array for name, array in self.before.items() if name not in local}
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -144,6 +148,16 @@ class Replies(Sequence[Reply]):
             if not any(weights):
                 weights = [1.0] * len(replies)
         self.weights: list[float] = weights
+
+    def average_of(self, key: str, weights: Sequence[float]) -> dict[str, Any]:
+        """Return the average of a record beside the model, each entry over the replies that have it."""
+        sent = [reply.extras.get(key, {}) for reply in self]
+        averaged = {}
+        for name in dict.fromkeys(name for record in sent for name in record):
+            having = [(record[name], w) for record, w in zip(sent, weights, strict=True) if name in record]
+            arrays, shares = [array for array, _ in having], to_shares([w for _, w in having])
+            averaged[name] = weighted_sum(arrays, shares).astype(arrays[0].dtype)
+        return averaged
 
     def __getitem__(self, index: Any) -> Any:
         """Return a reply, or a tuple of them."""

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.errors import ConfigError
@@ -17,6 +17,7 @@ from fedbn_flwr.server.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.server.travels import (
     ALL,
+    TRACKED,
     PartSet,
     Travels,
     in_common,
@@ -26,7 +27,7 @@ from fedbn_flwr.server.travels import (
     together,
 )
 
-__all__ = ["Methods", "Phase", "States", "declared", "reads_unsaid", "why_not_combined"]
+__all__ = ["Methods", "States", "declared", "reads_unsaid", "why_not_combined"]
 
 States = Mapping[str, Any]
 """The state of each method by its name; read-only."""
@@ -40,13 +41,6 @@ _NOT_BY_NAMES = (
     "none that the names of its arrays show (BatchNorm without running statistics is found only with "
     "parts=split_state(model))"
 )
-
-
-class Phase(NamedTuple):
-    """The phase of a round: its name, and what travels in it."""
-
-    name: str
-    travels: Travels
 
 
 class Methods:
@@ -120,14 +114,15 @@ class Methods:
         """Return the states before the first round."""
         return {method.name: method.begin(facts) for method in self._methods}
 
-    def phase(self, states: States, number: int) -> Phase:
-        """Return the phase of a round."""
+    def phase(self, states: States, number: int) -> Travels:
+        """Return the phase of a round: its name, and what travels in it."""
         names, declarations = [], []
         for method in self._methods:
             name = method.phase(states[method.name], number)
             names.append(name)
             declarations += [one for one in declared(method) if one.phase in ("", name)]
-        return Phase(next((name for name in reversed(names) if name), "train"), together(declarations))
+        name = next((name for name in reversed(names) if name), "train")
+        return dataclasses.replace(together(declarations), phase=name)
 
     def on_clients(self, states: States, facts: Facts) -> list[Ask]:
         """Return the client hooks of a round, in order."""
@@ -197,7 +192,7 @@ class Methods:
         """Return what does not fit, or has no effect, in such a run: of the options, the methods and the model."""
         problems = [*self._test_problems(run.tests or self.tests), *self._setting_problems(run)]
         for method in self._methods:
-            problems += method.problems(run)
+            problems += [*_declared_problems(method, run), *method.problems(run)]
         if run.parts is not None:
             problems += self._model_problems(run.parts)
         return list(dict.fromkeys(problems))
@@ -278,6 +273,20 @@ def declared(method: Method[Any, Any], num_rounds: int | None = None) -> tuple[T
     if reads_unsaid(type(method)):
         return tuple(dataclasses.replace(one, each=ALL) for one in phases)
     return phases
+
+
+def _declared_problems(method: Method[Any, Any], run: RunSettings) -> list[Problem]:
+    """Return what follows from the declaration: a method that always holds the statistics does not track them."""
+    phases, problems = declared(method), []
+    if all(phase.held & TRACKED for phase in phases):
+        untracked = f"{method.name} tracks no running variances in training"
+        problems += [Problem("untracked", untracked, "unused", key) for key in ("variance", "bn_momentum")]
+        if run.norm == "batch-renorm":
+            text = f"{method.name} tracks no statistics in training; norm=batch-renorm corrects by them"
+            problems.append(Problem("batch-renorm", text))
+    if method.role != "option" and any(phase.reestimates for phase in phases):
+        problems.append(Problem("always-re-estimated", f"{method.name} always re-estimates", "unused", "recalibrate"))
+    return problems
 
 
 def reads_unsaid(kind: type[Method[Any, Any]]) -> bool:

@@ -28,20 +28,19 @@ SGD with momentum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.averaging import State, to_shares, weighted_sum
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.optimizer_hooks import parameters_of
 
-__all__ = ["MOMENTUM", "SCOPE", "Momentum", "MomentumBuffers", "Scope", "average_buffers"]
+__all__ = ["MOMENTUM", "SCOPE", "Momentum", "MomentumBuffers", "Scope"]
 
 MOMENTUM = Key("momentum", "ArrayRecord: SGD's buffers", "server, client", "client, server")
 SCOPE = Key("fedbn-flwr.momentum-scope", "str", "server", "client")
@@ -107,14 +106,3 @@ class MomentumBuffers(ClientHook):
             states |= {p: state for p, state in optimizer.state.items() if p in own or p not in states}
         chosen = {name: p for name, p in self._parameters.items() if (name not in self._local) == shared}
         return {name: states[p]["momentum_buffer"] for name, p in chosen.items() if states.get(p)}
-
-
-def average_buffers(sent: Sequence[State], weights: Sequence[float]) -> dict[str, Any]:
-    """Return the p-weighted mean of the clients' buffers, each entry over the clients that have it."""
-    p = to_shares(weights)
-    averaged = {}
-    for name in dict.fromkeys(name for state in sent for name in state):
-        having = [(state[name], w) for state, w in zip(sent, p, strict=True) if name in state]
-        arrays, shares = [array for array, _ in having], to_shares([w for _, w in having])
-        averaged[name] = weighted_sum(arrays, shares).astype(arrays[0].dtype)
-    return averaged

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 from typing_extensions import TypeVar
 
+from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
-from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, Momentum, MomentumBuffers, average_buffers
+from fedbn_flwr.server.momentum import MOMENTUM, SCOPE, Momentum, MomentumBuffers
 from fedbn_flwr.server.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.shared_bn import SHARED_BN, ShareBN
 from fedbn_flwr.server.travels import Beside, Travels
@@ -70,8 +71,7 @@ class MomentumScope(Option[Momentum]):
         """Average the clients' buffers with the weights p_i, each entry over the clients that have it."""
         if self.params.momentum_scope != "global":
             return model, state
-        sent = [reply.extras.get(MOMENTUM, {}) for reply in replies]
-        return model, Momentum(average_buffers(sent, replies.weights))
+        return model, Momentum(replies.average_of(MOMENTUM, to_shares(replies.weights)))
 
     def problems(self, run: RunSettings) -> list[Problem]:
         """Refuse optimizers without momentum."""

@@ -23,14 +23,14 @@ $S$ = floats of the running statistics.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.compat.flower import is_app_error, lacks_function
 from fedbn_flwr.errors import ClientPartError
@@ -43,9 +43,12 @@ from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.server.replies import read_arrays, read_metrics, read_replies
 from fedbn_flwr.server.run import Run
 
-__all__ = ["reestimate_before_tests"]
+__all__ = ["by_layer", "pooled_statistics", "reestimate_before_tests"]
 
 logger = logging.getLogger("flwr")
+
+Pool = Callable[[Sequence[Moments], Sequence[float]], Moments]
+"""Returns the moments of a layer of all clients together, given each client's and its weight."""
 
 
 def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
@@ -90,10 +93,11 @@ def _ask(run: Run, nodes: Sequence[Node], arrays: ArrayRecord, grid: Grid) -> di
     answers = [(node, state) for node, _, state in good]
     if len(answers) < run.methods.params.min_replies:
         answers = []
-    statistics = _running_statistics(run.protection.statistics(run, answers, before), before, run.parts)
+    moments = run.protection.statistics(run, answers, before)
+    statistics = pooled_statistics(run.parts, moments, [1.0] * len(moments), lambda some, _: merge(some))
     if not statistics:
         logger.warning("round %d: no statistics re-estimated from %d usable replies", report.server_round, len(good))
-    return statistics
+    return {name: array.astype(before[name].dtype) for name, array in statistics.items()}
 
 
 def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
@@ -110,19 +114,27 @@ def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
     raise ClientPartError(f"no client could measure its statistics: {error_text(failed[0])}")
 
 
-def _running_statistics(answers: Sequence[Mapping[str, Moments]], like: State, parts: Parts) -> dict[str, Any]:
-    """Return the running statistics of all clients' data together, by entry, in the global state's dtypes.
+def pooled_statistics(
+    parts: Parts, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float], pool: Pool
+) -> dict[str, Array]:
+    """Return the running statistics of all clients' data together, by entry, in float64.
 
     A layer with fewer than two values is left out, and so are counters, which count training batches.
     """
-    entries: dict[str, Any] = {}
-    for layer in parts.layers:
-        moments = [answer[layer.path] for answer in answers if layer.path in answer]
-        if not moments:
-            continue
-        total = merge(moments)
+    entries: dict[str, Array] = {}
+    for layer, moments, own_weights in by_layer(parts, sent, weights):
+        total = pool(moments, own_weights)
         if total.count > 1:
-            for leaf, value in (("running_mean", total.mean), ("running_var", total.variance)):
-                name = layer.entries[leaf]
-                entries[name] = value.numpy().astype(like[name].dtype)
+            entries[layer.entries["running_mean"]] = total.mean.numpy()
+            entries[layer.entries["running_var"]] = total.variance.numpy()
     return entries
+
+
+def by_layer(
+    parts: Parts, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float]
+) -> Iterator[tuple[BatchNormLayer, list[Moments], list[float]]]:
+    """Yield each layer of which a client has sent moments, with these moments and the weights of their clients."""
+    for layer in parts.layers:
+        pairs = [(own[layer.path], weight) for own, weight in zip(sent, weights, strict=True) if layer.path in own]
+        if pairs:
+            yield layer, [moments for moments, _ in pairs], [weight for _, weight in pairs]

@@ -25,8 +25,10 @@ from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.travels import Beside
 
 __all__ = [
+    "NodeReplies",
     "Refused",
     "Terms",
+    "Usable",
     "channel_shapes",
     "no_batchnorm_hint",
     "read_arrays",
@@ -40,8 +42,12 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 Read = TypeVar("Read")
+NodeReplies = Sequence[tuple[Node, Message]]
+"""Replies with their senders."""
+Usable = Sequence[tuple[Node, Message, Reply]]
+"""Usable replies: sender, message, and what was read of it."""
 Refused = Sequence[tuple[Node, Message, ReplyError]]
-"""Refused replies: sender, reply, and what is wrong with it."""
+"""Refused replies: sender, message, and what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,6 @@ class Terms:
         facts: the round.
         expected: arrays like those that the reply must hold.
         hooks: the client hooks that the reply must name as applied.
-        extras: names of the further records that the method reads; others are the user's.
         arrays_key: name of the model's record.
         count_key: the metric that weights the reply.
     """
@@ -62,9 +67,13 @@ class Terms:
     facts: Facts
     expected: State
     hooks: frozenset[str]
-    extras: frozenset[str]
     arrays_key: str
     count_key: str
+
+    @property
+    def extras(self) -> frozenset[str]:
+        """The names of the further records that the methods read; others are the user's."""
+        return frozenset(beside.key for beside in self.facts.travels.records)
 
     def read(self, node: Node, message: Message) -> Reply:
         """Return the reply of a node, whose model fits; ``check`` checks what the methods ask for.
@@ -127,18 +136,19 @@ class Terms:
 
     def _refuse_changed(self, reply: Reply) -> None:
         """Refuse a reply in which an entry changed that the client part leaves as it was sent."""
+        phase = self.facts.travels.phase
         for name in self.facts.held:
             if not np.array_equal(reply.state[name], self.facts.before[name]):
                 raise ClientPartError(
                     f"entry '{name}' changed in training, and strategy '{self.strategy}' holds it in this round (phase "
-                    f"'{self.facts.phase}'). Run the client's training inside `with bn_rules(model, msg, context):`"
+                    f"'{phase}'). Run the client's training inside `with bn_rules(model, msg, context):`"
                     f"{no_batchnorm_hint(self.facts.parts)}."
                 )
 
     def _refuse_missing_part(self, state: State, message: Message) -> None:
         """Refuse a reply from an app without the method's client part; the error names what is missing."""
-        part_of, local = self.facts.parts.part_of, self.facts.travels.local
-        if kept := [name for name in state if part_of.get(name) in local]:
+        local = set(self.facts.local)
+        if kept := [name for name in state if name in local]:
             raise ClientPartError(
                 f"the reply holds {len(kept)} entries that stay with the client under strategy '{self.strategy}' "
                 f"('{kept[0]}', ...). Make the app `ClientApp(mods=[local_bn])`, from fedbn_flwr.mods."

@@ -22,7 +22,7 @@ from fedbn_flwr.server.testing import address_tests, completed, read_tests, test
 from fedbn_flwr.server.training import (
     address_training,
     average_replies,
-    forget_first_rounds,
+    note_kept,
     read_training,
     release,
     sample_for_training,
@@ -37,29 +37,24 @@ Played = Generator[Any, Any, None]
 
 def play_training(run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Played:
     """Train for a round: yield the messages, get the replies, yield the new model and the metrics (or None)."""
-    phase = run.open_round(number, arrays)
+    run.open_round(number)
     nodes = sample_for_training(run, number, grid)
-    facts = run.facts(number, phase)
+    facts = run.facts(number, run.travels)
     asks = run.methods.on_clients(run.states, facts)
     terms = run.protection.terms(terms_of(run, facts, asks))
     sent = address_training(run, facts, nodes, arrays, config, asks)
-    sent = sent.with_messages(run.protection.open_round(run, sent.pairs, grid, run.timeout))
 
-    messages = yield sent.messages  # they travel
+    messages = yield run.protection.open_round(run, sent.pairs, grid, run.timeout)  # they travel
 
-    # A synchronised step has reported the clients that it lost.
-    received = in_order(run, sent, messages, run.report.rejected)
+    received = in_order(run, sent, messages, run.report.rejected)  # a synchronised step has reported those it lost
     usable = read_training(run, sent, received, terms)
-    run.kept = run.kept.after_receipt(received, usable, phase.travels.undo)
     replies = release(run, facts, usable)
     model = None
     if replies:
         model = facts.hold(average_replies(run, replies))
         model, run.states = run.methods.fold(run.states, facts, replies, model)
         model = {**facts.before, **model}
-        run.kept = run.kept.after_use(usable, phase.travels.undo)
-    else:
-        forget_first_rounds(run, usable, phase.travels.undo)
+    note_kept(run, received, usable, used=bool(replies))
     trained = None if model is None else to_record(model)
     yield trained, training_metrics(run, replies, model, usable)
 

@@ -18,10 +18,12 @@ from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.kept import Kept
 from fedbn_flwr.server.method import Facts, Reply
-from fedbn_flwr.server.methods import Methods, Phase, States
+from fedbn_flwr.server.methods import Methods, States
 from fedbn_flwr.server.nodes import NodeRegistry
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.synchronised_training import Link
+from fedbn_flwr.server.travels import Travels
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
@@ -78,7 +80,8 @@ class Run:
         arrays: the global model that training continues with; tests may complete it.
         metrics: the metrics of this round so far, under the names of Flower's ``Result``.
         before: the global state that was sent in this round.
-        phase: the phase of this round.
+        travels: the phase of this round: what travels in it.
+        link: the way of a synchronised step.
         num_able: number of nodes with training data, N of the papers.
         smallest: training examples of the node among them that has fewest; 0 if none says how many it has.
         reestimated: re-estimated running statistics of the model after this round.
@@ -106,7 +109,8 @@ class Run:
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
     metrics: dict[str, MetricRecord] = field(default_factory=dict)
     before: State = field(default_factory=dict)
-    phase: Phase | None = None
+    travels: Travels = field(default_factory=Travels)
+    link: Link = field(default_factory=Link)
     num_able: int = 0
     smallest: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)
@@ -136,23 +140,25 @@ class Run:
         return self.parts_or_none
 
     @property
+    def local_entries(self) -> tuple[str, ...]:
+        """The entries that stay with the clients."""
+        return self.parts.select(self.methods.local)
+
+    @property
     def rounds_left(self) -> int:
         """The number of rounds from this one to the last; ConfigError if Flower's loop does not say."""
         return self.facts(0).total_rounds("a target epsilon") - self.after - len(self.reports) + 1
 
-    def facts(self, number: int, phase: Phase | None = None) -> Facts:
+    @property
+    def synchronises(self) -> bool:
+        """Whether the first local step of this round is synchronised."""
+        return self.travels.exchanges is not None
+
+    def facts(self, number: int, travels: Travels | None = None) -> Facts:
         """Return what the methods know of a round; 0 = before the first."""
-        phase = phase or Phase("", self.methods.whole)
-        return Facts(
-            number,
-            self.num_rounds,
-            self.parts,
-            self.before,
-            phase.name,
-            phase.travels,
-            self.num_able,
-            frozenset(self.kept.hashes),
-        )
+        travels = travels or self.methods.whole
+        known = frozenset(self.kept.hashes)
+        return Facts(number, self.num_rounds, self.parts, self.before, travels, self.num_able, known)
 
     def begin(self) -> None:
         """Let methods and protection begin, once in a run.
@@ -164,23 +170,22 @@ class Run:
         self.states = self.methods.begin(self.facts(0))
         self.protection.begin(self.methods, self.options.weighted_by_key)
 
-    def open_round(self, number: int, arrays: ArrayRecord) -> Phase:
-        """Begin a round with this model; return its phase.
+    def open_round(self, number: int) -> None:
+        """Begin a round with the model of ``set_model``.
 
         What was re-estimated after the last round is of the model that this one begins with.
         """
-        self.phase = self.methods.phase(self.states, number)
-        self.before, self.metrics = views(arrays), {}
+        self.travels = self.methods.phase(self.states, number)
+        self.metrics = {}
         known = self.statistics_at_start if self.reports and self.report.kept_previous else {}
         self.statistics_at_start, self.reestimated = self.reestimated or known, {}
-        self.reports.append(RoundReport(number, self.phase.name))
-        return self.phase
+        self.reports.append(RoundReport(number, self.travels.phase))
 
     def message_config(self, number: int) -> MessageConfig:
         """Return the config entries of every message with the model."""
         return MessageConfig(
             server_round=number,
-            local_entries=self.parts.select(self.methods.local),
+            local_entries=self.local_entries,
             continuity=self.continuity,
             start_id=self.start_id,
             seed=self.methods.params.seed,
@@ -200,7 +205,7 @@ class Run:
             self.start_id = str(earlier)
 
     def set_model(self, arrays: ArrayRecord) -> None:
-        """Note the shapes; split the state by the names of the arrays, or check that the given split fits them.
+        """Note the global state; split it by the names of the arrays, or check that the given split fits them.
 
         Raises:
             ConfigError: this is no ArrayRecord, the given split does not fit, or entries of the first model are
@@ -216,6 +221,7 @@ class Run:
                 "strategy a method with an `aggregate`, or call super()"
             )
         self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        self.before = views(arrays)
         if self.parts_or_none is None or self.parts_or_none.by_names:  # an earlier run may have had another model
             self.parts_or_none = split_state(arrays)
         if unknown := [name for name in arrays if name not in self.parts_or_none.part_of]:
@@ -223,10 +229,10 @@ class Run:
                 f"parts= does not know {len(unknown)} of the arrays ({unknown[0]}, ...): it was made from another model"
             )
 
-    def check_initial(self, state: State) -> None:
+    def check_initial(self) -> None:
         """Raise ConfigError if the initial state is not finite."""
         try:
-            check_state(state, state, self.parts)
+            check_state(self.before, self.before, self.parts)
         except ReplyError as error:
             raise ConfigError(
                 f"initial_arrays: {error}. Every reply with it would be refused. A constant, such as a mask of -inf, "

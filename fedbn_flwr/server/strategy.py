@@ -21,7 +21,6 @@ from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_default_aggregation
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
-from fedbn_flwr.messages.records import views
 from fedbn_flwr.server import failures, testing
 from fedbn_flwr.server.method import Method, RunSettings
 from fedbn_flwr.server.methods import Methods
@@ -33,7 +32,6 @@ from fedbn_flwr.server.round import Played, close_round, play_tests, play_traini
 from fedbn_flwr.server.rounds import ShouldStop, TestModel, run_rounds
 from fedbn_flwr.server.run import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.server.sent_beside import check_wrapper
-from fedbn_flwr.server.synchronised_training import Link
 from fedbn_flwr.server.travels import PartSet
 from fedbn_flwr.training.input_scale import Scale
 from fedbn_flwr.transport.polling_grid import polling
@@ -80,6 +78,25 @@ class Combination:
     def methods(self, params: Any) -> Methods:
         """Return the methods with these settings."""
         return Methods(self.kinds, params)
+
+
+@dataclass
+class _Half:
+    """Half of a round, between its messages and their replies.
+
+    Attributes:
+        configure: name of the method that made the messages.
+        server_round: the round.
+        played: the generator that waits for the replies.
+        messages: the messages.
+        early_replies: replies of a synchronised round, which runs while it is configured.
+    """
+
+    configure: str
+    server_round: int
+    played: Played
+    messages: Sequence[Message]
+    early_replies: Sequence[Message] = ()
 
 
 class Strategy(FlowerFedAvg):
@@ -182,8 +199,8 @@ class Strategy(FlowerFedAvg):
         self.protection = Protection()
         self._saved: tuple[int, Mapping[str, Any]] | None = None
         self._in_start = False
-        self._link = Link()
-        self._forget_run(None, 3600.0, parts, None)
+        self._half: _Half | None = None
+        self.run = self._new_run(None, 3600.0, parts, None)
 
     def __getattr__(self, name: str) -> Any:
         """Return a field of the method's state."""
@@ -206,7 +223,7 @@ class Strategy(FlowerFedAvg):
         if type(self.protection) is not Protection:
             raise ConfigError(f"strategy {self.name!r} has a protection already; make a new strategy for another one")
         self.protection = protection
-        self._forget_run(self.run.num_rounds, self.run.timeout, self.run.parts_or_none, self.run.continuity)
+        self._forget_run(self.run.num_rounds, self.run.timeout)
 
     # --- a run --------------------------------------------------------------------------------------------------------
 
@@ -259,7 +276,7 @@ class Strategy(FlowerFedAvg):
             )
         finally:
             self._in_start = False
-            self._link.close()
+            self.run.link.close()
             self.stopped = False  # of this run, not of a next one
         last = self.reports[-1].server_round if self.reports else num_rounds
         if self.methods.reestimates and not failures.ends_run(self.run) and not self.run.tests_after(last):
@@ -288,11 +305,11 @@ class Strategy(FlowerFedAvg):
         Raises:
             ConfigError: a setting does not fit this run, or the initial arrays are not finite.
         """
-        self._forget_run(num_rounds, timeout, self.run.parts_or_none, self.run.continuity)
+        self._forget_run(num_rounds, timeout)
+        self.run.arrays = initial_arrays
         self.run.set_model(initial_arrays)
-        self.run.arrays, self.run.before = initial_arrays, views(initial_arrays)
         if self._saved is None:
-            self.run.check_initial(self.run.before)
+            self.run.check_initial()
         self._begin()
         if self._saved is None:
             return 0
@@ -301,14 +318,19 @@ class Strategy(FlowerFedAvg):
         self._saved = None  # a state that does not fit is refused again
         return after
 
-    def _forget_run(
+    def _forget_run(self, num_rounds: int | None, timeout: float) -> None:
+        """Make the run anew, with the split of the model and the continuity of the earlier one."""
+        self.run.link.close()  # a loop of Flower's does not: its address must be free again
+        self.run = self._new_run(num_rounds, timeout, self.run.parts_or_none, self.run.continuity)
+        self._half = None
+
+    def _new_run(
         self, num_rounds: int | None, timeout: float, parts: Parts | None, continuity: Continuity | None
-    ) -> None:
-        """Make the run anew, and what belongs to it."""
+    ) -> Run:
         synchronises = self.methods.whole.exchanges is not None
         seed = secrets.randbits(63) if self.protection.secret_sampling else self.params.seed
         nodes = NodeRegistry(seed, timeout, {SYNCHRONISES: True} if synchronises else {}, self.num_partitions)
-        self.run = Run(
+        return Run(
             self.methods,
             nodes,
             self.protection,
@@ -319,12 +341,6 @@ class Strategy(FlowerFedAvg):
             num_rounds=num_rounds,
             states=self.methods.before_a_run,
         )
-        self._link.close()  # a loop of Flower's does not: its address must be free again
-        self._link = Link()
-        self._training: Played | None = None  # of the round whose messages were made last
-        self._tests: Played | None = None
-        self._configured = ("", 0)  # the configure method that was called last, and its round
-        self._early_replies: list[Message] = []
 
     def _options(self) -> Options:
         scale = self.input_scale
@@ -376,50 +392,36 @@ class Strategy(FlowerFedAvg):
         such a loop it runs completely in this call, which then returns no messages.
         """
         refuse_own_keys(config=config)
+        reports = self.run.reports
+        if reports and not self._in_start and server_round <= reports[0].server_round:
+            self._forget_run(self.run.num_rounds, self.run.timeout)  # a loop of the user's begins anew
         run = self.run
-        if run.reports and not self._in_start and server_round <= run.reports[0].server_round:
-            # A loop of the user's begins anew.
-            self._forget_run(run.num_rounds, run.timeout, run.parts_or_none, run.continuity)
-            run = self.run
         run.set_model(arrays)
         check_wrapper(self.methods, run.parts, warn=not run.begun)
         if not run.begun:  # neither our start nor to_legacy calls: a loop of the user's or of Flower's
-            run.before = views(arrays)
             self._begin()
             run.count_start(grid)
             if self.completes_tests and self.on_round_end is None:
                 testing.warn_of_own_start(run)
-        run.options = self._options()
-        self._configured = "configure_train", server_round
-        self._training = play_training(run, server_round, arrays, config, grid)
-        messages: Sequence[Message] = next(self._training)
-        if self._synchronised and not self._in_start:
-            self._early_replies = self.send_training(messages, grid)
-            return []
-        return messages
-
-    @property
-    def _synchronised(self) -> bool:
-        """Whether the first local step of the round is synchronised."""
-        return self.run.phase is not None and self.run.phase.travels.exchanges is not None
+        played = play_training(run, server_round, arrays, config, grid)
+        half = self._open("configure_train", server_round, played)
+        if self._in_start or not run.synchronises:
+            return half.messages
+        half.early_replies = self.send_training(half.messages, grid)
+        return []
 
     def send_training(self, messages: Iterable[Message], grid: Grid) -> list[Message]:
         """Send the training messages and return the replies that came in time; a synchronised step is in between."""
         messages = list(messages)
-        if messages and self._synchronised:
-            return self._link.train(self.run, messages, grid)
+        if messages and self.run.synchronises:
+            return self.run.link.train(self.run, messages, grid)
         return list(grid.send_and_receive(messages, timeout=self.run.timeout))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model."""
-        self.run.options = self._options()
-        replies = [*self._early_replies, *replies]
-        self._early_replies = []
-        training, self._training = self._training, None
-        self._require_super_call("configure_train", server_round, training, replies)
-        arrays, metrics = training.send(replies) if training else (None, None)
+        arrays, metrics = self._read("configure_train", server_round, replies) or (None, None)
         return arrays, metrics
 
     def configure_evaluate(
@@ -427,19 +429,12 @@ class Strategy(FlowerFedAvg):
     ) -> Iterable[Message]:
         """Return the evaluation messages in every ``eval_every``-th and the last round; re-estimate if needed."""
         refuse_own_keys(config=config)
-        self.run.options = self._options()
-        self._configured = "configure_evaluate", server_round
-        self._tests = play_tests(self.run, server_round, arrays, config, grid)
-        messages: Sequence[Message] = next(self._tests)
-        return messages
+        played = play_tests(self.run, server_round, arrays, config, grid)
+        return self._open("configure_evaluate", server_round, played).messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the clients' metrics; write each client's metrics to the report."""
-        self.run.options = self._options()
-        replies = list(replies)
-        tests, self._tests = self._tests, None
-        self._require_super_call("configure_evaluate", server_round, tests, replies)
-        metrics: MetricRecord | None = tests.send(replies) if tests else None
+        metrics: MetricRecord | None = self._read("configure_evaluate", server_round, replies)
         if not self._in_start:  # the last call in a round of a loop of Flower's
             self.end_round(server_round, None)
             failures.raise_if_ends(self.run)
@@ -450,19 +445,29 @@ class Strategy(FlowerFedAvg):
         self.run.options = self._options()
         close_round(self.run, server_round, server_test)
 
-    def _require_super_call(
-        self, configure: str, server_round: int, played: Played | None, replies: Sequence[Message]
-    ) -> None:
-        """Check that the strategy's own ``configure`` has made the messages of these replies.
+    def _open(self, configure: str, server_round: int, played: Played) -> _Half:
+        """Play half of a round up to its messages."""
+        self.run.options = self._options()
+        self._half = half = _Half(configure, server_round, played, next(played))
+        return half
+
+    def _read(self, configure: str, server_round: int, replies: Iterable[Message]) -> Any:
+        """Play the half of a round to its end; return its result, None if it was not begun.
 
         Raises:
             ConfigError: the method ``configure`` is the user's own, and has not called the strategy's in this round.
         """
-        if not self.reports or (replies and (played is None or self._configured != (configure, server_round))):
-            raise ConfigError(
-                f"{configure} of {type(self).__name__} did not call super().{configure}(): take the messages that it "
-                "returns, and leave out those that you do not want"
-            )
+        self.run.options = self._options()
+        half, self._half = self._half, None
+        replies = list(replies)
+        if not self.reports or half is None or (half.configure, half.server_round) != (configure, server_round):
+            if replies or not self.reports:
+                raise ConfigError(
+                    f"{configure} of {type(self).__name__} did not call super().{configure}(): take the messages that "
+                    "it returns, and leave out those that you do not want"
+                )
+            return None
+        return half.played.send([*half.early_replies, *replies])
 
     # --- what callers and checkpoints use -----------------------------------------------------------------------------
 
@@ -493,10 +498,6 @@ class Strategy(FlowerFedAvg):
     @continuity.setter
     def continuity(self, continuity: Continuity | None) -> None:
         self.run.continuity = continuity
-
-    def note_divergence(self, losses: Sequence[str]) -> None:
-        """Note and log that losses of this round, in words (``losses_not_finite``), are not finite; empty = all are."""
-        failures.note_losses(self.run, losses)
 
     def advice(self, server_round: int) -> list[str]:
         """Return the likely cause of a loss that is not finite in this round, with remedies; then further ones."""

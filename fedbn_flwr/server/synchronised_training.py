@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -11,12 +12,14 @@ from flwr.serverapp import Grid
 from fedbn_flwr.errors import ConfigError, split_code
 from fedbn_flwr.messages.protocol import FIRST_BATCH, NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.server.failures import MOD_ORDER
-from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.step_by_messages import step_by_messages
 from fedbn_flwr.server.synchronised_step import Limits, StepResult, step_by_barrier, step_by_channel, with_config
 from fedbn_flwr.server.travels import LinkSettings
 from fedbn_flwr.transport import BarrierGrid, Member
 from fedbn_flwr.transport.grpc_channel import ChannelServer
+
+if TYPE_CHECKING:  # a run has its link
+    from fedbn_flwr.server.run import Run
 
 __all__ = ["Link"]
 
@@ -69,7 +72,8 @@ class Link:
         return [reply for reply in step.replies if _is_read(reply, step)]
 
     def _step(self, run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
-        link = _settings(run)
+        exchanges = run.travels.exchanges
+        link = exchanges.link if exchanges else LinkSettings()
         members = _members(run, messages)
         messages = [
             with_config(message, {FIRST_BATCH: members[message.metadata.dst_node_id].batch_size})
@@ -85,11 +89,6 @@ class Link:
         if self._channel is None:
             self._channel = ChannelServer(link.bind, link.address, link.tls_dir)
         return step_by_channel(grid, self._channel, messages, members, limits)
-
-
-def _settings(run: Run) -> LinkSettings:
-    exchanges = run.phase.travels.exchanges if run.phase else None
-    return exchanges.link if exchanges else LinkSettings()
 
 
 def _is_read(reply: Message, step: StepResult) -> bool:

@@ -25,7 +25,7 @@ from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["address_tests", "completed", "completing_entries", "is_completed", "read_tests", "test_metrics"]
+__all__ = ["address_tests", "completed", "completing_entries", "read_tests", "test_metrics"]
 __all__ += ["tested_by_server", "warn_of_initial_values", "warn_of_nothing_shared", "warn_of_own_start"]
 __all__ += ["with_statistics"]
 
@@ -75,11 +75,6 @@ def test_metrics(run: Run, tests: Sequence[Message]) -> MetricRecord | None:
     return metrics
 
 
-def is_completed(run: Run) -> bool:
-    """Return whether BN entries of the model are averaged or re-estimated for tests and the result."""
-    return SHARED_BN in run.methods.tests or run.methods.reestimates
-
-
 def completing_entries(run: Run, test: str) -> State:
     """Return the entries that replace the global ones in test "recalibrated" or "averaged-bn"; else empty.
 
@@ -118,8 +113,8 @@ def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
 
 def warn_of_initial_values(run: Run) -> None:
     """Warn, before the first round, if entries that stay with the clients are not averaged."""
-    local = run.methods.local
-    if SHARED_BN in run.methods.tests or not (stay := run.parts.select(local)):
+    stay = run.local_entries
+    if SHARED_BN in run.methods.tests or not stay:
         return
     average = "eval_on='averaged-bn' puts the average of the clients' values there; "
     logger.warning(
@@ -128,13 +123,13 @@ def warn_of_initial_values(run: Run) -> None:
         run.methods.name,
         len(stay),
         stay[0],
-        "" if Part.REST in local else average,
+        "" if Part.REST in run.methods.local else average,
     )
 
 
 def warn_of_own_start(run: Run) -> None:
     """Warn that only our ``start`` completes the model of ``evaluate_fn`` and of the result."""
-    if is_completed(run):
+    if SHARED_BN in run.methods.tests or run.methods.reestimates:
         logger.warning(
             "strategy %r re-estimates or averages BN entries for tests, and this run has a start() of your own: there "
             "evaluate_fn and the result do not have them. After configure_evaluate call strategy.for_evaluate_fn("

@@ -17,17 +17,14 @@ from fedbn_flwr.server.dispatch import NOTHING, Sent, address, raise_shared_erro
 from fedbn_flwr.server.failures import MOD_ORDER, losses_not_finite, note_losses, note_too_few, training_losses
 from fedbn_flwr.server.method import Ask, Facts, Replies, Reply
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.replies import Refused, Terms, read_replies, warn_of_other_counts
-from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.replies import NodeReplies, Refused, Terms, Usable, read_replies, warn_of_other_counts
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["address_training", "average_replies", "forget_first_rounds", "read_training", "release"]
+__all__ = ["address_training", "average_replies", "note_kept", "read_training", "release"]
 __all__ += ["sample_for_training", "terms_of", "training_metrics"]
 
 logger = logging.getLogger("flwr")
-
-Usable = Sequence[tuple[Node, Message, Reply]]
 
 
 def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
@@ -36,7 +33,7 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     if options.fraction_train == 0.0:
         return []
     present = run.nodes.present(grid, max(options.min_available_nodes, options.min_train_nodes))
-    able = able_to_train(present, run.nodes.silent, bool(run.methods.local), run.report)
+    able = _able_to_train(run, present)
     run.num_able = len(able)
     run.smallest = min((node.num_examples for node in able if node.num_examples), default=0)
     count = max(share_of(options.fraction_train, len(able)), options.min_train_nodes)
@@ -47,15 +44,40 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     return nodes
 
 
+def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
+    """Return the nodes that have training data and whose reply can be used; report those that cannot take part.
+
+    Where parts stay with the clients, a mod before ``local_bn`` would refuse every reply, which lacks their entries.
+
+    Raises:
+        ConfigError: no node can train.
+        ClientPartError: a mod would refuse the replies of all nodes.
+    """
+    for node in present:
+        if node.unusable:
+            run.report.reject(node.node_id, f"{node}: {node.unusable}")
+    if present and all(node.unusable for node in present):
+        raise ConfigError(f"no node can train; {present[0]}: {present[0].unusable}")
+    for node_id, why in run.nodes.silent.items():
+        run.report.reject(node_id, f"node {node_id} did not say who it is: {why}")
+    able = [node for node in present if node.num_examples != 0]
+    if not run.methods.local:
+        return able
+    blocked = {node.node_id: f"{node}: {node.refusal} {MOD_ORDER}." for node in able if node.behind_mod}
+    for node_id, why in blocked.items():
+        run.report.reject(node_id, why)
+    if blocked and len(blocked) == len(able):
+        raise ClientPartError(why)
+    return [node for node in able if not node.behind_mod]
+
+
 def terms_of(run: Run, facts: Facts, asks: Sequence[Ask]) -> Terms:
     """Return what a reply to the training messages of a round must hold."""
-    part_of, local = facts.parts.part_of, facts.travels.local
     return Terms(
         strategy=run.methods.name,
         facts=facts,
-        expected={name: array for name, array in facts.before.items() if part_of[name] not in local},
+        expected=facts.shared,
         hooks=frozenset(ask.hook for ask in asks if not ask.shown),
-        extras=frozenset(beside.key for beside in facts.travels.records),
         arrays_key=run.options.arrays_key,
         count_key=run.options.weighted_by_key,
     )
@@ -95,7 +117,7 @@ def address_training(
     return address(run, nodes, MessageType.TRAIN, arrays, entries, run.report.train, extras)
 
 
-def read_training(run: Run, sent: Sent, received: Sequence[tuple[Node, Message]], terms: Terms) -> Usable:
+def read_training(run: Run, sent: Sent, received: NodeReplies, terms: Terms) -> Usable:
     """Return the usable replies, in the order of partition ids; report these and the refused ones.
 
     Raises:
@@ -160,12 +182,18 @@ def average_replies(run: Run, replies: Replies) -> dict[str, Any]:
     return average(states, replies.weights, run.parts, run.methods.params.variance)
 
 
-def forget_first_rounds(run: Run, usable: Usable, undo: bool) -> None:
-    """Send the whole state again to clients whose first round is undone: they have nothing left of their own."""
-    if not undo:
-        return
-    anew = {node.node_id for node, _, _ in usable if node.label not in run.kept.hashes}
-    run.nodes.initialised.difference_update(anew)
+def note_kept(run: Run, received: NodeReplies, usable: Usable, used: bool) -> None:
+    """Note what the senders of replies keep; where rounds are undone, of the replies that were used.
+
+    A client whose first round is undone has nothing left of its own, and is sent the whole state again.
+    """
+    if not run.travels.undo:
+        run.kept = run.kept.noted(received, usable)
+    elif used:
+        run.kept = run.kept.noted([(node, message) for node, message, _ in usable], usable)
+    else:
+        anew = {node.node_id for node, _, _ in usable if node.label not in run.kept.hashes}
+        run.nodes.initialised.difference_update(anew)
 
 
 def training_metrics(
@@ -183,37 +211,3 @@ def training_metrics(
     run.report.metrics = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
     run.metrics["train_metrics_clientapp"] = metrics
     return metrics
-
-
-def able_to_train(
-    present: Sequence[Node], silent: Mapping[int, str], keeps_parts: bool, report: RoundReport
-) -> list[Node]:
-    """Return the nodes that have training data and whose reply can be used; report those that cannot take part.
-
-    Args:
-        present: the nodes that have said who they are.
-        silent: node id to the reason why a node has not.
-        keeps_parts: whether parts of the model stay with the clients. A mod before ``local_bn`` would refuse every
-            reply, which lacks their entries.
-        report: the report of the round.
-
-    Raises:
-        ConfigError: no node can train.
-        ClientPartError: a mod would refuse the replies of all nodes.
-    """
-    for node in present:
-        if node.unusable:
-            report.reject(node.node_id, f"{node}: {node.unusable}")
-    if present and all(node.unusable for node in present):
-        raise ConfigError(f"no node can train; {present[0]}: {present[0].unusable}")
-    for node_id, why in silent.items():
-        report.reject(node_id, f"node {node_id} did not say who it is: {why}")
-    able = [node for node in present if node.num_examples != 0]
-    if not keeps_parts:
-        return able
-    blocked = {node.node_id: f"{node}: {node.refusal} {MOD_ORDER}." for node in able if node.behind_mod}
-    for node_id, why in blocked.items():
-        report.reject(node_id, why)
-    if blocked and len(blocked) == len(able):
-        raise ClientPartError(why)
-    return [node for node in able if not node.behind_mod]

@@ -61,7 +61,7 @@ as FedDNA does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -72,7 +72,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import Variance
 from fedbn_flwr.batchnorm.parts import entry_name
-from fedbn_flwr.batchnorm.reestimation import Moments, mixture, reestimate_statistics
+from fedbn_flwr.batchnorm.reestimation import Moments, mixture
 from fedbn_flwr.batchnorm.taken_forward import (
     MomentSums,
     batch_statistics,
@@ -84,11 +84,12 @@ from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Problem, Replies, RunSettings
 from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.reestimation import by_layer
 from fedbn_flwr.server.shared_bn import LatestBN
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
+from fedbn_flwr.strategies.fbn import Surveyed
 from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates, ScaffoldMethod, ScaffoldParams, Variates
-from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import Entries, Extras
 
 __all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldMethod", "BNScaffoldParams", "BNVariates"]
@@ -190,7 +191,7 @@ class BNControlVariates(ControlVariates):
         """Return c_i+ and the moments."""
         return {**super().keep(), **{_KEPT + name: entry for name, entry in self._moments.items()}}
 
-    def _measured(self, model: nn.Module) -> dict[str, Moments]:
+    def _measured(self, model: nn.Module) -> Mapping[str, Moments]:
         return self._sums.by_path(model)
 
     def _correction_of(self, path: str, layer: _BatchNorm) -> _Correction | None:
@@ -225,21 +226,10 @@ class BNControlVariates(ControlVariates):
         return normalise(layer, x, mean, var)
 
 
-class SurveyedBNVariates(BNControlVariates):
+class SurveyedBNVariates(Surveyed, BNControlVariates):
     """Client half with option I: the variates are the moments of a pass over the data before the first step."""
 
     of_all_steps = ControlVariates.of_all_steps
-
-    def __init__(self, local: frozenset[str] = frozenset(), floor: float = 0.1) -> None:
-        super().__init__(local, floor)
-        self._found: dict[str, Moments] = {}
-
-    def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
-        """Pass the data through the model in train mode, two examples at a time at least; statistics do not change."""
-        self._found = reestimate_statistics(model, data, batch_size=batch_size, seed=seed)
-
-    def _measured(self, model: nn.Module) -> dict[str, Moments]:
-        return self._found
 
 
 _KEPT = f"{BN_VARIATES}/"  # before the names of (u_i, s_i) in what the hook keeps; c_i has the parameters' names
@@ -333,12 +323,8 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         entries: dict[str, Any] = {}
         like, parts = facts.before, facts.parts
         latest = LatestBN(state.latest_variates).latest
-        sent = [(decode_moments(moments, like, parts), count) for moments, count in latest]
-        for layer in parts.layers:
-            pairs = [(moments[layer.path], count) for moments, count in sent if layer.path in moments]
-            if not pairs:
-                continue
-            clients, counts = zip(*pairs, strict=True)
+        sent = [decode_moments(moments, like, parts) for moments, _ in latest]
+        for layer, clients, counts in by_layer(parts, sent, [count for _, count in latest]):
             u, s = mixture(clients, counts, spread=self.params.variates_variance == "pooled")
             dtype = np.promote_types(like[layer.entries["running_mean"]].dtype, np.float32)
             for leaf, value in (("mean", u), ("var", s)):

@@ -79,6 +79,7 @@ from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
 from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.reestimation import pooled_statistics
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import TRACKED, Beside, Travels
 from fedbn_flwr.strategies.fedavg import FedAvgParams
@@ -88,7 +89,7 @@ from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.settings import share_of
 
 __all__ = ["BN_MOMENTS", "FBN", "FBNMethod", "FBNParams", "GlobalStatistics", "Pooled", "PooledParams"]
-__all__ += ["WARM_UP", "PooledStatisticsMethod", "SurveyedStatistics", "trimmed"]
+__all__ += ["WARM_UP", "PooledStatisticsMethod", "Surveyed", "SurveyedStatistics", "trimmed"]
 
 logger = logging.getLogger("flwr")
 
@@ -159,7 +160,7 @@ class GlobalStatistics(ClientHook):
         """Return the moments."""
         return {BN_MOMENTS: self._moments}
 
-    def _measured(self, model: nn.Module) -> dict[str, Moments]:
+    def _measured(self, model: nn.Module) -> Mapping[str, Moments]:
         return self._sums.by_path(model)
 
     def _hold(self) -> None:
@@ -176,25 +177,31 @@ class GlobalStatistics(ClientHook):
             self._sums.add(layer, x)
 
 
-class SurveyedStatistics(GlobalStatistics):
+class Surveyed(ClientHook):
     """Client half by a pass: the moments are those of all training data, under the received weights."""
 
-    of_all_steps = ""
-
-    def __init__(self, warm_up: bool) -> None:
-        super().__init__(warm_up)
-        self._found: dict[str, Moments] = {}
+    _found: Mapping[str, Moments] = {}
 
     def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
         """Pass the data through the model in train mode, two examples at a time at least; statistics do not change."""
+        self._found = reestimate_statistics(model, data, batch_size=batch_size, seed=seed)
+
+    def _measured(self, model: nn.Module) -> Mapping[str, Moments]:
+        return self._found
+
+
+class SurveyedStatistics(Surveyed, GlobalStatistics):
+    """Client half by a pass, which the layers make as they are without this hook."""
+
+    of_all_steps = ""
+
+    def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
+        """Pass the data through the model."""
         self._release()
         try:
-            self._found = reestimate_statistics(model, data, batch_size=batch_size, seed=seed)
+            super().survey(model, data, batch_size, seed)
         finally:
             self._hold()
-
-    def _measured(self, model: nn.Module) -> dict[str, Moments]:
-        return self._found
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
         """Leave the inputs of the steps out."""
@@ -263,52 +270,26 @@ class PooledStatisticsMethod(Method[P, S]):
         """Return the model with statistics moved towards the pooled ones, and the state after the round."""
         share = 1.0 if self.phase(state, facts.number) else self.params.statistics_momentum
         sent = [decode_moments(reply.extras.get(BN_MOMENTS, {}), facts.before, facts.parts) for reply in replies]
-        layers = self._pooled_layers(facts, sent, replies.weights)
-        for layer in facts.parts.layers:
-            if layer.path not in layers:
-                continue
-            total = layers[layer.path]
-            for leaf, new in (("running_mean", total.mean), ("running_var", total.variance)):
-                name = layer.entries[leaf]
-                old = facts.before[name]
-                model[name] = ((1 - share) * old.astype(np.float64) + share * new.numpy()).astype(old.dtype)
-        _warn_of_missing(facts, sent, layers, first=not state.num_pooled)
-        num_pooled = state.num_pooled + bool(layers)
+        statistics = pooled_statistics(facts.parts, sent, replies.weights, self.pool)
+        for name, new in statistics.items():
+            old = facts.before[name]
+            model[name] = ((1 - share) * old.astype(np.float64) + share * new).astype(old.dtype)
+        _warn_of_missing(facts, sent, pooled=bool(statistics), first=not state.num_pooled)
+        num_pooled = state.num_pooled + bool(statistics)
         ends = state.warmed_up_after is None and num_pooled >= self.params.statistics_warm_up
         after = facts.number if ends else state.warmed_up_after
         return model, replace(state, num_pooled=num_pooled, warmed_up_after=after)
 
-    def _pooled_layers(
-        self, facts: Facts, sent: Sequence[Mapping[str, Moments]], weights: Sequence[float]
-    ) -> dict[str, Moments]:
-        """Return the moments of all clients together, by layer; a layer that nobody measured is left out."""
-        pooled = {}
-        for layer in facts.parts.layers:
-            pairs = [
-                (moments[layer.path], w) for moments, w in zip(sent, weights, strict=True) if layer.path in moments
-            ]
-            if not pairs:
-                continue
-            total = self.pool([moments for moments, _ in pairs], [weight for _, weight in pairs])
-            if total.count > 1:
-                pooled[layer.path] = total
-        return pooled
-
     def problems(self, run: RunSettings) -> list[Problem]:
-        """Refuse batch renormalisation; warn of a warm-up as long as the run; name settings of untracked variances."""
+        """Warn of a warm-up as long as the run."""
         rounds = self.params.statistics_warm_up
-        untracked = f"{self.name} tracks no running variances in training"
-        problems = [Problem("untracked", untracked, "unused", key) for key in ("variance", "bn_momentum")]
-        if run.norm == "batch-renorm":
-            text = f"{self.name} tracks no statistics in training; norm=batch-renorm corrects by them"
-            problems.append(Problem("batch-renorm", text))
-        if rounds >= run.num_rounds:
-            text = (
-                f"{self.name}: statistics-warm-up={rounds} lasts as long as the run of {run.num_rounds} rounds, so BN "
-                "never trains with global statistics. Use a shorter warm-up or more rounds."
-            )
-            problems.append(Problem("long-warm-up", text, "warn"))
-        return problems
+        if rounds < run.num_rounds:
+            return []
+        text = (
+            f"{self.name}: statistics-warm-up={rounds} lasts as long as the run of {run.num_rounds} rounds, so BN "
+            "never trains with global statistics. Use a shorter warm-up or more rounds."
+        )
+        return [Problem("long-warm-up", text, "warn")]
 
     def advice(self, state: S, number: int, known: list[str]) -> list[str]:
         """Name, after the warm-up, statistics that are far from those of the batches."""
@@ -321,9 +302,7 @@ class PooledStatisticsMethod(Method[P, S]):
         return [cause, *known[1:]]
 
 
-def _warn_of_missing(
-    facts: Facts, sent: Sequence[Mapping[str, Moments]], pooled: Mapping[str, Moments], first: bool
-) -> None:
+def _warn_of_missing(facts: Facts, sent: Sequence[Mapping[str, Moments]], pooled: bool, first: bool) -> None:
     """Warn of layers without moments, in the first round with some, and of replies without moments."""
     unmeasured = [
         layer.path

@@ -70,7 +70,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.averaging import to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, pool
 from fedbn_flwr.batchnorm.taken_forward import batch_statistics, normalise, replaceable_layers, take_forward
@@ -261,14 +260,9 @@ class HBNMethod(PooledStatisticsMethod[HBNParams, HBNState]):
         model, state = self.pooled(state, facts, replies, model)
         if not self.params.share_alpha:
             return model, state
-        alpha = dict(state.alpha)
-        sent = [reply.extras.get(ALPHA, {}) for reply in replies]
-        for name in channel_shapes(facts):
-            pairs = [(entries[name], w) for entries, w in zip(sent, replies.weights, strict=True) if name in entries]
-            if pairs:
-                arrays, weights = zip(*pairs, strict=True)
-                alpha[name] = weighted_sum(arrays, to_shares(weights)).astype(arrays[0].dtype)
-        return model, replace(state, alpha=alpha)
+        averaged = replies.average_of(ALPHA, replies.weights)
+        new = {name: averaged[name] for name in channel_shapes(facts) if name in averaged}
+        return model, replace(state, alpha={**state.alpha, **new})
 
 
 class HBN(Strategy):

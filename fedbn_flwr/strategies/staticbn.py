@@ -40,7 +40,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import stop_tracking
 from fedbn_flwr.batchnorm.taken_forward import layers_in_training
-from fedbn_flwr.server.method import Ask, Facts, Method, Problem, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, Method
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import TRACKED, Travels
 from fedbn_flwr.training.client_hook import ClientHook
@@ -80,19 +80,6 @@ class StaticBNMethod(Method):
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask the clients not to track statistics; those of the reply show it."""
         return [Ask("untracked-statistics", shown=True)]
-
-    def problems(self, run: RunSettings) -> list[Problem]:
-        """Refuse a norm that needs tracked statistics; name the settings of what staticbn does by itself."""
-        text = "staticbn tracks no running variances in training"
-        problems = [
-            Problem("untracked", text, "unused", "variance"),
-            Problem("untracked", text, "unused", "bn_momentum"),
-            Problem("always-re-estimated", "staticbn always re-estimates", "unused", "recalibrate"),
-        ]
-        if run.norm == "batch-renorm":
-            text = "staticbn tracks no statistics in training; norm=batch-renorm corrects by them"
-            problems.append(Problem("batch-renorm", text))
-        return problems
 
 
 class StaticBN(Strategy):

@@ -10,12 +10,13 @@ from flwr.app import Message, MessageType, MetricRecord, RecordDict
 from fedbn_flwr.batchnorm.averaging import Array, average
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.compat.flower import identify_process
+from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import encode, to_record
 from fedbn_flwr.server.method import Facts
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import Terms, read_arrays
 from fedbn_flwr.server.shared_bn import LatestBN
-from fedbn_flwr.server.travels import Travels
+from fedbn_flwr.server.travels import Beside, Travels
 
 STATE: dict[str, Array] = {
     **{f"{i}.weight": np.ones((256, 512), np.float32) for i in range(3)},
@@ -24,12 +25,13 @@ STATE: dict[str, Array] = {
     "bn.num_batches_tracked": np.asarray(3),
 }
 SIZE = sum(array.nbytes for array in STATE.values())
+MORE = Beside(Key("more", "ArrayRecord", "client", "server"), "trainable", "")
+TRAVELS = Travels(local=frozenset({Part.COUNTERS}), beside=(MORE,))
 TERMS = Terms(
     strategy="fedavg",
-    facts=Facts(1, None, split_state(STATE), STATE, travels=Travels(local=frozenset({Part.COUNTERS}))),
+    facts=Facts(1, None, split_state(STATE), STATE, TRAVELS),
     expected={name: array for name, array in STATE.items() if array.ndim},
     hooks=frozenset(),
-    extras=frozenset({"more"}),
     arrays_key="arrays",
     count_key="num-examples",
 )

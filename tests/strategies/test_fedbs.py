@@ -144,10 +144,9 @@ def test_a_reply_without_a_usable_loss_is_refused(loss) -> None:
     with pytest.raises(ReplyError, match="metric 'train-loss' is"):
         Terms(
             strategy="fedbs",
-            facts=Facts(1, None, PARTS, {}, "loss-weighted", FedBSMethod(FedBSParams()).travels()[0]),
+            facts=Facts(1, None, PARTS, {}, FedBSMethod(FedBSParams()).travels()[0]),
             expected={},
             hooks=frozenset(),
-            extras=frozenset(),
             arrays_key="arrays",
             count_key="num-examples",
         ).check(Reply(Node(0, 0), 1.0, {}, metrics))

@@ -294,7 +294,7 @@ def test_momentum_that_does_not_fit_the_model_is_refused(federate, datasets, mlp
     federate(strategy, mlp, datasets, rounds=1, sgd_momentum=0.9)
     _, (reply, *_), _, _ = seen[0]
     run = strategy.run
-    terms = terms_of(run, run.facts(2, run.phase), run.methods.on_clients(run.states, run.facts(2)))
+    terms = terms_of(run, run.facts(2, run.travels), run.methods.on_clients(run.states, run.facts(2)))
     terms.check(reply)
     for wrong in ({"0.weight": np.zeros(3)}, {"no.such": np.zeros(3)}):
         with pytest.raises(ReplyError, match=r"'momentum': entry .* does not fit the model"):
