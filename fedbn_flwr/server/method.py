@@ -21,7 +21,7 @@ The federated mean of two numbers, as a method::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
@@ -323,8 +323,8 @@ class Method(Generic[P, S]):
         """
         return model, state
 
-    def problems(self, run: RunSettings) -> list[Problem]:
-        """Return what does not fit, or has no effect, in such a run."""
+    def problems(self, run: RunSettings) -> Iterable[Problem]:
+        """Return, or yield, what does not fit, or has no effect, in such a run."""
         return []
 
     def advice(self, state: S, number: int, known: list[str]) -> list[str]:

@@ -194,7 +194,8 @@ class Methods:
         for method in self._methods:
             problems += [*_declared_problems(method, run), *method.problems(run)]
         if run.parts is not None:
-            problems += self._model_problems(run.parts)
+            for method in self._methods:
+                problems += _model_problems(method, run.parts)
         return list(dict.fromkeys(problems))
 
     def wrong_settings(self) -> list[str]:
@@ -209,59 +210,67 @@ class Methods:
                 lines.append(f"{problem.key}={value!r} has no effect: {problem.text}")
         return lines
 
-    def _setting_problems(self, run: RunSettings) -> list[Problem]:
-        """Return the problems of settings that every method has."""
-        params, problems = self.params, []
-        if params.agc and run.gradient_clip_norm:
-            text = (
-                f"agc={params.agc} and gradient-clip-norm={run.gradient_clip_norm} both limit gradients; set one to 0"
+    def _setting_problems(self, run: RunSettings) -> Iterator[Problem]:
+        """Yield the problems of settings that every method has."""
+        agc, norm = self.params.agc, run.gradient_clip_norm
+        if agc and norm:
+            yield Problem(
+                "two-gradient-clippings",
+                f"agc={agc} and gradient-clip-norm={norm} both limit gradients; set one to 0",
             )
-            problems.append(Problem("two-gradient-clippings", text))
         if Part.STATISTICS in self.local and SHARED_BN not in run.tests:
-            text = f"{self.name} averages no running variances"
-            problems.append(Problem("no-variances", text, "unused", "variance"))
-        return problems
+            yield Problem("no-variances", f"{self.name} averages no running variances", "unused", "variance")
 
-    def _test_problems(self, tests: Sequence[str]) -> list[Problem]:
-        """Return which tests have no model under these methods."""
-        problems, local = [], self.local
+    def _test_problems(self, tests: Sequence[str]) -> Iterator[Problem]:
+        """Yield which tests have no model under these methods."""
+        local = self.local
         weights = local & {Part.AFFINE, Part.REST}
         if (self.reestimates or RECALIBRATED in tests) and weights:
-            text = (
+            yield Problem(
+                "no-global-weights",
                 f"strategy {self.name!r} keeps {' and '.join(sorted(weights))} with its clients: there are no global "
-                "weights under which statistics could be re-estimated (recalibrate, eval-on=recalibrated)."
+                "weights under which statistics could be re-estimated (recalibrate, eval-on=recalibrated).",
             )
-            problems.append(Problem("no-global-weights", text))
         if Part.REST in local and (asked := [name for name in tests if name.startswith("global")]):
-            text = (
+            yield Problem(
+                "no-global-model",
                 f"eval-on={','.join(asked)} tests a global model, and strategy {self.name!r} has none: its clients "
-                "share nothing, and the initial model would be tested. Use personal-own or personal-global."
+                "share nothing, and the initial model would be tested. Use personal-own or personal-global.",
             )
-            problems.append(Problem("no-global-model", text))
         if SHARED_BN in tests and (not local - {Part.REST} or Part.REST in weights):
-            text = (
+            yield Problem(
+                "no-local-batchnorm",
                 f"eval-on={SHARED_BN} completes a global model with the average of BN parts that stay with the "
-                f"clients; strategy {self.name!r} has no such model. It is for fedbn, silobn and mtfl."
+                f"clients; strategy {self.name!r} has no such model. It is for fedbn, silobn and mtfl.",
             )
-            problems.append(Problem("no-local-batchnorm", text))
-        return problems
 
-    def _model_problems(self, parts: Parts) -> list[Problem]:
-        """Return which layers that the methods act on the model lacks."""
-        problems = []
-        for method in self._methods:
-            for wanted in model_needs(together(declared(method))):
-                if not parts.layers:
-                    has = _NOT_BY_NAMES if parts.by_names else ""
-                    text, remedy = f"{method.title} needs BatchNorm", f"{method.instead}, or a model with BatchNorm"
-                    problems.append(Problem("no-batchnorm", text, "model", has=has, remedy=remedy))
-                elif wanted and not parts.select(wanted):
-                    words, reasons = zip(*(pair for part, pair in _WORDS.items() if part in wanted), strict=True)
-                    kind = f"BatchNorm with {' or '.join(words)}"
-                    has = f"{parts.named_layers()} without ({', '.join(reasons)})"
-                    text, remedy = f"{method.title} needs {kind}", f"{method.instead}, or a model with {kind}"
-                    problems.append(Problem("batchnorm-lacks-entries", text, "model", has=has, remedy=remedy))
-        return problems
+
+def _declared_problems(method: Method[Any, Any], run: RunSettings) -> Iterator[Problem]:
+    """Yield what follows from the declaration: a method that always holds the statistics does not track them."""
+    phases = declared(method)
+    if all(phase.held & TRACKED for phase in phases):
+        for key in ("variance", "bn_momentum"):
+            yield Problem("untracked", f"{method.name} tracks no running variances in training", "unused", key)
+        if run.norm == "batch-renorm":
+            text = f"{method.name} tracks no statistics in training; norm=batch-renorm corrects by them"
+            yield Problem("batch-renorm", text)
+    if method.role != "option" and any(phase.reestimates for phase in phases):
+        yield Problem("always-re-estimated", f"{method.name} always re-estimates", "unused", "recalibrate")
+
+
+def _model_problems(method: Method[Any, Any], parts: Parts) -> Iterator[Problem]:
+    """Yield which layers that the method acts on the model lacks."""
+    for wanted in model_needs(together(declared(method))):
+        if not parts.layers:
+            has = _NOT_BY_NAMES if parts.by_names else ""
+            remedy = f"{method.instead}, or a model with BatchNorm"
+            yield Problem("no-batchnorm", f"{method.title} needs BatchNorm", "model", has=has, remedy=remedy)
+        elif wanted and not parts.select(wanted):
+            words, reasons = zip(*(pair for part, pair in _WORDS.items() if part in wanted), strict=True)
+            kind = f"BatchNorm with {' or '.join(words)}"
+            has = f"{parts.named_layers()} without ({', '.join(reasons)})"
+            remedy = f"{method.instead}, or a model with {kind}"
+            yield Problem("batchnorm-lacks-entries", f"{method.title} needs {kind}", "model", has=has, remedy=remedy)
 
 
 def declared(method: Method[Any, Any], num_rounds: int | None = None) -> tuple[Travels, ...]:
@@ -273,20 +282,6 @@ def declared(method: Method[Any, Any], num_rounds: int | None = None) -> tuple[T
     if reads_unsaid(type(method)):
         return tuple(dataclasses.replace(one, each=ALL) for one in phases)
     return phases
-
-
-def _declared_problems(method: Method[Any, Any], run: RunSettings) -> list[Problem]:
-    """Return what follows from the declaration: a method that always holds the statistics does not track them."""
-    phases, problems = declared(method), []
-    if all(phase.held & TRACKED for phase in phases):
-        untracked = f"{method.name} tracks no running variances in training"
-        problems += [Problem("untracked", untracked, "unused", key) for key in ("variance", "bn_momentum")]
-        if run.norm == "batch-renorm":
-            text = f"{method.name} tracks no statistics in training; norm=batch-renorm corrects by them"
-            problems.append(Problem("batch-renorm", text))
-    if method.role != "option" and any(phase.reestimates for phase in phases):
-        problems.append(Problem("always-re-estimated", f"{method.name} always re-estimates", "unused", "recalibrate"))
-    return problems
 
 
 def reads_unsaid(kind: type[Method[Any, Any]]) -> bool:

@@ -6,6 +6,7 @@ Their settings are fields of ``server.params.Params``.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -73,18 +74,17 @@ class MomentumScope(Option[Momentum]):
             return model, state
         return model, Momentum(replies.average_of(MOMENTUM, to_shares(replies.weights)))
 
-    def problems(self, run: RunSettings) -> list[Problem]:
+    def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Refuse optimizers without momentum."""
         scope = self.params.momentum_scope
         if run.optimizer != "sgd":
-            text = (
+            yield Problem(
+                "momentum-without-sgd",
                 f"momentum-scope={scope} keeps SGD's momentum, and optimizer={run.optimizer} has none: its moments "
-                "start at zero in each round. Use optimizer=sgd or momentum-scope=none"
+                "start at zero in each round. Use optimizer=sgd or momentum-scope=none",
             )
-            return [Problem("momentum-without-sgd", text)]
-        if not run.sgd_momentum:
-            return [Problem("momentum-of-zero", f"momentum-scope={scope} needs sgd-momentum above 0")]
-        return []
+        elif not run.sgd_momentum:
+            yield Problem("momentum-of-zero", f"momentum-scope={scope} needs sgd-momentum above 0")
 
 
 class ClipGradients(ClientHook):

@@ -27,26 +27,20 @@ ShouldStop = Callable[[int, Result], bool]
 def run_rounds(
     strategy: Strategy,
     grid: Grid,
-    arrays: ArrayRecord,
-    after: int,
     num_rounds: int,
-    timeout: float,
     train_config: ConfigRecord | None,
     evaluate_config: ConfigRecord | None,
     test_model: TestModel | None,
     should_stop: ShouldStop | None,
 ) -> Result:
-    """Run the rounds ``after`` + 1 to ``num_rounds``, or until the strategy stops.
+    """Run the rounds up to ``num_rounds``, or until the strategy stops.
 
-    With ``after`` = 0 this is what Flower's loop does.
+    With a new run this is what Flower's loop does.
 
     Args:
-        strategy: the strategy.
+        strategy: the strategy, prepared: its run has the model, and the last finished round.
         grid: the nodes.
-        arrays: the global model after round ``after``.
-        after: the last finished round.
         num_rounds: the last round of the run.
-        timeout: seconds to wait for the replies of an evaluation.
         train_config: further config of every training message.
         evaluate_config: further config of every evaluation message.
         test_model: tests the global model after a round; also called with 0 before round 1.
@@ -55,6 +49,7 @@ def run_rounds(
     Returns:
         The model and the metrics of these rounds.
     """
+    arrays, after, timeout = strategy.run.arrays, strategy.run.after, strategy.run.timeout
     logger.info("Starting %s strategy:", strategy.name)
     log_start(num_rounds, arrays, train_config, evaluate_config)
     strategy.summary()

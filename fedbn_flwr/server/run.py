@@ -24,6 +24,7 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.synchronised_training import Link
 from fedbn_flwr.server.travels import Travels
+from fedbn_flwr.training.input_scale import Scale
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
@@ -52,8 +53,7 @@ class Options:
     config_key: str
     average_train_metrics: Average
     average_test_metrics: Average
-    input_mean: tuple[float, ...] = ()
-    input_std: tuple[float, ...] = ()
+    input_scale: Scale | None = None
     on_replies: OnReplies | None = None
     on_round_end: OnRoundEnd | None = None
 
@@ -183,14 +183,15 @@ class Run:
 
     def message_config(self, number: int) -> MessageConfig:
         """Return the config entries of every message with the model."""
+        scale = self.options.input_scale
         return MessageConfig(
             server_round=number,
             local_entries=self.local_entries,
             continuity=self.continuity,
             start_id=self.start_id,
             seed=self.methods.params.seed,
-            input_mean=self.options.input_mean,
-            input_std=self.options.input_std,
+            input_mean=scale.mean if scale else (),
+            input_std=scale.std if scale else (),
         )
 
     def tests_after(self, number: int) -> bool:

@@ -257,23 +257,12 @@ class Strategy(FlowerFedAvg):
             NothingTrainedError: no round had enough usable replies. This error and the one before hold the result.
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
-        after = self.prepare(initial_arrays, num_rounds, timeout)
+        self.prepare(initial_arrays, num_rounds, timeout)
         self.run.count_start(grid)
         grid = polling(grid)
         self._in_start = True
         try:
-            result = run_rounds(
-                self,
-                grid,
-                initial_arrays,
-                after,
-                num_rounds,
-                timeout,
-                train_config,
-                evaluate_config,
-                evaluate_fn,
-                should_stop,
-            )
+            result = run_rounds(self, grid, num_rounds, train_config, evaluate_config, evaluate_fn, should_stop)
         finally:
             self._in_start = False
             self.run.link.close()
@@ -343,7 +332,6 @@ class Strategy(FlowerFedAvg):
         )
 
     def _options(self) -> Options:
-        scale = self.input_scale
         return Options(
             fraction_train=self.fraction_train,
             fraction_evaluate=self.fraction_evaluate,
@@ -355,8 +343,7 @@ class Strategy(FlowerFedAvg):
             config_key=self.configrecord_key,
             average_train_metrics=self.train_metrics_aggr_fn,
             average_test_metrics=self.evaluate_metrics_aggr_fn,
-            input_mean=scale.mean if scale else (),
-            input_std=scale.std if scale else (),
+            input_scale=self.input_scale,
             on_replies=self.on_replies,
             on_round_end=self.on_round_end,
         )

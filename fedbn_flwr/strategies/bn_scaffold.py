@@ -61,7 +61,7 @@ as FedDNA does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -310,13 +310,12 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         latest = LatestBN(state.latest_variates).with_latest(sent).tree
         return super().aggregate(replace(state, latest_variates=latest), facts, replies, model)
 
-    def problems(self, run: RunSettings) -> list[Problem]:
+    def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Refuse batch renormalisation, too."""
-        problems = super().problems(run)
+        yield from super().problems(run)
         if run.norm == "batch-renorm":
             text = f"{self.name} corrects BatchNorm's statistics, and so does norm=batch-renorm; use norm=batch"
-            problems.append(Problem("batch-renorm", text))
-        return problems
+            yield Problem("batch-renorm", text)
 
     def _common(self, state: BNVariates, facts: Facts) -> dict[str, Any]:
         """Return ``PATH.mean`` and ``PATH.var``, (u, s) of each layer of which a client has sent moments."""

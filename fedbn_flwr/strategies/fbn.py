@@ -63,7 +63,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -78,11 +78,10 @@ from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, w
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.server.reestimation import pooled_statistics
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import TRACKED, Beside, Travels
-from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.freezing import hold_eval
@@ -97,7 +96,7 @@ BN_MOMENTS = Key("bn-moments", "ArrayRecord: count, mean and m2 of the inputs of
 WARM_UP = Key("fedbn-flwr.statistics-warm-up", "bool: BN normalises with the batches' statistics", "server", "client")
 
 
-class PooledParams(FedAvgParams):
+class PooledParams(Params):
     """Parameters of methods that train with pooled statistics."""
 
     statistics_momentum: float = setting(
@@ -280,16 +279,16 @@ class PooledStatisticsMethod(Method[P, S]):
         after = facts.number if ends else state.warmed_up_after
         return model, replace(state, num_pooled=num_pooled, warmed_up_after=after)
 
-    def problems(self, run: RunSettings) -> list[Problem]:
+    def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Warn of a warm-up as long as the run."""
         rounds = self.params.statistics_warm_up
-        if rounds < run.num_rounds:
-            return []
-        text = (
-            f"{self.name}: statistics-warm-up={rounds} lasts as long as the run of {run.num_rounds} rounds, so BN "
-            "never trains with global statistics. Use a shorter warm-up or more rounds."
-        )
-        return [Problem("long-warm-up", text, "warn")]
+        if rounds >= run.num_rounds:
+            yield Problem(
+                "long-warm-up",
+                f"{self.name}: statistics-warm-up={rounds} lasts as long as the run of {run.num_rounds} rounds, so BN "
+                "never trains with global statistics. Use a shorter warm-up or more rounds.",
+                "warn",
+            )
 
     def advice(self, state: S, number: int, known: list[str]) -> list[str]:
         """Name, after the warm-up, statistics that are far from those of the batches."""
@@ -369,12 +368,11 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
             return trimmed(moments, self.params.trim)
         return pool(moments, weights if self.params.fbn_measure == "steps" else None)
 
-    def problems(self, run: RunSettings) -> list[Problem]:
+    def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Add the share of a trimmed mean that is not taken."""
-        problems = super().problems(run)
+        yield from super().problems(run)
         if self.params.statistics_aggregation == "mean":
-            problems.append(Problem("not-trimmed", "it is for statistics-aggregation=trimmed", "unused", "trim"))
-        return problems
+            yield Problem("not-trimmed", "it is for statistics-aggregation=trimmed", "unused", "trim")
 
     def advice(self, state: Pooled, number: int, known: list[str]) -> list[str]:
         """Add, after the warm-up, the measure by steps, whose statistics belong to later weights."""

@@ -35,23 +35,17 @@ The result does not depend on the order in which replies arrive. With one client
 from __future__ import annotations
 
 from fedbn_flwr.server.method import Method
-from fedbn_flwr.server.params import Params
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["FedAvg", "FedAvgMethod", "FedAvgParams"]
+__all__ = ["FedAvg", "FedAvgMethod"]
 
 
-class FedAvgParams(Params):
-    """Parameters of FedAvg: those of every strategy."""
-
-
-class FedAvgMethod(Method[FedAvgParams]):
+class FedAvgMethod(Method):
     """Federated averaging: the average that every round computes, and nothing more."""
 
     name = "fedavg"
     summary_line = "weighted average of everything, BN counters kept exact"
     source = "McMahan 2017"
-    Params = FedAvgParams
 
 
 class FedAvg(Strategy):

@@ -33,15 +33,14 @@ from __future__ import annotations
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.strategies.fedopt import Moments, ServerStep
 
 __all__ = ["FedAvgM", "FedAvgMMethod", "FedAvgMParams"]
 
 
-class FedAvgMParams(FedAvgParams):
+class FedAvgMParams(Params):
     """Parameters of FedAvgM."""
 
     server_learning_rate: float = setting(1.0, "the server's learning rate (eta_g)", gt=0)

@@ -38,7 +38,7 @@ Equal losses give the plain mean.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,16 +140,16 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         logger.info("FedBS: the losses agreed in %d rounds; FedProx from round %d", agreed, facts.number + 1)
         return model, FedBSState(facts.number, agreed)
 
-    def problems(self, run: RunSettings) -> list[Problem]:
+    def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Warn of a phase 2 that the run is too short for."""
         rounds = self.params.fedbs_rounds
-        if rounds < run.num_rounds:
-            return []
-        text = (
-            f"fedbs: phase 2 begins after fedbs-rounds={rounds} rounds at the earliest, and the run has "
-            f"{run.num_rounds}: it never begins, unless a resumed run goes on. Use a smaller fedbs-rounds."
-        )
-        return [Problem("no-second-phase", text, "warn")]
+        if rounds >= run.num_rounds:
+            yield Problem(
+                "no-second-phase",
+                f"fedbs: phase 2 begins after fedbs-rounds={rounds} rounds at the earliest, and the run has "
+                f"{run.num_rounds}: it never begins, unless a resumed run goes on. Use a smaller fedbs-rounds.",
+                "warn",
+            )
 
     def advice(self, state: FedBSState, number: int, known: list[str]) -> list[str]:
         """Add mu in phase 2."""

@@ -52,10 +52,9 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.server.method import Facts, Method, Replies
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Travels
-from fedbn_flwr.strategies.fedavg import FedAvgParams
 
 __all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedYogi", "FedYogiParams"]
 __all__ += ["FedAdagradMethod", "FedAdamMethod", "FedYogiMethod", "ServerMoments", "ServerStep"]
@@ -63,7 +62,7 @@ __all__ += ["FedAdagradMethod", "FedAdamMethod", "FedYogiMethod", "ServerMoments
 logger = logging.getLogger("flwr")
 
 
-P = TypeVar("P", bound=FedAvgParams, default=FedAvgParams)
+P = TypeVar("P", bound=Params, default=Params)
 Moments = Sequence[Any]  # of an entry: arrays in float64
 
 
@@ -118,7 +117,7 @@ class ServerStep(Method[P, ServerMoments]):
         return [*known, f"Or the server's steps are too large: {remedy}"]
 
 
-class FedAdagradParams(FedAvgParams):
+class FedAdagradParams(Params):
     """Parameters of FedAdagrad."""
 
     eta: float = setting(0.1, "eta, the server's learning rate", gt=0)
@@ -139,7 +138,6 @@ class FedYogiParams(AdaptiveParams):
 
 
 A = TypeVar("A", bound=FedAdagradParams, default=FedAdagradParams)
-B = TypeVar("B", bound=AdaptiveParams, default=AdaptiveParams)
 
 
 class FedAdagradMethod(ServerStep[A]):
@@ -172,7 +170,7 @@ class FedAdagradMethod(ServerStep[A]):
         return float(self.params.eta)
 
 
-class FedAdamMethod(FedAdagradMethod[B]):
+class FedAdamMethod(FedAdagradMethod[AdaptiveParams]):
     """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step corrected for the start."""
 
     name = "fedadam"
@@ -194,7 +192,7 @@ class FedAdamMethod(FedAdagradMethod[B]):
         return float(self.params.eta * math.sqrt(1 - self.params.beta_2**t) / (1 - self.params.beta_1**t))
 
 
-class FedYogiMethod(FedAdamMethod[FedYogiParams]):
+class FedYogiMethod(FedAdamMethod):
     """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2, independent of the distance."""
 
     name = "fedyogi"

@@ -55,22 +55,20 @@ With $E = 1$ and plain SGD the averaged model equals one centralized step on $\s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import nn
-from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.sync import Backward, refuse_batch_renorm, synchronised
 from fedbn_flwr.batchnorm.sync import Exchanges as ExchangesName
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
-from fedbn_flwr.server.method import Ask, Facts, HookContext, HookFactory, Method, Problem, Role, RunSettings
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.method import Ask, Facts, HookContext, Method, Problem, Role, RunSettings
+from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Exchanges, LinkSettings, Travels
-from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 from fedbn_flwr.transport.grpc_channel import connect
@@ -81,7 +79,7 @@ EXCHANGES = Key("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1", "server", "c
 BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "client")
 
 
-class FedTANParams(FedAvgParams):
+class FedTANParams(Params):
     """Parameters of FedTAN."""
 
     fedtan_exchanges: ExchangesName = setting("3L+1", "exchanges of a round; 2L+1 sends mean and variance together")
@@ -94,10 +92,6 @@ class FedTANParams(FedAvgParams):
     fedtan_bind: str = setting("127.0.0.1:0", "address of the channel on the server, host:port; port 0 = a free port")
     fedtan_address: str = setting("", "host:port that clients connect to; empty = fedtan-bind with the port in use")
     fedtan_tls_dir: str = setting("", "folder with ca.crt, server.crt, server.key; empty = loopback only")
-
-
-P = TypeVar("P", bound=FedTANParams, default=FedTANParams)
-S = TypeVar("S", default=None)
 
 
 class SynchroniseFirstStep(ClientHook):
@@ -158,15 +152,15 @@ def _make_hook(context: HookContext) -> ClientHook:
     return SynchroniseFirstStep(reducer, config[EXCHANGES], config[BACKWARD], size)
 
 
-class FedTANMethod(Method[P, S]):
+class FedTANMethod(Method[FedTANParams]):
     """FedAvg whose first local step is synchronised layer by layer."""
 
     name = "fedtan"
     summary_line = "first local step synchronised layer by layer over all clients"
     source = "Wang 2023, arXiv:2301.02982"
     role: ClassVar[Role] = "client-hooks"
-    Params: ClassVar[type[Any]] = FedTANParams
-    client_hooks: ClassVar[Mapping[str, HookFactory]] = {"synchronise-first-step": _make_hook}
+    Params = FedTANParams
+    client_hooks = {"synchronise-first-step": _make_hook}
     backward: ClassVar[Backward] = "global"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
@@ -185,22 +179,19 @@ class FedTANMethod(Method[P, S]):
             return Exchanges((1, 3), backward, "each", link)
         return Exchanges((2, 2), backward, "mean", link)
 
-    def on_clients(self, state: S, facts: Facts) -> list[Ask]:
+    def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask the clients to synchronise their first step."""
         config = {EXCHANGES: self.params.fedtan_exchanges, BACKWARD: self.backward}
         return [Ask("synchronise-first-step", config)]
 
-    def problems(self, run: RunSettings) -> list[Problem]:
+    def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Refuse batch renormalisation; name the settings of the channel if the exchanges do not use it."""
-        problems = []
         if run.norm == "batch-renorm":
             text = f"{self.name} synchronises BatchNorm; norm=batch-renorm corrects it locally"
-            problems.append(Problem("batch-renorm", text))
+            yield Problem("batch-renorm", text)
         if self.params.fedtan_transport != "channel":
-            keys = ("fedtan_bind", "fedtan_address", "fedtan_tls_dir")
-            text = "it is for fedtan-transport=channel"
-            problems += [Problem("no-channel", text, "unused", key) for key in keys]
-        return problems
+            for key in ("fedtan_bind", "fedtan_address", "fedtan_tls_dir"):
+                yield Problem("no-channel", "it is for fedtan-transport=channel", "unused", key)
 
 
 class FedTAN(Strategy):

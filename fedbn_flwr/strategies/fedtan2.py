@@ -26,6 +26,7 @@ FedTAN's in rounds $1 \dots M$, FixBN's after $T^* = M$.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -75,9 +76,10 @@ class FedTAN2Method(FreezingMethod[FedTAN2Params]):
         first = self.phase(state, facts.number) != "frozen"
         return [*(self._fedtan.on_clients(None, facts) if first else []), *super().on_clients(state, facts)]
 
-    def problems(self, run: RunSettings) -> list[Problem]:
-        """Return the problems of both."""
-        return [*self._fedtan.problems(run), *super().problems(run)]
+    def problems(self, run: RunSettings) -> Iterator[Problem]:
+        """Yield the problems of both."""
+        yield from self._fedtan.problems(run)
+        yield from super().problems(run)
 
 
 class FedTAN2(Strategy):

@@ -36,16 +36,16 @@ The gain per channel of wsconv is Brock's (`wsconv-gain`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from fedbn_flwr.server.method import Method, Problem, RunSettings
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.strategies.fedavg import FedAvgParams
 
 __all__ = ["FedWon", "FedWonMethod", "FedWonParams"]
 
 
-class FedWonParams(FedAvgParams):
+class FedWonParams(Params):
     """Parameters of FedWon."""
 
     agc: float = setting(0.1, "lambda of adaptive gradient clipping in every step; 0 = off", "local training", ge=0)
@@ -60,27 +60,21 @@ class FedWonMethod(Method[FedWonParams]):
     alone = "fedwon is norm=wsconv and agc: set these two with the other strategy"
     Params = FedWonParams
 
-    def problems(self, run: RunSettings) -> list[Problem]:
+    def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Refuse a model with another norm, and one without filters of more than one weight to standardise."""
-        problems = []
         if run.norm != "wsconv":
             text = f"strategy=fedwon trains without normalisation: norm={run.norm} must be wsconv"
-            problems.append(Problem("fedwon-norm", text))
+            yield Problem("fedwon-norm", text)
         if run.parts is None:
-            return problems
+            return
         if run.parts.layers:
-            text, remedy = f"{self.title} trains without normalisation", "model, report = replace_norm(model, 'wsconv')"
-            has = run.parts.named_layers()
-            problems.append(
-                Problem("fedwon-has-batchnorm", text, "model", has=has, remedy=f"a model without them: {remedy}")
-            )
+            text = f"{self.title} trains without normalisation"
+            remedy = "a model without them: model, report = replace_norm(model, 'wsconv')"
+            yield Problem("fedwon-has-batchnorm", text, "model", has=run.parts.named_layers(), remedy=remedy)
         if not any(len(shape) > 2 and math.prod(shape[1:]) > 1 for shape in run.shapes.values()):
-            text, remedy = (
-                f"{self.title} standardises the weights of convolutions",
-                "FedAvg, or a model with convolutions",
-            )
-            problems.append(Problem("fedwon-no-convolution", text, "model", has="none", remedy=remedy))
-        return problems
+            text = f"{self.title} standardises the weights of convolutions"
+            remedy = "FedAvg, or a model with convolutions"
+            yield Problem("fedwon-no-convolution", text, "model", has="none", remedy=remedy)
 
     def advice(self, state: None, number: int, known: list[str]) -> list[str]:
         """Name gradient clipping, which takes the place of the normalisation."""

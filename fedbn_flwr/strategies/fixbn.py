@@ -55,7 +55,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -71,10 +71,9 @@ from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import FROZEN, Key
 from fedbn_flwr.server.method import Ask, Facts, HookFactory, Method, Problem, Replies, RunSettings
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import NONE, TRACKED, Beside, PartSet, Travels
-from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.scripted import refuse_scripted
@@ -118,7 +117,7 @@ def check_at(at: At) -> At:
     return at
 
 
-class WindowParams(FedAvgParams):
+class WindowParams(Params):
     """Parameters of the window rule for an automatic round."""
 
     freeze_window: int = setting(100, "window W of an automatic round, rounds; must be below R", ge=2)
@@ -333,33 +332,33 @@ class FreezingMethod(Method[W, Frozen]):
         logger.info("BN frozen after round %d: variance of delta over %d rounds under tau", facts.number, size)
         return model, Frozen(facts.number, rows)
 
-    def problems(self, run: RunSettings) -> list[Problem]:
+    def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Refuse a window as long as the run, and a run that freezes nothing; warn of a round outside of the run."""
         (key, at, parts), rounds = self.plan(), run.num_rounds
         after = freeze_round(at, rounds)
-        problems = []
         if at != "auto":
-            of_window = ("freeze_window", "freeze_tau", "freeze_rule")
-            problems += [Problem("fixed-round", f"it is for {key}=auto", "unused", name) for name in of_window]
+            for name in ("freeze_window", "freeze_tau", "freeze_rule"):
+                yield Problem("fixed-round", f"it is for {key}=auto", "unused", name)
         elif self.params.freeze_window >= rounds:
             text = f"freeze-window={self.params.freeze_window} must be below num-server-rounds={rounds} for {key}=auto"
-            problems.append(Problem("long-window", text))
+            yield Problem("long-window", text)
         if not parts:
             text = "freeze-statistics=false and freeze-affine=false freeze nothing; use strategy=fedavg"
-            problems.append(Problem("freezes-nothing", text))
+            yield Problem("freezes-nothing", text)
         if after is not None and after >= rounds:
-            text = (
+            yield Problem(
+                "never-frozen",
                 f"{self.name}: {key}={at} means after round {after}, and the run has {rounds}: BN is never frozen, "
-                f"unless a resumed run goes on. Use a smaller {key} or more rounds."
+                f"unless a resumed run goes on. Use a smaller {key} or more rounds.",
+                "warn",
             )
-            problems.append(Problem("never-frozen", text, "warn"))
         if after == 0:
-            text = (
+            yield Problem(
+                "frozen-from-the-start",
                 f"{self.name}: {key}={at} of {rounds} rounds means after round 0: BN is frozen from round 1 at the "
-                f"statistics of the initial model. Use {key} of 1 or more rounds, or a trained initial model."
+                f"statistics of the initial model. Use {key} of 1 or more rounds, or a trained initial model.",
+                "warn",
             )
-            problems.append(Problem("frozen-from-the-start", text, "warn"))
-        return problems
 
     def advice(self, state: Frozen, number: int, known: list[str]) -> list[str]:
         """Name, after the freeze, statistics that are far from those of the batches instead of too large steps."""

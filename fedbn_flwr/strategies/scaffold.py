@@ -48,7 +48,7 @@ With variates at zero, equal clients and $\eta_g = 1$ it is FedAvg.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -63,10 +63,9 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, HookFactory, Method, Problem, Replies, Role, RunSettings
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
-from fedbn_flwr.strategies.fedavg import FedAvgParams
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
 __all__ = ["ControlVariates", "Scaffold", "ScaffoldMethod", "ScaffoldParams", "Variates"]
@@ -79,7 +78,7 @@ _NEEDS_SGD = (
 VARIATES = Key("variates", "ArrayRecord: c down, dc_i up", "server, client", "client, server")
 
 
-class ScaffoldParams(FedAvgParams):
+class ScaffoldParams(Params):
     """Parameters of SCAFFOLD."""
 
     server_learning_rate: float = setting(1.0, "the server's learning rate (eta_g)", gt=0)
@@ -249,15 +248,12 @@ class ScaffoldMethod(Method[P, S]):
             variates[name] = (variates.get(name, 0.0) + step).astype(dtype)
         return model, replace(state, variates=variates, num_clients=num_clients)
 
-    def problems(self, run: RunSettings) -> list[Problem]:
+    def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Refuse momentum and other optimizers."""
-        problems = []
         if run.optimizer != "sgd":
-            problems.append(Problem("needs-sgd", f"{_NEEDS_SGD}: optimizer={run.optimizer} must be sgd"))
+            yield Problem("needs-sgd", f"{_NEEDS_SGD}: optimizer={run.optimizer} must be sgd")
         if run.sgd_momentum:
-            text = f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0"
-            problems.append(Problem("needs-plain-sgd", text))
-        return problems
+            yield Problem("needs-plain-sgd", f"scaffold corrects plain SGD: sgd-momentum={run.sgd_momentum} must be 0")
 
 
 def _scaled(state: Variates, facts: Facts, replies: Replies) -> tuple[dict[str, Any], int]:

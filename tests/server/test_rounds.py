@@ -60,10 +60,11 @@ def test_our_loop_over_rounds_equals_flowers(federate, mlp, points, same_bits, m
 
     ours, calls = run()
 
-    def flowers(strategy, grid, arrays, after, num_rounds, timeout, train_config, evaluate_config, test_model, stop):
-        assert after == 0
+    def flowers(strategy, grid, num_rounds, train_config, evaluate_config, test_model, stop):
+        run = strategy.run
+        assert run.after == 0
         configs = train_config, evaluate_config
-        return FlowerFedAvg.start(strategy, grid, arrays, num_rounds, timeout, *configs, test_model)
+        return FlowerFedAvg.start(strategy, grid, run.arrays, num_rounds, run.timeout, *configs, test_model)
 
     monkeypatch.setattr(strategy_module, "run_rounds", flowers)
     theirs, their_calls = run()

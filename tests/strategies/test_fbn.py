@@ -20,7 +20,6 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DivergedError
 from fedbn_flwr.messages.records import tensors, to_record
 from fedbn_flwr.server.method import RunSettings
-from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.strategies import FBN, HBN, FedAvg, FixBN
 from fedbn_flwr.strategies.fbn import GlobalStatistics, Pooled, trimmed
 from tests.support.bad_replies import spoiling
@@ -128,7 +127,7 @@ def test_without_batchnorm_it_is_fedavg(federate, datasets, mlp, same_bits, monk
     model = functools.partial(mlp, norm=False)
     with pytest.raises(ConfigError, match="strategy 'fbn' needs BatchNorm"):
         federate(FBN(), model, datasets)
-    monkeypatch.setattr(Methods, "_model_problems", lambda *args: [])
+    monkeypatch.setattr("fedbn_flwr.server.methods._model_problems", lambda *args: [])
     same_bits(federate(FBN(), model, datasets).state, federate(FedAvg(), model, datasets).state)
 
 
