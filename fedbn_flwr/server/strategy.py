@@ -28,8 +28,7 @@ from fedbn_flwr.server.nodes import NodeRegistry
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.reestimation import reestimate_before_tests
 from fedbn_flwr.server.report import RoundReport, average_metrics
-from fedbn_flwr.server.round import Played, close_round, play_tests, play_training
-from fedbn_flwr.server.rounds import ShouldStop, TestModel, run_rounds
+from fedbn_flwr.server.round import Played, ShouldStop, TestModel, close_round, play_tests, play_training, run_rounds
 from fedbn_flwr.server.run import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.server.sent_beside import check_wrapper
 from fedbn_flwr.server.travels import PartSet

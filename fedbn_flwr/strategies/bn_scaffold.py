@@ -204,7 +204,7 @@ class BNControlVariates(ControlVariates):
         count, mean, m2 = (self._before[name] for name in kept)
         dtype = torch.promote_types(like.dtype, torch.float32)
         # The server's way from the moments to its variates: equal ones leave exact zeros.
-        change = (u - mean).to(dtype), (s - _variance(m2, count).to(s.dtype)).to(dtype)
+        change = (u - mean).to(dtype), (s - (m2.double() / count).to(s.dtype)).to(dtype)
         any_change = any(bool(values.any()) for values in change)
         mean_change, var_change, floor = (values.to(like.device) for values in (*change, (self._floor * s).to(dtype)))
         return _Correction(mean_change, var_change, floor, any_change)
@@ -233,10 +233,6 @@ class SurveyedBNVariates(Surveyed, BNControlVariates):
 
 
 _KEPT = f"{BN_VARIATES}/"  # before the names of (u_i, s_i) in what the hook keeps; c_i has the parameters' names
-
-
-def _variance(m2: Tensor, count: Tensor | int) -> Tensor:
-    return m2.double() / count
 
 
 def _track(layer: _BatchNorm, mean: Tensor, var: Tensor, count: int) -> None:
