@@ -65,7 +65,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -246,7 +246,7 @@ class PooledStatisticsMethod(Method[P, S]):
     """The common base of methods that train with global statistics, pooled by the server in each round."""
 
     role = "client-hooks"
-    State: ClassVar[type[Any] | None] = Pooled
+    State = Pooled
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return the statistics, which training does not change, and the moments beside the model."""

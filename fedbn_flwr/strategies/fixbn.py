@@ -57,7 +57,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import FROZEN, Key
-from fedbn_flwr.server.method import Ask, Facts, HookFactory, Method, Problem, Replies, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
 from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import NONE, TRACKED, Beside, PartSet, Travels
@@ -257,7 +257,7 @@ class FreezingMethod(Method[W, Frozen]):
     """The common base of FixBN and FedTAN-II: BN statistics are frozen after a fixed or an automatic round."""
 
     State = Frozen
-    client_hooks: ClassVar[Mapping[str, HookFactory]] = {
+    client_hooks = {
         "freeze-bn": lambda context: FreezeBN(
             bool(context.config[FREEZE_AFFINE]), bool(context.config.get(FREEZE_STATISTICS, True))
         ),

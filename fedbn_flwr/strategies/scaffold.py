@@ -62,7 +62,7 @@ from fedbn_flwr.batchnorm.averaging import weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.method import Ask, Facts, HookFactory, Method, Problem, Replies, Role, RunSettings
+from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, Role, RunSettings
 from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
@@ -210,11 +210,9 @@ class ScaffoldMethod(Method[P, S]):
     summary_line = "control variates over trainable parameters; BN statistics averaged"
     source = "Karimireddy 2020, arXiv:1910.06378"
     role: ClassVar[Role] = "client-hooks"
-    Params: ClassVar[type[Any]] = ScaffoldParams
-    State: ClassVar[type[Any] | None] = Variates
-    client_hooks: ClassVar[Mapping[str, HookFactory]] = {
-        "variates": lambda context: ControlVariates(context.local_entries)
-    }
+    Params = ScaffoldParams
+    State = Variates
+    client_hooks = {"variates": lambda context: ControlVariates(context.local_entries)}
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
         """Return the changes of the variates; a round whose reply is lost is undone, so that c stays the mean."""
