@@ -60,7 +60,6 @@ class Methods:
         self.params: Params | Any = params
         self.tests = tests_in(params.eval_on)
         self.name = "+".join(kind.name for kind in kinds)
-        self._kinds = tuple(kinds)
         options = [kind(params) for kind in OPTIONS if kind.chosen(params)]
         self._methods: tuple[Method[Any, Any], ...] = (*options, *(kind(params) for kind in kinds))
 
@@ -90,8 +89,8 @@ class Methods:
     @property
     def reestimates(self) -> bool:
         """Whether every test and the final model use re-estimated statistics."""
-        always = any(one.reestimates for kind in self._kinds for one in declared(kind(self.params)))
-        return always or bool(self.params.recalibrate)
+        own = [method for method in self._methods if method.role != "option"]
+        return bool(self.params.recalibrate) or any(one.reestimates for method in own for one in declared(method))
 
     @property
     def client_hooks(self) -> dict[str, Any]:
