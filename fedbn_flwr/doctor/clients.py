@@ -16,8 +16,6 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.randomness import seeded
 
 __all__ = [
-    "VALUES",
-    "VALUES_B",
     "ClientData",
     "Loaders",
     "classes_of",
@@ -27,11 +25,16 @@ __all__ = [
     "outputs_of",
     "parts",
     "read_clients",
-    "read_loader",
 ]
 
 Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
 """A loader for each client, by name or in order; it yields batches (inputs, targets), as a ``DataLoader`` does."""
+
+# Values of the inputs of a pass without gradient: 16 MiB, and a few times as much in a layer of a network.
+_VALUES = 2**22
+# The same of all clients in B_i, whose passes keep every layer for the gradient at the same time.
+_VALUES_B = 2**24
+_FEWEST = 32  # examples, for statistics of a batch; of B_i 2
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def read_clients(loaders: Loaders, max_examples: int, empty: list[str] | None = 
     with seeded(0):
         for name, loader in named:
             with _own_generators_kept(loader):
-                client = read_loader(str(name), loader, max_examples)
+                client = _read_loader(str(name), loader, max_examples)
             if client is None:
                 without.append(str(name))
             else:
@@ -137,7 +140,7 @@ def _own_generators_kept(loader: Iterable[Any]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientData | None:
+def _read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientData | None:
     """Return up to ``max_examples`` examples of a loader; None if it has none.
 
     Of more examples they are drawn at random, since a loader may be sorted, by class say; where that needs a pass over
@@ -239,23 +242,14 @@ def _shape_of(batch: Any) -> str:
     )
 
 
-VALUES = 2**22
-"""Values of the inputs of a pass without gradient: 16 MiB, and a few times as much in a layer of a network."""
-
-VALUES_B = 2**24
-"""Values of the inputs of all clients in B_i, whose passes keep every layer for the gradient at the same time."""
-
-_FEWEST = 32  # for statistics of a batch; of B_i 2
-
-
 def examples_a_pass(clients: Sequence[ClientData], most: int) -> int:
     """Return the number of examples of a pass: ``most``, fewer of large examples, but 32."""
-    return min(most, max(_FEWEST, VALUES // _size(clients)))
+    return min(most, max(_FEWEST, _VALUES // _size(clients)))
 
 
 def examples_of_b(clients: Sequence[ClientData], most: int) -> int:
     """Return the number of examples of a client in B_i: ``most``, fewer of large examples or many clients, but 2."""
-    return min(most, max(2, VALUES_B // (_size(clients) * len(clients))))
+    return min(most, max(2, _VALUES_B // (_size(clients) * len(clients))))
 
 
 def parts(order: Tensor, size: int) -> list[Tensor]:

@@ -23,7 +23,7 @@ from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
 from fedbn_flwr.training.wrappers import unwrap
 
-__all__ = ["WAY_OUT", "ClippedSum", "call_with", "check_layers", "clipped_sum", "mixes_examples", "try_two_examples"]
+__all__ = ["WAY_OUT", "ClippedSum", "check_layers", "clipped_sum", "mixes_examples", "try_two_examples"]
 
 _AT_ONCE = 2**26  # numbers in the gradients of the examples that are in memory at the same time
 
@@ -90,7 +90,7 @@ def _gradient_of_each(
 
     def of_one(values: Mapping[str, Tensor], example: Tensor, target: Tensor) -> Any:
         with torch.autocast(example.device.type, torch.bfloat16) if amp else nullcontext():
-            outputs = call_with(model, {**buffers, **values}, example[None])
+            outputs = _call_with(model, {**buffers, **values}, example[None])
             value = loss(outputs, target[None])
         return value, (value, outputs[0])
 
@@ -179,7 +179,7 @@ def try_two_examples(model: nn.Module, two: Tensor) -> None:
     for pair in (two, two[[0, 0]]):
         buffers = {name: value.clone() for name, value in model.named_buffers()}
         with torch.no_grad(), seeded(0):
-            outputs.append(call_with(model, buffers, pair)[0].double())
+            outputs.append(_call_with(model, buffers, pair)[0].double())
     if (outputs[1] - outputs[0]).abs().max() > 1e-3 * outputs[0].abs().max():
         raise NormLayerError(
             "record-level privacy: the model's output for an example depends on the others of its batch, and DP-SGD "
@@ -187,7 +187,7 @@ def try_two_examples(model: nn.Module, two: Tensor) -> None:
         )
 
 
-def call_with(model: nn.Module, values: Mapping[str, Tensor], inputs: Tensor) -> Any:
+def _call_with(model: nn.Module, values: Mapping[str, Tensor], inputs: Tensor) -> Any:
     """Return ``model(inputs)`` with ``values`` in place of the entries that they name, and of entries tied to these.
 
     Where torch finds the tied entries by itself (``tie_weights``), it leaves a module that is registered at two paths

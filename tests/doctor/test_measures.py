@@ -347,8 +347,8 @@ def test_passes_of_large_examples_are_small(monkeypatch: pytest.MonkeyPatch) -> 
     whole = diagnose(model, loaders)
     assert max(_Sizes.seen) == 150
     _Sizes.seen.clear()
-    monkeypatch.setattr(client_data, "VALUES", 16 * 40)
-    monkeypatch.setattr(client_data, "VALUES_B", 2 * 16 * 10)
+    monkeypatch.setattr(client_data, "_VALUES", 16 * 40)
+    monkeypatch.setattr(client_data, "_VALUES_B", 2 * 16 * 10)
     parts = diagnose(model, loaders)
     assert _Sizes.seen[:2] == [150, 150], "the batches of the clients"
     assert 30 < max(_Sizes.seen[2:]) <= 40
