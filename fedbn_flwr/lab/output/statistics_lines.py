@@ -42,10 +42,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import entry_name
-from fedbn_flwr.doctor.by_batch import Distance, Statistics, distance
+from fedbn_flwr.doctor.by_batch import Distance, Statistics, distance, layers_of
 from fedbn_flwr.doctor.state import TensorState
 
 __all__ = [
@@ -89,10 +88,9 @@ class Tracked(NamedTuple):
 
 def tracked_layers(model: nn.Module) -> list[Tracked]:
     """Return the BatchNorm layers of a model that have running statistics, by type; in the order of the model."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    layers = {path: module for path, module in modules.items() if isinstance(module, _BatchNorm)}
-    tracking = ((path, layer) for path, layer in layers.items() if layer.running_mean is not None)
-    return [Tracked(path, layer.eps, layer.momentum) for path, layer in tracking]
+    layers = layers_of(model, every_path=True)
+    tracking = {path: layer for path, layer in layers.items() if layer.running_mean is not None}
+    return [Tracked(path, layer.eps, layer.momentum) for path, layer in tracking.items()]
 
 
 def weight(momentum: float | None, before: int | None, after: int | None) -> float:
