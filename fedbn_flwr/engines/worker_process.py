@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from flwr.app import Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from fedbn_flwr.engines.client_work import work
 from fedbn_flwr.engines.link import Packed, WorkerPipe
 from fedbn_flwr.machine import keep_freed_memory
 from fedbn_flwr.training.turns import interrupted
+from fedbn_flwr.transport import Reducer
 
 __all__ = ["ANSWER", "CALL", "DONE", "READY", "WORK", "serve"]
 
@@ -64,15 +65,19 @@ def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_thread
         (kind, number, detail), values = link.receive()
         if kind == ANSWER:
             members.take(detail)
-        elif detail is None:
-            _reply(link, number, client_app, *values, {})
+            continue
+        message, context = values
+        if detail is None:
+            _reply(link, number, client_app, message, context, {})
         else:
-            members.begin(link, number, client_app, *values, detail)
+            members.begin(link, number, client_app, message, context, detail)
 
 
-def _reply(link: WorkerPipe, number: int, app: ClientApp, message: Message, *rest: Any) -> None:
+def _reply(
+    link: WorkerPipe, number: int, app: ClientApp, message: Message, context: Context, reducers: Mapping[str, Reducer]
+) -> None:
     try:
-        done = [Packed.of(value) for value in work(app, message, *rest)]
+        done = [Packed.of(value) for value in work(app, message, context, reducers)]
     except Exception as error:  # what the app has put into its reply cannot be pickled
         done = [Packed.of(app_error(message, error)), Packed.of(None)]
     with suppress(ConnectionError):  # a command that was killed; this process ends, too
@@ -87,13 +92,14 @@ class _Members:
         set_threads = functools.partial(torch.set_num_threads, torch_threads)
         self._threads = ThreadPoolExecutor(_MOST_MEMBERS, "member", initializer=set_threads)
 
-    def begin(self, link: WorkerPipe, number: int, *job: Any) -> None:
-        *client, context, barrier_id = job
+    def begin(
+        self, link: WorkerPipe, number: int, app: ClientApp, message: Message, context: Context, barrier_id: str
+    ) -> None:
         self._reducers[context.node_id] = reducer = _RemoteReducer(link, number, context.node_id)
 
         def reply() -> None:
             try:
-                _reply(link, number, *client, context, {barrier_id: reducer})
+                _reply(link, number, app, message, context, {barrier_id: reducer})
             except BaseException:  # as in the main thread: the command hears of it by the end of this process
                 traceback.print_exc()
                 os._exit(1)
