@@ -19,6 +19,7 @@ from fedbn_flwr.batchnorm.reestimation import GatheredMoments, Moments, tracking
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.own_forward import has_own_forward
 from fedbn_flwr.training.channels import batch_mean_and_variance, per_channel
+from fedbn_flwr.training.checkpointing import is_recomputed
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.replaced_method import replace_method
@@ -203,13 +204,15 @@ class MomentSums(GatheredMoments):
     """The moments of layers' inputs over their calls and steps, from statistics that a step may have computed."""
 
     def add(self, layer: nn.Module, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> None:
-        """Add the input ``x`` (N, C, *) of a call.
+        """Add the input ``x`` (N, C, *) of a call; that of a call which activation checkpointing repeats is known.
 
         Args:
             layer: the layer that was called.
             x: its input.
             statistics: its ``batch_statistics`` if they are known.
         """
+        if is_recomputed():
+            return
         with torch.no_grad():
             mean, var = statistics or batch_statistics(x)
             count = x.numel() // x.shape[1]

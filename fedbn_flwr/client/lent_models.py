@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.freezing import keep_eval
+from fedbn_flwr.training.freezing import keep_eval, unlike_in_tests
 from fedbn_flwr.training.memory_format import MemoryFormat, set_memory_format
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, unwrap
@@ -116,8 +116,9 @@ def _lendable(model: nn.Module, memory_format: MemoryFormat, example: Callable[[
             f"entry '{lazy[0]}' of the model is lazy, and has no shape yet ({len(lazy)} entries). Run one batch "
             "through the model first, in the function that builds it."
         )
-    if told := keep_eval(unwrap(model)):
-        _warn(told)
+    for told in (keep_eval(unwrap(model)), unlike_in_tests(unwrap(model))):
+        if told:
+            _warn(told)
     return LentModel.of(set_memory_format(model, memory_format, example))
 
 

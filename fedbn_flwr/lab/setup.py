@@ -16,7 +16,7 @@ from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedBS, Strategy
-from fedbn_flwr.training.freezing import keep_eval, train_only
+from fedbn_flwr.training.freezing import keep_eval, train_only, unlike_in_tests
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.settings import LocalTraining
 
@@ -142,6 +142,8 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     if told := keep_eval(model):
         warnings.append(f"model {config.model!r}: {told} frozen-bn has no effect on them.")
     train_only(model, split(config.train_only), config.frozen_bn)
+    if told := unlike_in_tests(model):
+        warnings.append(f"model {config.model!r}: {told}")
     return model, warnings
 
 

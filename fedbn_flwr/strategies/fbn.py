@@ -83,6 +83,7 @@ from fedbn_flwr.server.reestimation import pooled_statistics
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import TRACKED, Beside, Travels
 from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.settings import share_of
@@ -171,8 +172,9 @@ class GlobalStatistics(ClientHook):
             self._undo.pop()()
 
     def _note(self, layer: nn.Module, x: Tensor) -> None:
-        # Not in a test in the middle of the training; the mode is the model's, because the layers are held in eval.
-        if self._model.training and torch.is_grad_enabled():
+        # Not in a test in the middle of the training; the mode is the model's, because the layers are held in eval. A
+        # reentrant checkpoint computes the first of its two passes without gradients.
+        if self._model.training and (torch.is_grad_enabled() or in_checkpoint()):
             self._sums.add(layer, x)
 
 

@@ -25,6 +25,7 @@ from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.replaced_method import replace_method
 
 __all__ = ["FrozenBN", "hold_eval", "holds_eval", "keep_eval", "left_in_eval", "stays_in_eval", "train_only"]
+__all__ += ["unlike_in_tests"]
 
 FrozenBN = Literal["eval", "train"]
 
@@ -100,12 +101,35 @@ def keep_eval(model: nn.Module) -> str:
     if not left:
         return ""
     paths = list(reversed(left.values()))
-    names = ", ".join(path or "the model itself" for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
     return (
-        f"{len(paths)} BatchNorm layer(s) are in eval mode in the model as it is built ({names}): they stay so, and "
-        "their running statistics do not change. If they shall train, call model.train() where the model is built; "
+        f"{len(paths)} BatchNorm layer(s) are in eval mode in the model as it is built ({_listed(paths)}): they stay so, "
+        "and their running statistics do not change. If they shall train, call model.train() where the model is built; "
         "to freeze parameters alone, use train-only or requires_grad_(False)."
     )
+
+
+def unlike_in_tests(model: nn.Module) -> str:
+    """Return what to tell the user of layers that train by the batch and are tested by statistics that never move.
+
+    Their ``track_running_stats`` was set to False after they were made with running statistics. "" if there are none.
+    """
+    in_eval = stays_in_eval(model)
+    paths = [
+        path
+        for path, m in model.named_modules()
+        if isinstance(m, _BatchNorm) and not m.track_running_stats and m.running_mean is not None and m not in in_eval
+    ]
+    if not paths:
+        return ""
+    return (
+        f"{len(paths)} BatchNorm layer(s) train with the batch's statistics and are tested with running ones that "
+        f"training does not move ({_listed(paths)}): track_running_stats was set to False after they were made. Leave "
+        "it True, or make them with track_running_stats=False."
+    )
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(path or "the model itself" for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
 
 
 def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:

@@ -375,6 +375,17 @@ def test_batchnorm_that_the_model_has_in_eval_mode_stays_so(given: str, points, 
     assert len([record for record in caplog.records if "eval mode" in record.message]) <= 1
 
 
+def test_switched_off_tracking_is_told_once(points, mlp, caplog) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(mlp(), nn.BatchNorm1d(3).double())
+        model[1].track_running_stats = False
+        return model
+
+    for _ in range(2):
+        TorchClient(build(), points(10, 1), points(6, 2), SETTINGS).fit(arrays(build()), {"server-round": 1})
+    assert len([record for record in caplog.records if "track_running_stats" in record.message]) == 1
+
+
 def test_clients_without_a_partition_id_draw_from_streams_of_their_own(points, mlp) -> None:
     """Their node ids tell them apart: they had one stream, so that equal data gave equal batches and dropout."""
 

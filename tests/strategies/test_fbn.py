@@ -14,6 +14,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 
 from fedbn_flwr.batchnorm.reestimation import Moments, moments_of, pool
 from fedbn_flwr.client import TorchClient
@@ -367,3 +368,28 @@ def test_a_warm_up_as_long_as_the_run_is_told(method, federate, datasets, mlp, c
     assert "statistics-warm-up=2 lasts as long as the run of 2 rounds" in caplog.text
     problems = method(statistics_warm_up=1).methods.problems(RunSettings(2))
     assert not [problem for problem in problems if problem.kind == "warn"]
+
+
+class Checkpointed(nn.Sequential):
+    """Its first three layers run again in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()
+            return self[3](checkpoint(lambda inner: self[2](self[1](self[0](inner))), x, use_reentrant=self.reentrant))
+        return super().forward(x)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
+@pytest.mark.parametrize("method", [FBN, functools.partial(FBN, statistics_warm_up=0), HBN])
+def test_a_layer_that_activation_checkpointing_calls_twice_counts_once(
+    federate, datasets, mlp, same_bits, method: Any, kind: type[Checkpointed]
+) -> None:
+    runs = [federate(method(), make, datasets, rounds=3) for make in (lambda: kind(*mlp()), mlp)]
+    same_bits(*(run.state for run in runs))

@@ -11,7 +11,15 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.strategies.fixbn import FreezeBN
-from fedbn_flwr.training.freezing import FrozenBN, keep_eval, left_in_eval, stays_in_eval, train_only
+from fedbn_flwr.training.freezing import (
+    FrozenBN,
+    hold_eval,
+    keep_eval,
+    left_in_eval,
+    stays_in_eval,
+    train_only,
+    unlike_in_tests,
+)
 
 
 def lenet() -> nn.Module:
@@ -127,3 +135,15 @@ def test_a_shared_layer_is_held_once_and_a_train_of_the_models_own_counts() -> N
     own.train(False)
     assert stays_in_eval(own) == {own[1]}
     assert not any(module.training for module in own.modules()), "asking changes no mode"
+
+
+def test_tracking_that_was_switched_off_later_is_told_and_that_of_the_layers_making_is_not() -> None:
+    made = normed(nn.BatchNorm1d(3, track_running_stats=False))
+    assert unlike_in_tests(made) == ""
+    for path in ("1", "3.0"):
+        made.get_submodule(path).track_running_stats = False
+    told = unlike_in_tests(made)
+    assert "2 BatchNorm" in told
+    assert "(1, 3.0)" in told
+    hold_eval(made[1])
+    assert "(3.0)" in unlike_in_tests(made), "a layer in eval mode trains as it is tested"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from fedbn_flwr.batchnorm.sync.layer import BatchNormCall, Normalise, elements_per_channel
 from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce
 from fedbn_flwr.errors import NormLayerError, ReplyError
+from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.wrappers import not_compiled
 
 __all__ = ["SynchronisedStep"]
@@ -149,14 +148,11 @@ def _update(running: Tensor | None, batch: Tensor, momentum: float) -> None:
 
 def _refuse_checkpoint(layer: str) -> None:
     """Raise NormLayerError under activation checkpointing, which would do the layer's exchanges twice."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            raise NormLayerError(
-                f"{layer} runs inside torch.utils.checkpoint, which calls it again in the backward pass: it cannot be "
-                "synchronised. Switch activation checkpointing off, or keep BatchNorm out of it."
-            )
-        frame = frame.f_back
+    if in_checkpoint():
+        raise NormLayerError(
+            f"{layer} runs inside torch.utils.checkpoint, which calls it again in the backward pass: it cannot be "
+            "synchronised. Switch activation checkpointing off, or keep BatchNorm out of it."
+        )
 
 
 def _from_builtin(
