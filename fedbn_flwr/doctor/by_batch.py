@@ -17,7 +17,6 @@ comparable by it; ``mean`` and ``variance`` have no unit. Both variances must be
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
 from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import holds_eval, left_in_eval
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.single_examples import takes_one_example
@@ -96,7 +96,7 @@ def held_layers(model: nn.Module) -> list[str]:
     if not any("train" in vars(module) or type(module).train is not nn.Module.train for module in model.modules()):
         return held  # without the memory of a copy
     try:
-        working = copy.deepcopy(model)  # a train of the model's own may change more than modes
+        working = copied(model)  # a train of the model's own may change more than modes
     except Exception:  # then nothing is measured on data, either
         return held
     working.train()
@@ -108,11 +108,11 @@ def normalising_by_batch(model: nn.Module) -> nn.Module:
 
     Held layers use their running statistics, as in training.
     """
-    copied, held = copy.deepcopy(model).eval(), held_layers(model)
-    for path, layer in layers_of(copied).items():
+    working, held = copied(model).eval(), held_layers(model)
+    for path, layer in layers_of(working).items():
         if path not in held:
             layer.training, layer.track_running_stats = True, False
-    return copied
+    return working
 
 
 def splits(model: nn.Module, data: ClientData, batch_size: int) -> list[Tensor]:

@@ -7,7 +7,6 @@ statistics sees the examples of a pass together. So a pass mixes the clients at 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData, classes_of, examples_a_pass, inputs_at, parts
 from fedbn_flwr.doctor.thresholds import MAX_CHANNELS
 from fedbn_flwr.training.channels import other_axes
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = ["Features", "LayerFeatures", "Range", "features"]
@@ -138,7 +138,7 @@ class Features:
 
 def features(model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator) -> Features:
     """Return the features of all clients' examples, in random order; the model does not change."""
-    working = copy.deepcopy(model).eval()
+    working = copied(model).eval()
     prepared, watch = inputs_for(working), _Watch()
     handles = [
         handle

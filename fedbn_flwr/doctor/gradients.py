@@ -8,7 +8,6 @@ weights p_i in proportion to the batch sizes. Without BatchNorm B_i is 0; with e
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from fedbn_flwr.doctor.by_batch import held_layers, layers_of
 from fedbn_flwr.doctor.clients import outputs_of
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.machine import threads
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = ["Batch", "Deviation", "deviations", "regrouped"]
@@ -68,10 +68,10 @@ def regrouped(batches: Sequence[Batch], generator: torch.Generator) -> list[Batc
 
 
 def _training_copy(model: nn.Module) -> nn.Module:
-    copied, held = copy.deepcopy(model).eval(), held_layers(model)
-    for path, layer in layers_of(copied).items():
+    working, held = copied(model).eval(), held_layers(model)
+    for path, layer in layers_of(working).items():
         layer.train(path not in held)
-    return copied
+    return working
 
 
 def _gradient(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.nn import functional
 from fedbn_flwr.doctor.by_batch import normalising_by_batch
 from fedbn_flwr.doctor.clients import ClientData, classes_of, examples_a_pass, inputs_at, outputs_of, parts
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = [
@@ -123,7 +123,7 @@ def mismatch(model: nn.Module, clients: Sequence[ClientData], loss: Loss, genera
     targets = torch.cat([c.targets for c in clients])
     batches = parts(torch.randperm(len(targets), generator=generator), examples_a_pass(clients, _BATCH))
     classes = classes_of(clients)
-    running = _run(copy.deepcopy(model).eval(), clients, targets, classes, batches, loss)
+    running = _run(copied(model).eval(), clients, targets, classes, batches, loss)
     by_batch = _run(normalising_by_batch(model), clients, targets, classes, batches, loss)
     z, accuracy_z = _z(running[0] - by_batch[0]), 0.0
     if running[1] is not None and by_batch[1] is not None:

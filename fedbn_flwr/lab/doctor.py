@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -45,6 +44,7 @@ from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.travels import model_needs
 from fedbn_flwr.strategies.fixbn import freeze_plan
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.state_file import tensors_by_name
 from fedbn_flwr.training.wrappers import load_state
 
@@ -144,7 +144,7 @@ def _mismatch_of_clients(
     for test in tests:
         if test.name not in kept or len(test) < 2:
             continue
-        of_client = copy.deepcopy(model)
+        of_client = copied(model)
         load_state(of_client, {**of_client.state_dict(), **kept[test.name]})
         with threads(config.torch_threads):
             gap = mismatch(on_device(of_client, config), [test], loss, generator)

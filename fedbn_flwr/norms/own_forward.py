@@ -6,12 +6,12 @@ cast of the input and back loses nothing.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.training.copying import copied
 
 __all__ = ["has_own_forward"]
 
@@ -36,26 +36,26 @@ def has_own_forward(layer: _BatchNorm, *, training: bool) -> bool:
     if "forward" in vars(layer) or layer._modules.get("parametrizations") or not entries <= _ENTRIES:
         return True
     try:
-        copied = _with_random_entries(layer)
+        trial = _with_random_entries(layer)
         modes = (False, True) if training else (False,)
-        return any(_differs(copied.train(mode), _input(copied)) for mode in modes)
-    except Exception:  # a forward pass of the user's own may raise anything, and deepcopy may refuse the layer
+        return any(_differs(trial.train(mode), _input(trial)) for mode in modes)
+    except Exception:  # a forward pass of the user's own may raise anything, and a layer may refuse to be copied
         return True
 
 
 def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
     """Return a copy in float32 on the CPU. Gamma and beta of 1 and 0, or of 0, would hide what follows them."""
-    copied = copy.deepcopy(layer).to_empty(device="cpu").float()
+    trial = copied(layer).to_empty(device="cpu").float()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for entry in (copied.weight, copied.bias, copied.running_mean):
+        for entry in (trial.weight, trial.bias, trial.running_mean):
             if entry is not None:
                 entry.copy_(torch.randn(entry.shape, generator=draw))
-        if copied.running_var is not None:
-            copied.running_var.copy_(1 + torch.rand(copied.running_var.shape, generator=draw))
-        if copied.num_batches_tracked is not None:
-            copied.num_batches_tracked.zero_()
-    return copied
+        if trial.running_var is not None:
+            trial.running_var.copy_(1 + torch.rand(trial.running_var.shape, generator=draw))
+        if trial.num_batches_tracked is not None:
+            trial.num_batches_tracked.zero_()
+    return trial
 
 
 def _input(layer: _BatchNorm) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from fedbn_flwr.norms.renorm import use_batch_renorm
 from fedbn_flwr.norms.report import NormReport, Replacement
 from fedbn_flwr.norms.swap import refuse_uninitialised
 from fedbn_flwr.norms.wsconv import use_wsconv
+from fedbn_flwr.training.copying import copied
 
 __all__ = ["NORMS", "NormBuilder", "NormInfo", "replace_norm"]
 
@@ -107,5 +107,5 @@ def replace_norm(model: nn.Module, kind: str, **options: object) -> tuple[nn.Mod
         if option not in info.options:
             raise unknown_name(f"option of norm {kind!r}", option, info.options or ["(none)"])
     refuse_uninitialised(model)
-    replaced_model, rows = info.builder(copy.deepcopy(model), **options)
+    replaced_model, rows = info.builder(copied(model), **options)
     return replaced_model, NormReport(kind, rows)

@@ -14,7 +14,6 @@ channels. The same rule holds for layers that the forward pass does not reach. `
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import operator
@@ -26,6 +25,8 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+
+from fedbn_flwr.training.copying import copied
 
 __all__ = ["Wiring", "num_outputs", "wiring"]
 
@@ -59,8 +60,7 @@ def _is_layer(module: nn.Module) -> bool:
 def wiring(model: nn.Module) -> Wiring:
     """Return the links between the layers of ``model``; the model neither runs on data nor changes."""
     # Buffers are copied, parameters are not: a forward pass may change buffers and attributes of its modules.
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    skeleton = copy.deepcopy(model, shared)
+    skeleton = copied(model, model.parameters())
     for module in skeleton.modules():  # hooks may not work with proxies
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()

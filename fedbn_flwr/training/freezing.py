@@ -102,9 +102,9 @@ def keep_eval(model: nn.Module) -> str:
         return ""
     paths = list(reversed(left.values()))
     return (
-        f"{len(paths)} BatchNorm layer(s) are in eval mode in the model as it is built ({_listed(paths)}): they stay so, "
-        "and their running statistics do not change. If they shall train, call model.train() where the model is built; "
-        "to freeze parameters alone, use train-only or requires_grad_(False)."
+        f"{len(paths)} BatchNorm layer(s) are in eval mode in the model as it is built ({_listed(paths)}): they stay "
+        "so, and their running statistics do not change. If they shall train, call model.train() where the model is "
+        "built; to freeze parameters alone, use train-only or requires_grad_(False)."
     )
 
 

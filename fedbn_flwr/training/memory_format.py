@@ -5,7 +5,6 @@ It does not change values, shapes or names: a state dict is the same in both for
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.inputs import map_inputs
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import unwrap
@@ -83,17 +83,17 @@ def _error_in_channels_last(model: nn.Module, example: Callable[[], Any]) -> str
 def _error_of(model: nn.Module, memory_format: torch.memory_format, inputs: Any) -> str:
     """Return the error that a copy of the model raises in this format, in a step or in a test; "" for none."""
     try:
-        copied: nn.Module = copy.deepcopy(model)
+        trial = copied(model)
     except Exception:  # it holds a lock, say, and is not tried
         return ""
-    copied.to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
+    trial.to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
     try:
         with torch.enable_grad():
-            outputs = copied.train()(inputs_for(copied)(inputs))
+            outputs = trial.train()(inputs_for(trial)(inputs))
             if isinstance(outputs, Tensor) and outputs.requires_grad:
                 outputs.square().sum().backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            copied.eval()(inputs_for(copied)(inputs))
+            trial.eval()(inputs_for(trial)(inputs))
     except Exception as error:
         return str(error) or type(error).__name__
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
@@ -91,7 +91,7 @@ def refusing_layers(model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] =
 def _fails_in_train_mode(model: nn.Module, inputs: Any) -> bool:
     with suppress(Exception), seeded(0), torch.no_grad():  # if another error comes, the training says what is wrong
         try:
-            copy.deepcopy(model)(inputs)
+            copied(model)(inputs)
         except (ValueError, torch.jit.Error):
             return True
     return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -592,11 +593,20 @@ def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_counts_as_held(trai
 def test_a_model_that_cannot_be_copied_is_measured_in_part(trained: nn.Module, loaders: Loaders) -> None:
     model = _Holding(*copy.deepcopy(trained)).eval()
     model.held = (1,)
-    model.kept = model[0].weight * 2  # a tensor with a graph
+    model.kept = threading.Lock()
     hold_eval(model[4])
     found = diagnose(model, loaders())
     assert "1 of 2 BatchNorm layers are held in eval mode (4)" in " ".join(found.notes)
-    assert sum("deepcopy" in line for line in found.not_measured) == 4
+    assert sum("cannot be copied" in line for line in found.not_measured) == 4
+
+
+def test_a_model_that_keeps_an_activation_is_measured_in_full(trained: nn.Module, loaders: Loaders) -> None:
+    model = _Holding(*copy.deepcopy(trained)).eval()
+    plain = diagnose(model, loaders())
+    model.kept = model[0].weight * 2  # a tensor with a graph
+    found = diagnose(model, loaders())
+    assert not found.not_measured
+    assert found.measures == plain.measures
 
 
 class _Tied(nn.Module):

@@ -11,7 +11,6 @@ the outputs of both models are compared.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from fedbn_flwr.norms.convolution import DerivedWeightConv
 from fedbn_flwr.norms.own_forward import has_own_forward
 from fedbn_flwr.norms.report import shown_path
+from fedbn_flwr.training.copying import copied
 
 __all__ = ["Folding", "fold"]
 
@@ -83,7 +83,7 @@ def fold(model: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
 
 
 def _fold(original: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
-    model = copy.deepcopy(original).eval()
+    model = copied(original).eval()
     paths = {layer: path for path, layer in reversed(list(model.named_modules(remove_duplicate=False)))}
     norms = {path: layer for path, layer in model.named_modules() if _is_norm(layer)}
     uses, expected = _uses(model, example)
@@ -104,7 +104,7 @@ def _fold(original: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
                 module.add_module(name, new[child])
     result = new.get(model, model)
     if new and (why := _unlike(result, example, expected, new)):
-        return copy.deepcopy(original).eval(), Folding({}, (), dict.fromkeys(norms, why))
+        return copied(original).eval(), Folding({}, (), dict.fromkeys(norms, why))
     return result, Folding(folded, tuple(paths[conv] for conv in derived), left)
 
 
@@ -185,7 +185,7 @@ def _fused(layer: nn.Module, norm: _BatchNorm) -> Any:
 
 def _plain(layer: nn.Module) -> Any:
     """Return a copy of a layer of torch's own class; filters derived from a weight are its weight."""
-    plain = copy.deepcopy(layer).requires_grad_(False)
+    plain = copied(layer).requires_grad_(False)
     if not isinstance(plain, DerivedWeightConv):
         return plain
     weight = nn.Parameter(plain.derived_weight(), False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -33,6 +32,7 @@ from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_mo
 from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, count_clients, load_data, partitioned_data
 from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.memory_format import inputs_for
 
 __all__ = ["BOUND", "FORMATS", "Check", "Exported", "Format", "export", "load_exported"]
@@ -134,7 +134,7 @@ def export(
             "--state-dir DIR), or --no-normalise for inputs that you standardise yourself."
         )
     examples, raw, what, data = _inputs(saved)
-    model, folding = copy.deepcopy(saved.model).to(memory_format=torch.contiguous_format), None
+    model, folding = copied(saved.model).to(memory_format=torch.contiguous_format), None
     if fold_bn:
         model, folding = fold(model, examples[:2])
     layer = saved.description.normalise()

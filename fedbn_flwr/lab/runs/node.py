@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
 import logging
@@ -36,6 +35,7 @@ from fedbn_flwr.messages.protocol import (
     num_partitions_of,
     partition_of,
 )
+from fedbn_flwr.training.copying import copied
 
 __all__ = ["RunClients", "client_fn"]
 
@@ -82,8 +82,8 @@ class RunClients:
     @classmethod
     def of(cls, checked: Checked) -> RunClients:
         """Return those of a run that this process has checked: they train copies of its model."""
-        model = copy.deepcopy(checked.model)  # the server takes over the other one
-        return cls(checked.config, lambda: ready_to_train(copy.deepcopy(model), checked.config))
+        model = copied(checked.model)  # the server takes over the other one
+        return cls(checked.config, lambda: ready_to_train(copied(model), checked.config))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Send the config alone to a new process, which imports the user's modules before it builds the model."""

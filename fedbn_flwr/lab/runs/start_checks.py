@@ -6,7 +6,6 @@ neither checks the config nor builds the model again.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from fedbn_flwr.privacy.example_gradients import WAY_OUT, mixes_examples
 from fedbn_flwr.server.method import Problem
 from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.strategies.fixbn import FreezeBN
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION
@@ -72,7 +72,7 @@ def check(config: Config) -> Checked:
             f"memory-format={config.memory_format} has no effect: model {config.model!r} has no 2-d convolutions. "
             "Leave it out."
         )
-    trial = copy.deepcopy(model)  # its statistics move
+    trial = copied(model)  # its statistics move
     if not config.resume:  # a resumed run needs no initial weights
         initialise(trial, config)
     warnings, device = [], pick_device(config.device)
@@ -153,7 +153,7 @@ def _replaces_nothing(config: Config) -> bool:
 
 def _mixing(config: Config, model: nn.Module) -> list[str]:
     """Return the layers that mix the examples of a batch in the clients' training."""
-    client = copy.deepcopy(model).train()
+    client = copied(model).train()
     if config.methods().freezes_bn:
         FreezeBN(affine=False).begin(client)
     return mixes_examples(client)
@@ -225,7 +225,7 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
 
 def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
     """Return the buffers that a step of training changes: running statistics, or an average of a user's own."""
-    trial = copy.deepcopy(model).to("cpu").train()
+    trial = copied(model).to("cpu").train()
     before = {name: buffer.clone() for name, buffer in trial.named_buffers(remove_duplicate=False)}
     _outputs(config, trial, torch.rand(2, *config.example_shape(), generator=torch.Generator().manual_seed(0)))
     now = trial.named_buffers(remove_duplicate=False)

@@ -75,6 +75,10 @@ def pair_in_training(): return PairInTraining(nn.Flatten(), nn.Linear(64, 10))
 def frozen(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(False)
 def lazy(): return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
 
+def weight_normed(num_classes):
+    norm = nn.utils.weight_norm
+    return nn.Sequential(nn.Flatten(), norm(nn.Linear(64, 8)), nn.BatchNorm1d(8), norm(nn.Linear(8, num_classes)))
+
 def in_eval(num_classes):
     layers = [nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)]
     model = nn.Sequential(*layers, nn.Linear(8, num_classes))
@@ -112,6 +116,14 @@ def test_a_run_with_an_own_model_in_worker_processes_too(quick_config: Any, tmp_
 def test_a_model_that_views_its_memory_is_trained_and_tested(quick_config: Any, tmp_path: Path, strategy: str) -> None:
     run(quick_config(model="my_nets:Viewed", strategy=strategy), tmp_path / "out")
     assert evaluate_run(tmp_path / "out", {})
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_run_with_the_old_weight_norm(quick_config: Any, tmp_path: Path) -> None:
+    config = quick_config(model="my_nets:weight_normed")
+    run(config, tmp_path / "out")
+    start, end = make_model(config).state_dict(), load_file(tmp_path / "out/model.safetensors")
+    assert [name for name, value in start.items() if torch.equal(value, end[name])] == []
 
 
 @pytest.mark.parametrize("trains", ["", "5"])

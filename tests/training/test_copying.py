@@ -1,0 +1,82 @@
+"""``copied``: a deep copy, also of a model that keeps tensors with a graph."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import spectral_norm, weight_norm
+
+from fedbn_flwr.errors import StateError
+from fedbn_flwr.norms import replace_norm
+from fedbn_flwr.training.copying import copied
+
+
+class Keeping(nn.Module):
+    """It keeps its last activation, and a list of some more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
+        self.seen: dict[str, list[Tensor]] = {"all": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.first(x)
+        self.seen["all"].append(self.last * 2)
+        out: Tensor = self.norm(self.last)
+        return out
+
+
+def normed(kind: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the old function is deprecated
+        return nn.Sequential(kind(nn.Linear(5, 4)), nn.BatchNorm1d(4), kind(nn.Linear(4, 3)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: normed(weight_norm),
+    "spectral_norm": lambda: normed(spectral_norm),
+    "kept activation": Keeping,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_copy_trains_as_the_model_and_apart_from_it(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = MODELS[name]().double(), torch.randn(6, 5, dtype=torch.float64)
+    if name != "weight_norm":
+        model(x)
+    before = copy.deepcopy(model.state_dict())
+    other = copied(model)
+    for one in (other, model):
+        one.load_state_dict(before)
+        optimizer = torch.optim.SGD(one.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            one(x).square().sum().backward()
+            optimizer.step()
+        if one is other:
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for name_of, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name_of], value), name_of
+    assert len(replace_norm(model, "group")[1]) == 1
+
+
+def test_what_cannot_be_copied_names_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Sequential(nn.BatchNorm1d(4)))
+    model[1][0].lock = threading.Lock()
+    with pytest.raises(StateError, match=r"layer '1\.0' \(BatchNorm1d\) raised TypeError"):
+        copied(model)
+    with pytest.raises(StateError, match=r"'1\.0'"):
+        replace_norm(model, "group")
+
+
+def test_shared_tensors_stay_those_of_the_model() -> None:
+    model = nn.Linear(5, 4)
+    assert copied(model, [model.weight]).weight is model.weight
+    assert copied(model).weight is not model.weight
