@@ -91,19 +91,17 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     of_clients = _of_clients(model, kept, diagnosis.findings)
     if clients and config.strategy != CENTRALIZED and Part.STATISTICS in config.methods().local:
         of_clients += _mismatch_of_clients(model, kept, tests, config)
-    findings = fitting([*_divergence(files), *of_clients, *diagnosis.findings], config)
+    findings = [*of_clients, *diagnosis.findings]
+    if files.diverged_at:
+        evidence = [f"In round {files.diverged_at}: {files.divergence}."]
+        numbers = {"round": files.diverged_at}
+        findings.insert(0, Finding("diverged", "The run diverged.", evidence, numbers, DIVERGED))
+    findings = fitting(findings, config)
     diagnosis = replace(diagnosis, findings=findings, notes=[*run_warnings(files), *diagnosis.notes])
     if lines:
         return replace(diagnosis, measures={**diagnosis.measures, "history": trends(lines)})
     missing = f"changes from round to round: no statistics.jsonl yet (watch-statistics={config.watch_statistics})."
     return replace(diagnosis, not_measured=[*diagnosis.not_measured, missing])
-
-
-def _divergence(files: RunFiles) -> list[Finding]:
-    if not files.diverged_at:
-        return []
-    what, evidence = "The run diverged.", f"In round {files.diverged_at}: {files.divergence}."
-    return [Finding("diverged", what, [evidence], {"round": files.diverged_at}, DIVERGED)]
 
 
 def _of_clients(model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], known: Sequence[Finding]) -> list[Finding]:

@@ -33,7 +33,7 @@ from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.models.own import is_own as is_own_model
 from fedbn_flwr.lab.models.own import own_module
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data
-from fedbn_flwr.lab.runs.ray_cluster import Machine, connect, machines, on_each
+from fedbn_flwr.lab.runs.ray_cluster import connect, on_each
 
 __all__ = ["RaySession", "SharedData", "cluster", "user_modules"]
 
@@ -62,11 +62,6 @@ class RaySession:
 
     def __init__(self, address: str | None) -> None:
         self.address = address
-
-    @property
-    def machines(self) -> list[Machine]:
-        """The machines, with their CPUs and GPUs."""
-        return machines()
 
     def share(self, configs: Sequence[Config]) -> SharedData:
         """Load the data sets of these configs, each once, and put them into Ray's object store.

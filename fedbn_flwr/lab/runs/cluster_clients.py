@@ -22,7 +22,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.lab.runs.cluster import SharedData, cluster
 from fedbn_flwr.lab.runs.node import client_fn
-from fedbn_flwr.lab.runs.ray_cluster import Machine, on_this_machine
+from fedbn_flwr.lab.runs.ray_cluster import Machine, machines, on_this_machine
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.transport.grpc_channel import is_loopback
@@ -45,7 +45,7 @@ def check_cluster(config: Config, address: str) -> None:
         EngineError: the cluster does not answer, or its machines have other versions.
     """
     with cluster([config], address) as session:
-        check_room(config, session.machines)
+        check_room(config, machines())
         session.check_files(config)
 
 

@@ -128,7 +128,16 @@ class StudyResults:
             if failure_of(cell, self.out):
                 yield {**about, "status": "failed"}
             return
-        about |= _outcome(summary)
+        ledger = summary["ledger"]
+        about |= {
+            "status": "diverged" if DIVERGED_AT in summary else "finished",
+            "diverged-at": summary.get(DIVERGED_AT),
+            "rounds": summary["rounds"],
+            "exchanges": ledger.get("exchanges", 0),
+            "bytes": ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0),
+            "rejected": summary.get("rejected", 0),
+            "sha256": summary["sha256"],
+        }
         headline = summary["headline"]
         shown = [name for name in metrics if name in summary["final"]] or [headline]
         compared = headline if headline in shown else shown[0]
@@ -159,20 +168,6 @@ class StudyResults:
             "paper-std": paper.std,
             **_until(lines, metric, None if target is None else target / scale, up),
         }
-
-
-def _outcome(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a run ended and what it cost."""
-    ledger = summary["ledger"]
-    return {
-        "status": "diverged" if DIVERGED_AT in summary else "finished",
-        "diverged-at": summary.get(DIVERGED_AT),
-        "rounds": summary["rounds"],
-        "exchanges": ledger.get("exchanges", 0),
-        "bytes": ledger.get("bytes-down", 0) + ledger.get("bytes-up", 0),
-        "rejected": summary.get("rejected", 0),
-        "sha256": summary["sha256"],
-    }
 
 
 def _complete(summary: dict[str, Any], lines: list[dict[str, Any]], folder: Path) -> _Files:
