@@ -156,9 +156,9 @@ def ray_runs(needs: Needs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     app, folder = tmp_path_factory.mktemp("app"), tmp_path_factory.mktemp("ray")
     (app / "matrix_app.py").write_text(APP)
     (app / "pyproject.toml").write_text(PYPROJECT)
-    short = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 3, "batch-size": 16, "fedtan-rounds": 1}
+    short = {"num-clients": 3, "num-server-rounds": 2, "eval-every": 2, "local-steps": 3, "batch-size": 16}
     for name, own in RAY.items():
-        shared = {**short, "freeze-at": 1}
+        shared = {**short, "freeze-at": 1, "fedtan-rounds": 1}
         given, _ = Config.make_of_shared(shared, {**needs(name), **own})
         config = preflight(given, folder / name).config
         (folder / f"{name}.json").write_text(json.dumps(config.to_mapping()))
