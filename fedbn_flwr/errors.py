@@ -236,6 +236,6 @@ def needs_package(package: str, what: str) -> Iterator[None]:
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name, with the nearest allowed name as a suggestion."""
     names = sorted(allowed)
-    near = difflib.get_close_matches(str(value), names, n=1)
+    near = [name for name in difflib.get_close_matches(str(value), names, n=2) if name != value]
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ConfigError(f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}.", code="unknown-name")

@@ -14,6 +14,8 @@ def test_unknown_name_suggests_the_nearest() -> None:
     assert str(error) == "unknown strategy 'fixbm'. Did you mean 'fixbn'? Allowed: fedavg, fixbn."
     far = errors.unknown_name("strategy", 3, iter(["b", "a"]))
     assert str(far) == "unknown strategy 3. Allowed: a, b."
+    same = errors.unknown_name("client", "west", ["west", "east"])
+    assert str(same) == "unknown client 'west'. Did you mean 'east'? Allowed: east, west."
 
 
 @pytest.mark.parametrize("name", [n for n in errors.__all__ if n.endswith("Error")])

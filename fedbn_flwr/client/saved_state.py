@@ -209,7 +209,7 @@ def _clients(run: Path) -> list[str]:
 
 def _here(clients: Sequence[str]) -> str:
     if not clients:
-        return "none is here: state-dir=out saves them where the clients share the run's disk"
+        return "none is in the run's folder: state-dir=out saves them there, if the clients share its disk"
     return f"here: client {', '.join(clients)}"
 
 

@@ -17,6 +17,7 @@ from fedbn_flwr.lab.data.own import (
     own_info,
     own_rows,
     own_sha256,
+    shows_colour,
     table_columns,
 )
 from fedbn_flwr.lab.data.partitioning import (
@@ -70,6 +71,7 @@ __all__ = [
     "partition_table",
     "partition_test_set",
     "scale_of",
+    "shows_colour",
     "split_dataset",
     "split_off",
     "standardised",

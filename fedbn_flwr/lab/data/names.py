@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+import unicodedata
 from collections.abc import Iterable
 
-__all__ = ["as_list", "listed"]
+__all__ = ["as_list", "listed", "one_form"]
+
+
+def one_form(name: str) -> str:
+    """Return a name without spaces around it, in the form NFC: an accent is part of its letter."""
+    return unicodedata.normalize("NFC", name.strip())
 
 
 def listed(text: str, separator: str = ",") -> list[str]:
@@ -17,7 +23,7 @@ def listed(text: str, separator: str = ",") -> list[str]:
         separator: what is between entries.
     """
     rows = csv.reader([text.strip()], delimiter=separator, skipinitialspace=True)
-    return [entry.strip() for entry in next(rows, []) if entry.strip()]
+    return [one_form(entry) for entry in next(rows, []) if entry.strip()]
 
 
 def as_list(names: Iterable[str]) -> str:

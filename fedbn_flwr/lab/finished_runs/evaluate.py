@@ -96,7 +96,7 @@ def evaluate_run(
         notes.append(f"without the held-out clients ({', '.join(names)})")
     what = "; ".join([saved.what, *notes, f"on {_PARTS[examples.part]}"])
     info = config.data_info()
-    about_run = [saved.description.code_changed(), overlap(config, saved.config)]
+    about_run = [saved.description.code_changed(), overlap(config, saved)]
     warnings = [*filter(None, about_run), *info.warnings, *examples.doubts()]
     for note in info.notes:
         logger.info("%s", note)

@@ -15,6 +15,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import OwnRows, Subset, is_own, own_rows
 from fedbn_flwr.lab.data.splits import Indices
+from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.finished_runs.saved_model import SavedModel
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.lab.partitioned.report import doubtful_values, has_other_data
@@ -158,12 +159,19 @@ def _with_held_out(data: PartitionedData, ran: Config, config: Config) -> Partit
     return replace(data, held_out=split.held_out, held_out_names=split.held_out_names)
 
 
-def overlap(config: Config, ran: Config) -> str:
-    """Return a sentence if the files of a run's data and of others lie one in the other; else ""."""
+def overlap(config: Config, saved: SavedModel) -> str:
+    """Return a sentence if the files of a run's data and of others lie one in the other; else "".
+
+    Those of one client that was held out have no training examples.
+    """
+    ran = saved.config
     (kind, here), (other, there) = _location(config), _location(ran)
     if kind != other or here == there or not isinstance(here, Path) or not isinstance(there, Path):
         return ""
     if not (here.is_relative_to(there) or there.is_relative_to(here)):
+        return ""
+    held_out = read_json(saved.run / "data.json").get("held-out clients", {})
+    if here.parent == there and (here.stem if kind == "csv" else here.name) in held_out:
         return ""
     return (
         f"dataset={config.dataset!r} and the data of the run, {ran.dataset!r}, have files in common: training examples "

@@ -20,6 +20,7 @@ from fedbn_flwr.lab.output.summary import versions
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.partitioned.report import data_report
 from fedbn_flwr.lab.partitioned.splitting import count_split
+from fedbn_flwr.training.tasks import BINARY
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.finished_runs.export import Check
@@ -127,6 +128,9 @@ def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[s
     yield "outputs", "float32 (N, outputs, ...), logits before any softmax or sigmoid; numbers for a regression"
     if taken.classes:
         yield "classes", ", ".join(f"{number} = {name}" for number, name in enumerate(taken.classes))
+    if taken.task == BINARY.name:
+        values = f", positive-values={saved.config.positive_values}" if saved.config.positive_values else ""
+        yield "positive class", f"{taken.positive or 1}{values}; its probability is the sigmoid of the output"
 
 
 def _training(saved: SavedModel) -> Iterator[tuple[str, Any]]:

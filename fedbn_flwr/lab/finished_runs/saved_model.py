@@ -19,7 +19,7 @@ from fedbn_flwr.client.saved_state import (
     site_state,
 )
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.files import STUDY_FILE
 from fedbn_flwr.lab.output.folder import RunFolder
@@ -124,6 +124,17 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
     return SavedModel(run, config, model, description, about, what)
 
 
+def _personal_state(run: Path, config: Config, client: int) -> dict[str, Tensor]:
+    """Return the state of a client's own model; if the run's folder lacks it, say whether its state folder is here."""
+    try:
+        return personal_state(run, client)
+    except StateError as error:
+        folder = config.state_dir
+        if not folder or folder == STATE_IN_OUT or not Path(folder).is_dir():
+            raise
+        raise StateError(f"{error} The run's state-dir is on this disk: add --state-dir {folder}.") from error
+
+
 def _state(
     run: Path, config: Config, model: nn.Module, about: Mapping[str, str], choice: Choice
 ) -> tuple[dict[str, Tensor], Scale | None, str]:
@@ -145,7 +156,8 @@ def _state(
         state, client, scale = site.state, site.client, site.scale
         here = True
     elif client is not None:
-        state, scale, here = personal_state(run, client), client_scale(run, client), client_file(run, client).is_file()
+        state, scale = _personal_state(run, config, client), client_scale(run, client)
+        here = client_file(run, client).is_file()
     if client is not None:
         if config.standardise == "local" and scale is None:
             raise StateError(_no_scale(run, client))

@@ -147,7 +147,7 @@ def own_module(name: str) -> ModuleType:
         sys.path.append(os.getcwd())
         importlib.invalidate_caches()
     here = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
-    near = difflib.get_close_matches(module, [*here, *PUBLISHERS], n=1)
+    near = [other for other in difflib.get_close_matches(module, [*here, *PUBLISHERS], n=2) if other != module]
     hint = f" Did you mean {near[0] + ':' + name.partition(':')[2]!r}?" if near else ""
     raise ConfigError(
         f"unknown model {name!r}: there is no module {module!r} in the working directory {os.getcwd()} or on Python's "

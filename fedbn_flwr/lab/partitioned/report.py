@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError, NotResumableError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import Examples, Samples, is_own, own_sha256, partition_counts, partition_table
+from fedbn_flwr.lab.data import Examples, Samples, is_own, own_sha256, partition_counts, partition_table, shows_colour
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
@@ -112,6 +112,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         figures["training examples by class"] = {n: row.tolist() for n, row in zip(names, counts, strict=True)}
         if of_user and config.split_name() == "natural":
             warnings += _without_class(names, counts, data.label_names)
+    warnings += _of_colour(config, data.train.shape)
     columns = info.feature_names or tuple(f"column {at}" for at in range(data.train.shape[0]))
     few = bool(info.feature_names) or len(columns) <= _FEW_COLUMNS  # not the pixels of flattened images
     if of_user and few and len(data.train.shape) == 1 and isinstance(inputs, Samples):
@@ -244,6 +245,20 @@ def _without_class(names: list[str], counts: Indices, classes: tuple[str, ...]) 
         without = [name for name, row in zip(names, counts, strict=True) if not row[at]]
         if without and len(without) < len(names):
             yield f"no training examples of class {classes[at]}: client {_listed(without)}"
+
+
+def _of_colour(config: Config, shape: tuple[int, ...]) -> Iterator[str]:
+    """Yield what a model that takes grey images loses of images in colour."""
+    info = config.data_info()
+    if info.channels != 3 or len(shape) != 3 or shape[0] != 1:
+        return
+    if is_own(config.dataset) and not shows_colour(config.own_data()):
+        return
+    smaller = f", and they are made smaller, from {info.size} to {shape[1]} pixels" if info.size > shape[1] else ""
+    yield (
+        f"model={config.model} takes grey images: the colours of dataset={config.dataset} are lost{smaller}. Use "
+        "model=lenet, say, or model=torchvision:resnet18"
+    )
 
 
 def _of_features(features: dict[str, dict[str, float]], count: int) -> Iterator[str]:

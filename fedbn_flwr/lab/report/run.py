@@ -68,7 +68,8 @@ def _sentence(run: RunFiles) -> str:
     config = run.config
     number, what = (config.local_steps, "step") if config.local_steps else (config.local_epochs, "epoch")
     work = f"{number} local {what}" if number == 1 else f"{number} local {what}s"
-    clients = f"{config.num_clients} clients (partition {config.partition})"
+    split = "each with its own data" if config.data_on_nodes() else f"partition {config.partition}"
+    clients = f"{config.num_clients} clients ({split})"
     who = "the union of the data of " + clients if config.strategy == CENTRALIZED else clients
     batch = f"batches of {config.batch_size}" if config.batch_size else "the whole local data"
     what = (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config
@@ -185,3 +187,19 @@ def test_labels_below_num_classes_are_the_classes_whichever_are_absent(tmp_path:
         targets = torch.cat([data.train.targets, data.test.targets]).tolist()
         assert targets == [labels[at % len(labels)] for at in rows]
         assert own_info(request).class_names == ()
+
+
+def test_names_that_look_alike_are_one_name(tmp_path: Path) -> None:
+    """A name may have its accents in its letters (NFC), or after them (NFD), as names of files on a Mac have."""
+    for form in ("NFC", "NFD"):
+        name, label = unicodedata.normalize(form, "é" + form), unicodedata.normalize(form, "Épanchement")
+        rows = "".join(f"{at},{[label, 'non'][at % 2]}\n" for at in range(6))
+        column = unicodedata.normalize(form, "âge")
+        (tmp_path / f"{name}.csv").write_text(f"{column},label\n{rows}")
+        for kind in (label, "non"):
+            (tmp_path / f"i/{form}" / kind).mkdir(parents=True)
+            Image.new("RGB", (4, 4)).save(tmp_path / f"i/{form}" / kind / "0.png")
+    keys = {"label_column": "label", "feature_columns": unicodedata.normalize("NFD", "âge")}
+    for request in (OwnData("csv", str(tmp_path), **keys), OwnData("folder", str(tmp_path / "i"))):
+        assert own_info(request).class_names == ("non", "Épanchement")
+    assert own_info(OwnData("csv", str(tmp_path), **keys)).feature_names == ("âge",)

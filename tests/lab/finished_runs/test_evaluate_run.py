@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -420,3 +421,22 @@ def test_the_positive_class_is_named(quick_run, tmp_path: Path) -> None:
     what, _ = evaluate_run(run, {"dataset": f"csv:{tmp_path / 't.csv'}"}, out=tmp_path / "out")
     assert what == "the global model; the positive class is yes; on the test examples"
     assert (tmp_path / "out/predictions.csv").read_text().startswith("row,target,prediction,probability-yes\n")
+
+
+def test_a_client_that_was_held_out_has_no_training_examples(quick_run, table, tmp_path: Path, caplog) -> None:
+    (tmp_path / "sites").mkdir()
+    for name in ("east", "north", "west"):
+        table(f"sites/{name}.csv")
+    keys = {"label-column": "y", "partition": "natural", "num-clients": 0, "held-out-clients": "west"}
+    _, run = quick_run(dataset=f"csv:{tmp_path / 'sites'}", **keys)
+    for name, warned in (("west", False), ("east", True)):
+        caplog.clear()
+        evaluate_run(run, {"dataset": f"csv:{tmp_path / 'sites' / name}.csv"}, part="all")
+        assert ("training examples of the run may be among them" in caplog.text) is warned
+
+
+def test_a_state_folder_that_is_on_this_disk_is_named(quick_run, tmp_path: Path) -> None:
+    _, run = quick_run(strategy="fedbn", **{"state-dir": str(tmp_path / "state")})
+    shutil.rmtree(run / "clients")
+    with pytest.raises(StateError, match=f"none is in the run's folder.* add --state-dir {tmp_path / 'state'}"):
+        evaluate_run(run, {"dataset": "digits"}, bn="own:0")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.config import Config
@@ -134,3 +135,29 @@ def test_a_run_without_test_examples_is_refused(tmp_path: Path, strategy: str) -
     with pytest.raises(DataError, match=r"npz.*: 0 of the 60 examples are test examples .test-share=0\.001\)"):
         run(Config.make(settings), tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_for_grey_images_says_that_colours_are_lost(tmp_path: Path) -> None:
+    """Two colours of the same brightness are one grey."""
+    for kind, colour in (("a", (200, 0, 0)), ("b", (0, 102, 0)), ("grey", (60, 60, 60))):
+        (tmp_path / "i" / kind).mkdir(parents=True)
+        for at in range(4):
+            Image.new("RGB", (40, 40), colour).save(tmp_path / "i" / kind / f"{at}.jpg")
+
+    def told(**keys: object) -> list[str]:
+        config = Config.make({"dataset": f"folder:{tmp_path / 'i'}", "num-clients": 1, **keys})
+        return [text for text in data_report(partitioned_data(config, 1), config).warnings if "colours" in text]
+
+    (warning,) = told()
+    assert "takes grey images" in warning
+    assert "from 40 to 28 pixels" in warning
+    assert told(model="lenet") == []
+    for kind in "ab":
+        for path in (tmp_path / "i" / kind).iterdir():
+            Image.new("RGB", (40, 40), (9, 9, 9)).save(path)
+    assert told() == []
+    y = np.arange(6) % 2
+    shape = (6, 30, 30, 3)
+    grey = report(tmp_path, {"num-clients": 1}, x=np.full(shape, 9, np.uint8), y=y)
+    tinted = report(tmp_path, {"num-clients": 1}, x=np.full(shape, [9, 90, 9], np.uint8), y=y)
+    assert [any("colours" in text for text in found.warnings) for found in (grey, tinted)] == [False, True]

@@ -174,7 +174,7 @@ def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(quick_confi
         serve(grid, check(config), tmp_path / "out")
     assert not (tmp_path / "out/clients").exists()
     with pytest.raises(
-        StateError, match=r"none is here: state-dir=out saves them where the clients share the run's disk"
+        StateError, match=r"none is in the run's folder: state-dir=out saves them there, if the clients share its disk"
     ):
         global_state(tmp_path / "out")
     with pytest.raises(StateError, match=r"absent/model.safetensors is absent"):

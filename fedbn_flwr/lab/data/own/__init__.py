@@ -6,7 +6,7 @@ Each kind has a reader, which returns ``Records``; what follows from them is the
 from __future__ import annotations
 
 from fedbn_flwr.lab.data.own.description import decided_by_records, own_info
-from fedbn_flwr.lab.data.own.reading import OwnRows, own_rows, own_sha256
+from fedbn_flwr.lab.data.own.reading import OwnRows, own_rows, own_sha256, shows_colour
 from fedbn_flwr.lab.data.own.request import KINDS, MISSING_VALUES, OwnData, is_own
 from fedbn_flwr.lab.data.own.table_files import table_columns
 
@@ -20,5 +20,6 @@ __all__ = [
     "own_info",
     "own_rows",
     "own_sha256",
+    "shows_colour",
     "table_columns",
 ]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.names import listed
+from fedbn_flwr.lab.data.names import listed, one_form
 from fedbn_flwr.lab.data.own.records import Inputs
 from fedbn_flwr.lab.data.own.request import OwnData, is_number, numbered, oddly_written, shown
 
@@ -234,4 +234,4 @@ def numbered_column(
 
 def as_text(value: Any) -> str:
     """Return a value of a table as text: 3.0 is "3"."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else one_form(str(value))

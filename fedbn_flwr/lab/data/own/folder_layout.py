@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.folders import SUFFIXES
+from fedbn_flwr.lab.data.names import one_form
 from fedbn_flwr.lab.data.own.request import OwnData, shown
 
 __all__ = ["PARTS", "FolderFiles", "Place", "find_images"]
@@ -140,7 +141,7 @@ def _place(request: OwnData, root: Path, folder: Path) -> Place:
             f"{folder.relative_to(root)} is {len(steps)} folders deep. Known are class/file, client/class/file, and "
             "train and test between client and class."
         )
-    return Place(rest[0] if rest else "", part.lower(), label)
+    return Place(one_form(rest[0]) if rest else "", part.lower(), one_form(label))
 
 
 def _same_depth(request: OwnData, root: Path, places: dict[Path, Place]) -> None:

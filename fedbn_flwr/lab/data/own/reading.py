@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.image_files import hold
+from fedbn_flwr.lab.data.image_files.decoding import pixels
 from fedbn_flwr.lab.data.own.arrays import read_arrays
 from fedbn_flwr.lab.data.own.folder import read_folder
 from fedbn_flwr.lab.data.own.hub import read_hub
@@ -26,7 +27,7 @@ from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.validation import split_off
 
-__all__ = ["OwnRows", "load", "own_rows", "own_sha256", "read", "stamp_of"]
+__all__ = ["OwnRows", "load", "own_rows", "own_sha256", "read", "shows_colour", "stamp_of"]
 
 _READERS: dict[str, Callable[[OwnData], Records]] = {
     "folder": read_folder,
@@ -34,6 +35,7 @@ _READERS: dict[str, Callable[[OwnData], Records]] = {
     "csv": read_table,
     "hf": read_hub,
 }
+_LOOKED_AT, _TINT = 8, 16  # images that are looked at for colour; a difference that JPEG leaves in grey ones
 _TEST_SEED = 0  # all runs and seeds have the same test examples
 
 
@@ -47,6 +49,21 @@ def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
     """
     del stamp  # only part of the cache key
     return _READERS[request.kind](request)
+
+
+def shows_colour(request: OwnData) -> bool:
+    """Return whether images have colours: some pixel of a few has channels that differ.
+
+    Raises:
+        DataError: the data cannot be read.
+    """
+    values = read(request, stamp_of(request)).inputs.values
+    if not isinstance(values, Tensor):
+        some = np.linspace(0, len(values) - 1, _LOOKED_AT).astype(int)
+        pictures = [pixels(str(values[at]), window=request.window()) for at in sorted({*some.tolist()})]
+    else:
+        pictures = list(values[:: len(values) // _LOOKED_AT + 1])
+    return any(int((picture.int().amax(0) - picture.int().amin(0)).max()) > _TINT for picture in pictures)
 
 
 def stamp_of(request: OwnData) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.data.names import listed
+from fedbn_flwr.lab.data.names import listed, one_form
 from fedbn_flwr.lab.data.own.arrays import as_tests
 from fedbn_flwr.lab.data.own.features import (
     FILE,
@@ -80,7 +80,7 @@ def read_table(request: OwnData) -> Records:
 
 
 def _one(column: str) -> list[str]:
-    return [column] if column else []
+    return [one_form(column)] if column else []
 
 
 def _refuse_unusable(
@@ -127,7 +127,7 @@ def _values(column: Any) -> Any:
         return values
     cleaned = np.empty(values.shape, dtype=object)
     for at, value in np.ndenumerate(values):
-        cleaned[at] = value.strip() if isinstance(value, str) else value
+        cleaned[at] = one_form(value) if isinstance(value, str) else value
         if pd.isna(value):
             cleaned[at] = None
     return cleaned

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.lab.data.names import one_form
 from fedbn_flwr.lab.data.own.csv_files import read_csv
 from fedbn_flwr.lab.data.own.features import FILE, as_text, with_numbers
 from fedbn_flwr.lab.data.own.request import OwnData, left_out, shown
@@ -51,7 +52,7 @@ def read_tables(request: OwnData) -> Tables:
         raise DataError(
             f"dataset={request.name!r} has no tables ({', '.join(SUFFIXES)}); it has {shown(sorted(os.listdir(path)))}."
         )
-    names = [file.stem for file in files]
+    names = [one_form(file.stem) for file in files]
     if len({*names}) < len(files):
         raise request.problem(f"two tables have the same name ({shown([file.name for file in files])}).")
     tables, notes = list[Any](), [*_note_of_others(request, path)]
@@ -113,8 +114,8 @@ def _table(request: OwnData, path: Path, rows: int | None = None) -> tuple[Any, 
         raise
     except Exception as error:  # csv.Error and Arrow's errors have no common base
         raise request.problem(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    table.columns = [str(name).strip() for name in table.columns]
-    given = [str(name).strip() for name in header]
+    table.columns = [one_form(str(name)) for name in table.columns]
+    given = [one_form(str(name)) for name in header]
     if twice := sorted({name for name in given if name and given.count(name) > 1}):
         raise request.problem(f"{path} has two columns {shown(twice)}. Rename one of them.")
     return with_numbers(table), notes
