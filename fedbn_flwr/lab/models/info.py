@@ -32,18 +32,20 @@ class ModelInfo:
     Attributes:
         summary: one line.
         source: the publication.
-        build: ``build(num_classes, channels, size)`` returns the model for images.
+        build: ``build(num_classes, channels, size)`` returns the model for images; None = it takes none.
         shape: ``shape(channels, size)`` returns the (channels, size) of its input for images of a data set.
         per_pixel: whether there is a vector of outputs per pixel, not per example; None = not known (a user's model).
         smallest: a size below that of ``shape`` at which the network also works; a config must ask for it
             (``image-size``). 0 = none.
-        rows: ``rows(num_classes, features)`` returns the model for rows of numbers; None = it takes images only.
+        rows: ``rows(num_classes, features)`` returns the model for rows of numbers; None = it takes none.
+        signals: ``signals(num_classes, channels, length)`` returns the model for signals; None = it takes none.
     """
 
     summary: str
     source: str
-    build: Callable[..., nn.Module]
+    build: Callable[..., nn.Module] | None
     shape: Rule
     per_pixel: bool | None = False
     smallest: int = 0
     rows: Callable[..., nn.Module] | None = None
+    signals: Callable[..., nn.Module] | None = None

@@ -1,7 +1,8 @@
 """``module:function``: a user's own model, from the working directory or Python's path.
 
 The function takes any of ``num_classes`` (the number of outputs), ``channels`` and ``size`` (the images' height), or
-``num_classes`` and ``features`` for rows of numbers, by these names; its other parameters need defaults. A class of
+``num_classes`` and ``features`` for rows of numbers, or ``num_classes``, ``channels`` and ``length`` for signals, by
+these names; its other parameters need defaults. A class of
 ``nn.Module`` is such a function, too. What it draws at random is seeded, as in every other model: with torch,
 ``np.random`` or ``random``.
 """
@@ -42,13 +43,15 @@ def is_own(name: str) -> bool:
 def own_info(name: str) -> ModelInfo:
     """Return the entry of a user's model; ``build`` and ``rows`` raise ConfigError if the function is of no use."""
     return ModelInfo(
-        "your own model, e.g. my_models:small_net; a function of num_classes, channels, size (rows: features)",
+        "your own model, e.g. my_models:small_net; a function of num_classes, channels, size (rows: features; signals: "
+        "channels, length)",
         "yours",
         partial(_build, name),
         _any_shape,
         per_pixel=None,
         smallest=1,
         rows=partial(_build_of_rows, name),
+        signals=partial(_build_of_signals, name),
     )
 
 
@@ -89,6 +92,10 @@ def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
 
 def _build_of_rows(name: str, num_classes: int, features: int) -> nn.Module:
     return _call(name, {"num_classes": num_classes, "features": features})
+
+
+def _build_of_signals(name: str, num_classes: int, channels: int, length: int) -> nn.Module:
+    return _call(name, {"num_classes": num_classes, "channels": channels, "length": length})
 
 
 def _call(name: str, known: dict[str, int]) -> nn.Module:

@@ -16,6 +16,7 @@ from fedbn_flwr.lab.models.fedbs import cifar_net, mnist_net
 from fedbn_flwr.lab.models.info import ModelInfo, always, at_least
 from fedbn_flwr.lab.models.own import OWN, is_own, own_info
 from fedbn_flwr.lab.models.resnet import SmallResNet
+from fedbn_flwr.lab.models.signal_cnn import SignalCNN
 from fedbn_flwr.lab.models.zoo import (
     PREFIX,
     SEGMENTATION_PREFIX,
@@ -85,6 +86,13 @@ MODELS: dict[str, ModelInfo] = {
         lambda classes, channels, size: cifar_net(classes),
         always(3, 32),
     ),
+    "signal-cnn": ModelInfo(
+        "3 convolutions over time, 3 BN layers, for signals of any length",
+        "ours, after Wang 2017, arXiv:1611.06455",
+        None,
+        at_least(1),
+        signals=lambda classes, channels, length: SignalCNN(classes, channels),
+    ),
     f"{PREFIX}<name>": zoo_info("<name>"),
     f"{SEGMENTATION_PREFIX}<name>": segmentation_info("<name>"),
     f"{TIMM_PREFIX}<name>": timm_info("<name>"),
@@ -141,6 +149,8 @@ def input_shape(name: str, channels: int, size: int, *, asked: bool = False) -> 
     return taken, max(size, info.smallest) if asked and info.smallest else default
 
 
+# By the dimensions of an example: the field of ``ModelInfo``, and the names of the numbers.
+_KINDS = {1: ("rows", ("features",)), 2: ("signals", ("channels", "length")), 3: ("build", ("channels", "size"))}
 _image_input = input_shape  # an argument of ``build_model`` has its name
 
 
@@ -160,8 +170,8 @@ def build_model(
 ) -> nn.Module:
     """Return a model on the CPU in training mode that maps inputs to logits (N, num_classes, ...).
 
-    The model is built with BatchNorm for rows, or for images of ``input_shape(name, channels, size)``. Then
-    ``replace_norm`` is applied: with every norm all other initial weights are the same (``fixup`` changes some of
+    The model is built with BatchNorm for rows, for signals, or for images of ``input_shape(name, channels, size)``.
+    Then ``replace_norm`` is applied: with every norm all other initial weights are the same (``fixup`` changes some of
     them). Equal arguments give equal weights. The global random state does not change (a thread that draws from it
     during the call changes the result).
 
@@ -170,8 +180,8 @@ def build_model(
         num_classes: number of logits.
         channels: channels of the data set's images.
         size: height of the data set's images in pixels.
-        input_shape: of an example, in place of ``channels`` and ``size``: (features,) for rows of numbers, or
-            (channels, height, width) for images.
+        input_shape: of an example, in place of ``channels`` and ``size``: (features,) for rows of numbers,
+            (channels, length) for signals, or (channels, height, width) for images.
         hidden: widths of the hidden layers of ``mlp``; empty = 30.
         norm: a key of ``NORMS``.
         norm_groups: number of groups, for the norms that have groups.
@@ -205,18 +215,28 @@ def _builder(name: str, num_classes: int, shape: tuple[int, ...], hidden: tuple[
     if hidden and name != "mlp":
         raise ConfigError(f"hidden={hidden} is for model 'mlp'; model {name!r} has layers of its own.")
     _at_least_one(**{f"hidden[{index}]": width for index, width in enumerate(hidden)})
-    if len(shape) == 3:
-        return partial(info.build, num_classes, *_image_input(name, *shape[:2]), **options)
-    if len(shape) != 1:
-        raise ConfigError(f"input_shape {shape} is neither (features,) nor (channels, height, width).")
-    _at_least_one(features=shape[0])
-    if info.rows is None:
-        fitting = ", ".join(key for key, other in MODELS.items() if other.rows and key != OWN)
+    if len(shape) not in _KINDS:
         raise ConfigError(
-            f"model {name!r} takes images, and the examples are rows of {shape[0]} features. Use {fitting}, or your "
-            "own model (module:function)."
+            f"input_shape {shape} is neither (features,), (channels, length) nor (channels, height, width)."
         )
-    return partial(info.rows, num_classes, *shape, **options)
+    kind, names = _KINDS[len(shape)]
+    _at_least_one(**dict(zip(names, shape, strict=False)))
+    build: Callable[..., nn.Module] | None = getattr(info, kind)
+    if build is None:
+        raise _other_inputs(name, kind, shape)
+    return partial(build, num_classes, *(_image_input(name, *shape[:2]) if kind == "build" else shape), **options)
+
+
+def _other_inputs(name: str, kind: str, shape: tuple[int, ...]) -> ConfigError:
+    """Return the error of a model that does not take such inputs."""
+    words = {"build": "images", "rows": "rows of numbers", "signals": "signals"}
+    given = {"rows": "rows of {} features", "signals": "signals of {} channels and {} steps", "build": "images"}
+    takes = [word for field, word in words.items() if getattr(model_info(name), field)]
+    fitting = [key for key, other in MODELS.items() if getattr(other, kind) and key != OWN]
+    return ConfigError(
+        f"model {name!r} takes {' and '.join(takes)}, and the examples are {given[kind].format(*shape)}. Use "
+        f"{', '.join(fitting)}, or your own model (module:function)."
+    )
 
 
 def _at_least_one(**values: int) -> None:

@@ -270,6 +270,7 @@ def test_registry_lines_are_complete() -> None:
         "alexnet-bn-small",
         "fedbs-mnist",
         "fedbs-cifar",
+        "signal-cnn",
         "torchvision:<name>",
         "torchvision-seg:<name>",
         "timm:<name>",
@@ -295,10 +296,24 @@ def test_an_input_shape_of_an_image_is_its_channels_and_size() -> None:
         assert all(torch.equal(old.state_dict()[key], value) for key, value in new.state_dict().items())
 
 
-def test_models_for_images_are_refused_for_rows() -> None:
+@pytest.mark.parametrize("norm", ["batch", "group", "batch-renorm", "none"])
+def test_signal_cnn_takes_signals_of_any_length(norm: str) -> None:
+    model = build_model("signal-cnn", num_classes=4, input_shape=(3, 50), norm=norm)
+    assert model(torch.randn(2, 3, 50)).shape == (2, 4)
+    assert model(torch.randn(2, 3, 1)).shape == (2, 4)
+    assert len(batchnorm_places(build_model("signal-cnn", num_classes=4, input_shape=(3, 50)))) == 3
+
+
+def test_a_model_for_other_inputs_is_refused_and_those_that_fit_are_named() -> None:
     with pytest.raises(ConfigError, match=r"model 'lenet' takes images.*13 features.*Use mlp, or your own"):
         build_model("lenet", num_classes=2, input_shape=(13,))
-    with pytest.raises(ConfigError, match=r"input_shape \(3, 32\)"):
-        build_model("mlp", num_classes=2, input_shape=(3, 32))
+    with pytest.raises(ConfigError, match=r"model 'mlp' takes images and rows of numbers.* 2 channels and 40 steps.*"):
+        build_model("mlp", num_classes=2, input_shape=(2, 40))
+    with pytest.raises(ConfigError, match=r"Use signal-cnn, or your own model"):
+        build_model("lenet", num_classes=2, input_shape=(2, 40))
+    with pytest.raises(ConfigError, match=r"model 'signal-cnn' takes signals, and the examples are images\. Use mlp"):
+        build_model("signal-cnn", num_classes=2, input_shape=(1, 28, 28))
+    with pytest.raises(ConfigError, match=r"input_shape \(2, 3, 4, 5\) is neither"):
+        build_model("lenet", num_classes=2, input_shape=(2, 3, 4, 5))
     with pytest.raises(ConfigError, match=r"hidden=\(8,\) is for model 'mlp'"):
         build_model("lenet", num_classes=2, channels=1, size=28, hidden=(8,))

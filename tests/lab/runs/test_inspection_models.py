@@ -23,6 +23,7 @@ EXAMPLES = {
     "torchvision-seg:<name>": ["lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"],
     "timm:<name>": ["test_resnet"],
     "smp:<architecture>/<encoder>": ["DeepLabV3Plus/mobilenet_v2"],
+    "signal-cnn": [],  # its data are a file
     "<module>:<function>": [],
 }
 LISTED = [name.partition("<")[0] + example for name in MODELS for example in EXAMPLES.get(name, [""])]

@@ -24,8 +24,9 @@ _KNOWN = ("x", "y", "client", "group", "split")
 def read_arrays(request: OwnData) -> Records:
     """Return the arrays of an npz file.
 
-    ``x``: uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels; or numbers: features (N, F), signals (N, C, L),
-    images (N, C, H, W). ``y``: classes (N,), labels or targets (N, K), or classes of pixels (N, H, W).
+    ``x``: uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels; or numbers: features (N, F), signals (N, C, L) of
+    C channels and L steps, images (N, C, H, W). ``y``: classes (N,), labels or targets (N, K), or classes of pixels
+    (N, H, W).
     ``client`` and ``group``: numbers or text (N,); ``split``: "train" and "test", or 0 and 1.
 
     Raises:
@@ -134,7 +135,18 @@ def as_inputs(request: OwnData, x: Any, what: str) -> Inputs:
         raise request.problem(
             f"{missing} numbers of {what} are missing (NaN). Use missing=mean for the mean of the training examples."
         )
-    return Inputs(inputs, notes=note_of_filled(inputs))
+    return Inputs(inputs, notes=note_of_filled(inputs), warnings=_warning_of_square(what, x))
+
+
+def _warning_of_square(what: str, x: Any) -> tuple[str, ...]:
+    """Return the warning of signals that look like grey images."""
+    if x.ndim != 3 or x.shape[1] != x.shape[2] or x.shape[1] == 1:
+        return ()
+    channels, steps = x.shape[1:]
+    return (
+        f"{what} is {x.dtype} of shape {x.shape}: signals of {channels} channels and {steps} steps. If these are grey "
+        f"images, add the axis of the channel: save {what}[:, None], of shape {(len(x), 1, channels, steps)}",
+    )
 
 
 def _looks_like_channels_last(x: Any) -> bool:

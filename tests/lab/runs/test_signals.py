@@ -1,0 +1,107 @@
+"""Signals (N, C, L) from an npz file to ONNX: read, standardised by channel, trained, tested and exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data.own import own_info
+from fedbn_flwr.lab.export import run_onnx
+from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
+from fedbn_flwr.lab.finished_runs.export import export
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.setup import make_model
+
+CLASSES, CHANNELS, STEPS = 3, 2, 24
+
+
+def waves(count: int = 60, channels: int = CHANNELS, steps: int = STEPS) -> tuple[Any, Any]:
+    """Waves of a frequency for each class, and a phase for each example; the channels have different units."""
+    draw, y = np.random.default_rng(0), np.arange(count) % CLASSES
+    phase, time = draw.uniform(0, 6, (count, channels, 1)), np.linspace(0, 6.28, steps)
+    x = np.sin((y[:, None, None] + 1) * time + phase) * 10.0 ** np.arange(channels)[:, None]
+    return x.astype(np.float32), y
+
+
+def saved(path: Path, x: Any, y: Any) -> str:
+    np.savez(path, x=x, y=y)
+    return f"npz:{path}"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    data = saved(tmp_path / "waves.npz", *waves())
+    sizes = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2, "batch-size": 8}
+    return {"dataset": data, "model": "signal-cnn", **sizes}
+
+
+@pytest.mark.parametrize("strategy", ["fedbn", "fixbn", "staticbn", "fedtan"])
+def test_a_run_on_signals_is_the_model_that_is_exported(strategy: str, settings: Any, tmp_path: Path) -> None:
+    freeze = {"freeze-at": 1} if strategy == "fixbn" else {}
+    averaged = {"eval-on": "averaged-bn"} if strategy == "fedbn" else {}
+    config = Config.make({**settings, **freeze, **averaged, "strategy": strategy})
+    assert config.example_shape() == (CHANNELS, STEPS)
+    run(config, tmp_path / "run", workers=0)
+    evaluate_run(tmp_path / "run", {"dataset": settings["dataset"]})
+    if strategy == "fedbn":
+        return  # its model has averaged BN, whose export is another choice
+    done = export(tmp_path / "run", tmp_path / "home/model.onnx", "onnx", fold_bn=True)
+    assert done.check.relative < 1e-5
+    x = torch.from_numpy(waves()[0])
+    assert run_onnx(done.file)(x[:5]).shape == (5, CLASSES)
+
+
+def test_a_channel_has_one_mean_and_std(settings: Any) -> None:
+    """Over the training examples and all steps; the second channel's unit is another one."""
+    data = partitioned_data(Config.make(settings), 3)
+    whole = data.train_view()
+    inputs = whole.batch(torch.arange(len(whole)))[0].double()
+    torch.testing.assert_close(inputs.mean((0, 2)), torch.zeros(CHANNELS).double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(inputs.std((0, 2), correction=0), torch.ones(CHANNELS).double(), rtol=1e-4, atol=0)
+
+
+def test_models_for_other_inputs_are_refused(settings: Any) -> None:
+    for model in ("lenet", "mlp", "resnet20"):
+        with pytest.raises(ConfigError, match=rf"'{model}' takes images.*of 2 channels and 24 steps.*signal-cnn"):
+            make_model(Config.make({**settings, "model": model}))
+
+
+def test_a_function_of_a_user_takes_channels_and_length(settings: Any, tmp_path: Path, monkeypatch) -> None:
+    code = """
+from torch import nn
+def net(num_classes, channels, length):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * length, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes))
+def images(num_classes, channels, size):
+    return nn.Identity()
+"""
+    (tmp_path / "my_signals.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = make_model(Config.make({**settings, "model": "my_signals:net"}))
+    assert model(torch.ones(2, CHANNELS, STEPS)).shape == (2, CLASSES)
+    with pytest.raises(ConfigError, match=r"needs size\. For these data .* num_classes, channels, length"):
+        make_model(Config.make({**settings, "model": "my_signals:images"}))
+
+
+@pytest.mark.parametrize(
+    ("x", "shape", "warned"),
+    [
+        (np.zeros((9, 6, 6), np.float32), (6, 6), True),
+        (np.zeros((9, 6, 6), np.int64), (6, 6), True),
+        (np.zeros((9, 6, 8), np.float64), (6, 8), False),
+        (np.zeros((9, 6, 6), np.uint8), (), False),  # grey images
+        (np.zeros((9, 1, 6, 6), np.float32), (1, 6, 6), False),
+    ],
+)
+def test_square_arrays_of_numbers_are_signals_with_a_warning(x: Any, shape: Any, warned: bool, tmp_path: Path) -> None:
+    config = Config.make({"dataset": saved(tmp_path / "a.npz", x, np.arange(9) % 3), "num-clients": 1})
+    info = own_info(config.own_data())
+    assert info.input_shape == shape
+    words = [text for text in info.warnings if "x[:, None], of shape (9, 1, 6, 6)" in text]
+    assert len(words) == warned
