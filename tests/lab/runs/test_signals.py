@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def images(num_classes, channels, size):
 """
     (tmp_path / "my_signals.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_signals", raising=False)  # gone after the test
     model = make_model(Config.make({**settings, "model": "my_signals:net"}))
     assert model(torch.ones(2, CHANNELS, STEPS)).shape == (2, CLASSES)
     with pytest.raises(ConfigError, match=r"needs size\. For these data .* num_classes, channels, length"):

@@ -24,8 +24,8 @@ _KNOWN = ("x", "y", "client", "group", "split")
 def read_arrays(request: OwnData) -> Records:
     """Return the arrays of an npz file.
 
-    ``x``: uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels; or numbers: features (N, F), signals (N, C, L) of
-    C channels and L steps, images (N, C, H, W). ``y``: classes (N,), labels or targets (N, K), or classes of pixels
+    ``x``: uint8 images (N, H, W) or (N, H, W, C) with 1 or 3 channels; or numbers: features (N, F), signals (N, C, L)
+    of C channels and L steps, images (N, C, H, W). ``y``: classes (N,), labels or targets (N, K), or classes of pixels
     (N, H, W).
     ``client`` and ``group``: numbers or text (N,); ``split``: "train" and "test", or 0 and 1.
 
