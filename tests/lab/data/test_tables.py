@@ -203,3 +203,21 @@ def test_names_that_look_alike_are_one_name(tmp_path: Path) -> None:
     for request in (OwnData("csv", str(tmp_path), **keys), OwnData("folder", str(tmp_path / "i"))):
         assert own_info(request).class_names == ("non", "Épanchement")
     assert own_info(OwnData("csv", str(tmp_path), **keys)).feature_names == ("âge",)
+
+
+def test_two_spellings_of_one_thing_are_told(tmp_path: Path) -> None:
+    for name, sex in (("east", "fm"), ("north", ("female", "male"))):
+        (tmp_path / f"{name}.csv").write_text("sex,label\n" + "".join(f"{sex[at % 2]},{at % 2}\n" for at in range(6)))
+    (warning,) = own_info(OwnData("csv", str(tmp_path), label_column="label")).warnings
+    assert warning.startswith("column 'sex': east has f, m, north has female, male, nothing in common")
+    with pytest.raises(DataError, match=r"'sex' has values that differ in upper and lower case alone \(F, f\)"):
+        own_info(wanted(tmp_path / "t.csv", "sex,label\nF,0\nf,1\nm,1\n", feature_columns="sex"))
+    request = wanted(tmp_path / "t.csv", "age,label\n1,No\n2,no\n3,yes\n")
+    with pytest.raises(DataError, match=r"names that differ in upper and lower case alone \(No, no\).*class-names"):
+        own_info(request)
+    for kind in ("Cat", "cat"):
+        (tmp_path / "i" / kind).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "i" / kind / "0.png")
+    with pytest.raises(DataError, match=r"class folders have names .*\(Cat, cat\)"):
+        own_info(OwnData("folder", str(tmp_path / "i")))
+    assert own_info(OwnData("folder", str(tmp_path / "i"), class_names="cat,Cat")).num_classes == 2
