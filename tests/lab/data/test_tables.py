@@ -98,6 +98,11 @@ def test_encodings(tmp_path: Path) -> None:
         own_info(wanted(path, latin, encoding="cp12521"))
     with pytest.raises(DataError, match="neither UTF-8 nor encoding=ascii"):
         own_info(wanted(path, latin, encoding="ascii"))
+    with pytest.raises(DataError, match=r"not UTF-8 \(it has bytes of value 0"):
+        own_info(wanted(path, text.replace("größe", "size").encode("utf-16-le")))
+    assert feature(wanted(path, text.encode("utf-16-le"), encoding="utf-16-le", feature_columns="age")) == AGES
+    with pytest.raises(DataError, match=r"t\.csv is empty"):
+        own_info(wanted(path, "sep=;\n\n"))
     columns = "age,größe"
     for content in (latin, text.encode(), text.encode("utf-8-sig"), text.encode("utf-16")):
         assert feature(wanted(path, content, encoding="cp1252", feature_columns=columns)) == AGES

@@ -50,6 +50,8 @@ def read_csv(request: OwnData, path: Path, rows: int | None = None) -> CsvTable:
     """
     text = _text(request, path)
     layout = _layout(text, "\t" if path.suffix.lower() == ".tsv" else "")
+    if not layout.header:
+        raise request.problem(f"{path} is empty.")
     table, read_as_missing = _parsed(request, path, text, layout, rows)
     lines = [line for line, _ in islice(_records(text, layout.delimiter, layout.line), 1, len(table) + 1)]
     if len(lines) == len(table):
@@ -68,7 +70,10 @@ def _text(request: OwnData, path: Path) -> str:
     content = path.read_bytes()
     marked = content[:2] in (b"\xff\xfe", b"\xfe\xff")
     try:
-        return content.decode("utf-16" if marked else "utf-8-sig")
+        text = content.decode("utf-16" if marked else "utf-8-sig")
+        if "\0" not in text:
+            return text
+        raise UnicodeError("it has bytes of value 0, as UTF-16 has")
     except UnicodeError as error:
         if not request.encoding:
             raise request.problem(
