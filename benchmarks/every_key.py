@@ -162,6 +162,7 @@ ELSEWHERE = {
     "skip-unreadable": OWN_DATA,
     "intensity-range": "tests/lab/data/test_image_files.py",
     "test-share": OWN_DATA,
+    "data-check": "tests/lab/data/test_data_check.py",
     "cache-gib": OWN_DATA,
     "data-workers": OWN_DATA,
     "class-names": "tests/lab/partitioned/test_data_of_nodes.py",

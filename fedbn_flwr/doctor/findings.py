@@ -111,10 +111,8 @@ class Diagnosis:
         number = len(self.findings)
         verdict = "Nothing found."
         if self.not_measured:  # no finding, and no proof of health
-            lacking = len(self.not_measured)
-            verdict = (
-                f"Nothing found in what was measured. Not known: {lacking} part{'s' if lacking > 1 else ''}, below."
-            )
+            parts = "1 part" if len(self.not_measured) == 1 else f"{len(self.not_measured)} parts"
+            verdict = f"Nothing found in what was measured. Not known: {parts}, below."
         if number:
             verdict = f"{number} finding{'s' if number > 1 else ''}, the cause first."
         blocks = [f"{self.about}{gap}**{verdict}**" if heading else f"{self.about}{gap}{verdict}"]

@@ -204,8 +204,9 @@ def test_partition_shows_the_warnings_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("one,x,y\n" + "".join(f"1,{k},{k % 2}\n" for k in range(40)))
     own = {"dataset": f"csv:{tmp_path / 't.csv'}", "label-column": "y", "num-clients": "2", "partition": "iid"}
     result = call("partition", *(part for key, value in own.items() for part in ("--set", f"{key}={value}")))
-    assert result.output.count("warning: ") == 1
+    assert result.output.count("warning: ") == 2
     assert "warning: the same value in all training examples: one; leave it out\n" in result.output
+    assert "warning: column 'x': 40 different whole numbers in 40 rows" in result.output
 
 
 def test_partition_shows_domains_and_makes_a_client_of_each() -> None:

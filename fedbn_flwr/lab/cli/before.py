@@ -55,6 +55,7 @@ def inspect(
 ) -> None:
     """Show a model's BN layers, and what a strategy shares, keeps and sends per round."""
     from fedbn_flwr.lab.config import Config, read_overrides
+    from fedbn_flwr.lab.data import is_own
     from fedbn_flwr.lab.runs.inspection import inspect_model
     from fedbn_flwr.lab.setup import initialise, make_model
     from fedbn_flwr.strategies import STRATEGIES
@@ -80,7 +81,8 @@ def inspect(
         console.print(_traffic(inspection))
         for line in _notes(inspection):
             say(line)
-        for warning in inspection.warnings:
+        of_data = settings.data_info().warnings if is_own(settings.dataset) else ()
+        for warning in (*inspection.warnings, *of_data):
             say(f"warning: {warning}", style="yellow")
         for line in loaded.lines() if loaded else ():
             say(line)

@@ -149,6 +149,12 @@ class Fields(MethodSettings):
         "(x - mean) / std of inputs: federated (sums over all clients' training examples), local (each client's own), "
         "none; empty = federated, and for images the data set's constants (own images: ImageNet's)",
     )
+    data_check: Literal["warn", "refuse"] = _key(
+        "own data and models",
+        "warn",
+        "what the data check finds (numbers of rows or patients, a column that holds the target, a category of one "
+        "client, one name in two spellings, a number for a missing value): warn, or refuse = an error",
+    )
     skip_unreadable: bool = _key(
         "own data and models", False, "leave out image files that cannot be read, and list them"
     )

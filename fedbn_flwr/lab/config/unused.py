@@ -133,6 +133,7 @@ def _of_data(config: Values) -> Conditions:
         "skip_unreadable": (config.dataset.startswith("folder:"), "it is for dataset=folder:"),
         "intensity_range": (config.dataset.startswith(("folder:", "hf:")), "it is for dataset=folder: and hf:"),
         "test_share": (of_user, "it is for own data"),
+        "data_check": (of_user, "it is for own data"),
         "held_out_clients": (
             not config.data_on_nodes() and not config.shares_nothing(),
             f"{config.title} shares no model" if config.shares_nothing() else "only the nodes have the data",

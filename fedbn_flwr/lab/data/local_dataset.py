@@ -13,6 +13,7 @@ from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.domains import read_archive, read_class_folders
 from fedbn_flwr.lab.data.folders import Files, image_files
 from fedbn_flwr.lab.data.loading import MAX_BYTES
+from fedbn_flwr.lab.data.names import one_form
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.registry import DATASETS
 from fedbn_flwr.lab.data.samples import Examples
@@ -74,11 +75,13 @@ def _read_folders(path: Path, classes: Sequence[str], shape: Shape) -> tuple[Exa
     """Return training and test examples of the classes that have a folder."""
     if not path.is_dir():
         raise DataError("there is no such file or folder")
-    folders = {entry.name for entry in path.iterdir() if entry.is_dir()}
+    entries = [entry for entry in path.iterdir() if entry.is_dir()]
+    folders = {one_form(entry.name): entry for entry in entries}
     files, absent = Files(), list[str]()
+    classes = [one_form(name) for name in classes]  # one name, in either of Unicode's forms
     for label, name in enumerate(classes):
         if name in folders:
-            files += [(image, label) for image in image_files(path / name)]
+            files += [(image, label) for image in image_files(folders[name])]
         else:
             absent.append(name)
     if not files:
@@ -87,7 +90,7 @@ def _read_folders(path: Path, classes: Sequence[str], shape: Shape) -> tuple[Exa
             f"no folder is called after a class ({', '.join(classes[:5])}, ...; found: {inside}). Name the classes in "
             "the node config: data-classes='cat,dog'"
         )
-    if others := sorted(name for name in folders - {*classes} if not name.startswith(".")):
+    if others := sorted(name for name in folders.keys() - {*classes} if not name.startswith(".")):
         logger.warning(
             "data-path=%r: folders whose name is no class are left out: %s. Without a folder: %s. Names are "
             "case-sensitive. Rename the folders, or name their classes in data-classes.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN, evaluate_adapted
 from fedbn_flwr.batchnorm.parts import Part, split_state
@@ -107,18 +107,21 @@ def evaluate_run(
     everyone, groups = examples.everyone(), examples.groups()
     rows: list[Row] = []
     outputs = LastOutputs(model, wanted=out is not None and not task.by_pixel)
+    predicted: dict[str, Tensor] = {}
     for statistics, by in _statistics(model, config, bn).items():
         if statistics == _REESTIMATED:
             _reestimate(model, everyone, task, saved)
         with outputs:
             rows.append(Row("all", statistics, evaluate_adapted(model, everyone, by, task)))
+        if outputs.wanted:
+            predicted[statistics] = outputs.last(len(everyone))
         rows += [Row(name, statistics, evaluate_adapted(model, view, by, task)) for name, view in groups.items()]
 
     if out is not None:
         predictions = ""
-        if outputs.wanted:
-            last, classes = outputs.last(len(everyone)), saved.description.classes
-            predictions = predictions_csv(last, everyone.targets, task, classes, examples.place())
+        if predicted:
+            classes, place = saved.description.classes, examples.place()
+            predictions = predictions_csv(predicted, everyone.targets, task, classes, place)
         about = {"model": what, "dataset": config.dataset, "part": examples.part}
         _write(out, predictions, {**about, "notes": info.notes, "warnings": warnings}, rows)
     return what, rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -52,11 +52,12 @@ class _Joined:
 
 
 class WhereInData(NamedTuple):
-    """Where the examples are in the user's data: the first column of ``predictions.csv``, and its order."""
+    """Where the examples are in the user's data: the first columns of ``predictions.csv``, and its order."""
 
     column: str
     names: Sequence[int | str]  # of all rows
     numbers: Indices  # the row of each example
+    beside: Mapping[str, Sequence[str]] = {}  # client, patient or domain of all rows, by the name of the column
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,24 @@ class ChosenExamples:
         sizes = [len(piece.dataset.test) for piece in pieces]
         column: str = "index"
         names: Sequence[int | str] = range(sum(sizes))
+        beside: Mapping[str, Sequence[str]] = self._domains()
         numbers = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
         if self.rows:
             train, test = self.rows.train, self.rows.test
-            column, names = self.rows.column, self.rows.names
+            column, names, beside = self.rows.column, self.rows.names, self.rows.beside
             numbers = {"train": [train], "test": [test], "all": [train, test]}[self.part]
         for at, piece in enumerate(pieces):
             if piece.held_out:
                 numbers[at] = np.delete(numbers[at], np.concatenate([tests for _, tests in piece.held_out]))
-        return WhereInData(column, names, np.concatenate(numbers))
+        return WhereInData(column, names, np.concatenate(numbers), beside)
+
+    def _domains(self) -> dict[str, Sequence[str]]:
+        """Return the domain of each example; empty if the data have none."""
+        known, domains = self.data.dataset.group_names, list[str]()
+        for piece in self._pieces():
+            if (groups := piece.dataset.test.groups) is not None:
+                domains += [known[number] for number in groups.tolist()]
+        return {"group": domains} if domains else {}
 
     def _pieces(self) -> list[PartitionedData]:
         """Return data whose test examples are the chosen ones; two for the training and the test examples."""

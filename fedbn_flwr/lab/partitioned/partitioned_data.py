@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -258,6 +259,7 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
     Raises:
         ConfigError: a name is unknown, or the split does not give each client a group, or no client is left.
     """
+    text = unicodedata.normalize("NFC", text)  # as names of clients are
     if not text.strip():
         return {}
     groups: list[str] = []

@@ -151,8 +151,12 @@ def test_test_time_bn_of_each_group_beside_the_saved_statistics(quick_run, tmp_p
             assert row.result.loss == pytest.approx(expected.loss, rel=1e-6)
         with (tmp_path / bn / "predictions.csv").open() as file:
             predictions = list(csv.DictReader(file))
-        right = [line["target"] == line["prediction"] for line in predictions]
-        assert (len(right), sum(right) / len(right)) == (len(views["all"]), pytest.approx(rows[6].result.accuracy))
+        for row in (rows[0], rows[6]):
+            of_row = [line for line in predictions if line["statistics"] == row.statistics]
+            right = [line["target"] == line["prediction"] for line in of_row]
+            assert (len(right), sum(right) / len(right)) == (len(views["all"]), pytest.approx(row.result.accuracy))
+        groups = [data.dataset.group_names[number] for number in data.dataset.test.groups.tolist()]
+        assert [line["group"] for line in predictions] == groups * 2
     for settings, words in (
         ({"test-bn-tau": 0.5}, "test-bn-tau=0.5 has no effect: it is for test-bn=momentum"),
         ({"test-bn-batch-size": 1}, "layer 'norm' gets one value per channel"),
@@ -225,8 +229,43 @@ _OTHERS = "model, learning-rate, partition: evaluate takes keys that describe th
 )
 def test_predictions_of_each_task(task: Task, outputs: list, targets: list, lines: list[str]) -> None:
     place = WhereInData("index", range(len(targets)), np.arange(len(targets)))
-    text = predictions_csv(torch.tensor(outputs), torch.tensor(targets), task, ("a", "b"), place)
+    text = predictions_csv({"as saved": torch.tensor(outputs)}, torch.tensor(targets), task, ("a", "b"), place)
     assert text.splitlines() == lines
+
+
+def test_predictions_with_several_statistics_say_which_and_whose_they_are() -> None:
+    """A column of the user's that is called as one of the file's has another name."""
+    beside = {"target": ["east", "west", "west"], "patient": ["p7", "p8", "p9"]}
+    place = WhereInData("row", range(3), np.array([2, 0]), beside)
+    outputs = {"as saved": torch.tensor([[0.0], [2.0]]), "re-estimated": torch.tensor([[-2.0], [2.0]])}
+    assert predictions_csv(outputs, torch.tensor([1, 0]), BINARY, ("a", "b"), place).splitlines() == [
+        "row,target-column,patient,statistics,target,prediction,probability-b",
+        "0,east,p7,as saved,0,1,0.880797078",
+        "2,west,p9,as saved,1,0,0.5",
+        "0,east,p7,re-estimated,0,1,0.880797078",
+        "2,west,p9,re-estimated,1,0,0.119202922",
+    ]
+
+
+def test_adapted_predictions_stand_beside_the_saved_ones_with_patient_and_hospital(quick_run, tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    rows = [f"{k},{k * k % 7},{'ab'[k % 2]},p{k // 4},{k % 3 % 2}" for k in range(60)]
+    table.write_text("\n".join(["f1,f2,hospital,patient,y", *rows]))
+    columns = {"label-column": "y", "client-column": "hospital", "group-column": "patient"}
+    _, run = quick_run(dataset=f"csv:{table}", **columns, **{"num-clients": 2})
+    found: dict[str, list[dict[str, str]]] = {}
+    for bn in ("", "adapt"):
+        evaluate_run(run, {"dataset": f"csv:{table}"}, bn, "all", tmp_path / f"out-{bn}")
+        with (tmp_path / f"out-{bn}/predictions.csv").open() as file:
+            found[bn] = list(csv.DictReader(file))
+    plain, both = found[""], found["adapt"]
+    assert list(plain[0])[:4] == ["row", "hospital", "patient", "target"]
+    assert [(line["hospital"], line["patient"]) for line in plain] == [("ab"[k % 2], f"p{k // 4}") for k in range(60)]
+    assert [line["statistics"] for line in both] == ["as saved"] * 60 + ["re-estimated"] * 60
+    assert [{**line, "statistics": "as saved"} for line in plain] == both[:60]
+    adapted = [line["probability-1"] for line in both[60:]]
+    assert adapted != [line["probability-1"] for line in plain]
+    assert [line["row"] for line in both[60:]] == [line["row"] for line in plain]
 
 
 @pytest.fixture

@@ -143,6 +143,20 @@ def test_a_node_with_other_data_is_named_and_the_others_go_on(served, tables, tm
         served(text, at([tables[0], tables[2]]), "text")
 
 
+def test_a_node_whose_data_check_finds_something_is_named_if_the_run_refuses_it(served, tables, tmp_path) -> None:
+    values = [-99 if at % 9 == 0 else 20 + at % 7 for at in range(60)]
+    rows = [f"{bmi},F,{'test' if at % 5 == 4 else 'train'},{at % 2}" for at, bmi in enumerate(values)]
+    tables[1].write_text("bmi,sex,part,target\n" + "\n".join(rows))
+    settings = {**TABLE, "dataset": "csv:", "standardise": "local", "feature-columns": "bmi,sex:F|M"}
+    _, lines = served({**settings, "data-check": "refuse"}, at(tables))
+    (said,) = lines[0]["rejected"]
+    assert "(partition 1): data-path=" in said
+    assert "column 'bmi': -99 in 7 of 60 rows" in said
+    assert lines[0]["participants"] == [0, 2]
+    _, lines = served(settings, at(tables), "warned")
+    assert lines[0]["participants"] == [0, 1, 2]
+
+
 def test_what_the_server_must_know_of_the_data_is_in_the_config(served, tables, tmp_path) -> None:
     settings = {**TABLE, "dataset": "csv:"}
     with pytest.raises(DataError, match=r"only the nodes have the data.*eval-on=personal-own"):

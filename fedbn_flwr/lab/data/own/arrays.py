@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import DataError
+from fedbn_flwr.lab.data.names import one_form
 from fedbn_flwr.lab.data.own.features import note_of_filled, problem_of_numbers
 from fedbn_flwr.lab.data.own.masks import PixelValues, pixel_targets
 from fedbn_flwr.lab.data.own.records import Inputs, Records, Targets
@@ -40,12 +41,14 @@ def read_arrays(request: OwnData) -> Records:
     y = arrays["y"]
     targets = _pixels(request, inputs, y) if y.ndim == 3 else read_targets(request, y, "y")
     clients, client_names = numbered(arrays["client"].tolist()) if "client" in arrays else (None, ())
+    units, unit_names = numbered(arrays["group"].tolist()) if "group" in arrays else (None, ())
     return Records(
         inputs=inputs,
         targets=targets,
         clients=clients,
         client_names=client_names,
-        units=numbered(arrays["group"].tolist())[0] if "group" in arrays else None,
+        units=units,
+        unit_names=unit_names,
         tests=as_tests(request, arrays["split"], "split") if "split" in arrays else None,
         notes=tuple(f"array {name!r} is not used" for name in others),
     )
@@ -92,9 +95,11 @@ def _check_lengths(request: OwnData, arrays: Mapping[str, Any]) -> None:
 
 
 def _stripped(array: Any) -> Any:
-    """Return text without spaces around it, bytes as text, other arrays as they are."""
+    """Return text without spaces around it and in one form, bytes as text, other arrays as they are."""
     text = np.char.decode(array, "utf-8", "replace") if array.dtype.kind == "S" else array
-    return np.char.strip(text) if text.dtype.kind == "U" else text
+    if text.dtype.kind != "U":
+        return text
+    return np.array([one_form(value) for value in text.ravel().tolist()], dtype=str).reshape(text.shape)
 
 
 def _check_features(request: OwnData, x: Any) -> None:

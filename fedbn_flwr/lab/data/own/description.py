@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data.names import as_list
+from fedbn_flwr.lab.data.own.data_check import check_records
 from fedbn_flwr.lab.data.own.features import stated_features
 from fedbn_flwr.lab.data.own.reading import load, read, stamp_of
 from fedbn_flwr.lab.data.own.records import Targets
@@ -34,7 +35,17 @@ def own_info(request: OwnData) -> DatasetInfo:
     """
     if twice := sorted(name for name, count in Counter(request.classes).items() if count > 1):
         raise ConfigError(f"class-names has {', '.join(twice)} twice.")
-    return _info(request, stamp_of(request)) if request.path else _info_of_nodes(request)
+    if not request.path:
+        return _info_of_nodes(request)
+    info, found = _info(request, stamp_of(request)), _check(request, stamp_of(request))
+    if found and request.data_check == "refuse":
+        raise DataError(f"dataset={request.name!r} (data-check=refuse):\n" + "\n".join(f"{line}." for line in found))
+    return info
+
+
+@functools.lru_cache(maxsize=8)
+def _check(request: OwnData, stamp: tuple[int, ...]) -> tuple[str, ...]:
+    return check_records(read(request, stamp))
 
 
 @functools.lru_cache(maxsize=8)
@@ -62,7 +73,12 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
         client_names=records.client_names,
         by_file=not isinstance(inputs.values, Tensor),
         notes=(*records.notes, *targets.notes, *inputs.notes, *_note_of_positive(request, targets)),
-        warnings=(*inputs.warnings, *targets.warnings, *_warning_of_gaps(request, targets)),
+        warnings=(
+            *inputs.warnings,
+            *targets.warnings,
+            *_warning_of_gaps(request, targets),
+            *_check(request, stamp),
+        ),
     )
 
 

@@ -84,6 +84,7 @@ def features_of(request: OwnData, table: Any, wanted: list[tuple[str, tuple[str,
     return Inputs(
         values,
         feature_names=tuple(features.names),
+        columns=tuple(features.places),
         notes=(*features.notes, *note_of_filled(values)),
         warnings=tuple(features.warnings),
     )
@@ -98,6 +99,7 @@ class _Features:
     in_training: Any
     columns: list[Any] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    places: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -111,6 +113,7 @@ class _Features:
             self.problems.append(problem)
         self.columns.append(values)
         self.names.append(name)
+        self.places.append((name, ""))
 
     def add_text(self, name: str, stated: tuple[str, ...]) -> None:
         """Add a feature, 0 or 1, for each category of a column of text; () = those of the training rows."""
@@ -135,6 +138,7 @@ class _Features:
         self.notes.append(f"column {name!r} is text: {len(categories)} features ({shown(categories)})")
         self.columns += [(text == category).to_numpy(dtype=np.float64) for category in categories]
         self.names += [f"{name}={category}" for category in categories]
+        self.places += [(name, category) for category in categories]
 
     def _nothing_in_common(self, name: str, text: Any) -> tuple[str, ...]:
         """Return the warning that two hospitals have no category of a column in common: m and f, male and female."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data.image_files import DEEP, MODES, as_bytes
+from fedbn_flwr.lab.data.names import one_form
 from fedbn_flwr.lab.data.own.arrays import as_inputs
 from fedbn_flwr.lab.data.own.features import features_of, numbered_column, stated_features, with_numbers
 from fedbn_flwr.lab.data.own.records import Inputs, Records, Targets
@@ -39,12 +40,14 @@ def read_hub(request: OwnData) -> Records:
     inputs = _images(request, _column(rows, image)) if image else _features(request, label, parts, tests)
     client, group = request.client_column, request.group_column
     clients, client_names = numbered_column(request, client, _column(rows, client)) if client else (None, ())
+    units, unit_names = numbered_column(request, group, _column(rows, group)) if group else (None, ())
     return Records(
         inputs=inputs,
         targets=targets,
         clients=clients,
         client_names=client_names,
-        units=numbered_column(request, group, _column(rows, group))[0] if group else None,
+        units=units,
+        unit_names=unit_names,
         tests=tests,
     )
 
@@ -96,6 +99,7 @@ def _targets(request: OwnData, label: str, names: Sequence[str], rows: Sequence[
             "them, or with another test part."
         )
     if names and not request.positive_values:  # the numbers of some classes are not those of their names
+        names = [one_form(name) for name in names]
         values = np.array(names, object)[values]
     return read_targets(request, values, f"column {label!r}", names=names)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,6 +143,7 @@ class OwnRows:
         train: the row of each training example.
         test: the row of each test example.
         divided: whether the data themselves say which are test examples.
+        beside: the client and the unit (patient) of each row, by the names of their columns.
     """
 
     column: str
@@ -150,6 +151,7 @@ class OwnRows:
     train: Indices
     test: Indices
     divided: bool
+    beside: Mapping[str, Sequence[str]]
 
 
 def own_rows(request: OwnData) -> OwnRows:
@@ -166,7 +168,14 @@ def own_rows(request: OwnData) -> OwnRows:
     elif request.kind == "csv" and Path(request.path).is_dir() and records.clients is not None:
         starts = np.unique(records.clients, return_index=True)[1]  # the tables follow one another, in any order
         names = [f"{records.client_names[c]}:{at - starts[c]}" for at, c in enumerate(records.clients)]
-    return OwnRows(column, names, *parts_of(request, records), records.tests is not None)
+    beside = dict[str, Sequence[str]]()
+    for header, numbers, known in (
+        (request.client_column or "client", records.clients, records.client_names),
+        (request.group_column or "group", records.units, records.unit_names),
+    ):
+        if numbers is not None:
+            beside[header] = [known[number] for number in numbers]
+    return OwnRows(column, names, *parts_of(request, records), records.tests is not None, beside)
 
 
 def _relative(request: OwnData, paths: Sequence[Path]) -> list[str]:

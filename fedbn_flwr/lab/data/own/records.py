@@ -24,6 +24,7 @@ class Inputs:
         values: paths of N image files; or uint8 images (N, C, H, W) or float32 (N, ...), NaN = missing.
         size: (height, width) of the images as stored, or ().
         feature_names: names of the features of rows, or ().
+        columns: (column, category) of each feature of a table, the category "" for numbers; or ().
         notes: what a user must know: columns made of text, values filled in, and so on.
         warnings: what looks wrong.
     """
@@ -31,6 +32,7 @@ class Inputs:
     values: Tensor | Sequence[Path]
     size: tuple[int, ...] = ()
     feature_names: tuple[str, ...] = ()
+    columns: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -76,7 +78,7 @@ class Records:
         inputs: the inputs.
         targets: the targets.
         clients: client of each example, (N,), and ``client_names``; None if the data have no clients.
-        units: unit (patient) of each example, (N,), or None.
+        units: unit (patient) of each example, (N,), or None, and ``unit_names``.
         tests: whether each example is a test example, bool (N,); None if the data do not say.
         notes: what is left out, such as files, columns and arrays.
     """
@@ -86,6 +88,7 @@ class Records:
     clients: npt.NDArray[np.int64] | None = None
     client_names: tuple[str, ...] = ()
     units: npt.NDArray[np.int64] | None = None
+    unit_names: tuple[str, ...] = ()
     tests: npt.NDArray[np.bool_] | None = None
     notes: tuple[str, ...] = ()
 

@@ -7,14 +7,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
-from fedbn_flwr.lab.data.names import listed
+from fedbn_flwr.lab.data.names import listed, one_form
 from fedbn_flwr.training.tasks import TASKS, Task
 
 __all__ = ["KINDS", "MISSING_VALUES", "OwnData", "is_number", "is_own", "left_out", "oddly_written"]
@@ -58,6 +58,7 @@ class OwnData:
         intensity_range: ``LOW,HIGH``, the values that become 0 and 255 in images with more than 8 bits a channel; "" =
             0 and 65,535.
         test_share: share of the examples that are test examples, where the data do not say.
+        data_check: "refuse" makes an error of what the data check finds.
     """
 
     kind: str
@@ -79,6 +80,14 @@ class OwnData:
     skip_unreadable: bool = False
     intensity_range: str = ""
     test_share: float = 0.2
+    data_check: str = "warn"
+
+    def __post_init__(self) -> None:
+        """Bring the names in the config to the form of those in the data, see ``one_form``."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str) and field.name not in ("kind", "path"):
+                object.__setattr__(self, field.name, one_form(value))
 
     @property
     def name(self) -> str:

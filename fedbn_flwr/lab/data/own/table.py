@@ -67,13 +67,15 @@ def read_table(request: OwnData) -> Records:
     nameless = [] if stated else list(filter(_NAMELESS.fullmatch, free))
     inputs = features_of(request, table, stated or [(name, ()) for name in free if name not in nameless], tests)
     clients, client_names = _numbered(request, table, FILE if from_files else request.client_column)
+    units, unit_names = _numbered(request, table, request.group_column)
     notes = [f"column {name!r} has no name in the file and is left out" for name in nameless]
     return Records(
         inputs=inputs,
         targets=targets,
         clients=clients,
         client_names=client_names,
-        units=_numbered(request, table, request.group_column)[0],
+        units=units,
+        unit_names=unit_names,
         tests=tests,
         notes=(*notes_of_files, *notes),
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.data.names import listed
+from fedbn_flwr.lab.data.names import listed, one_form
 from fedbn_flwr.lab.data.own.features import as_text
 from fedbn_flwr.lab.data.own.records import Targets
 from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered_classes, oddly_written, shown
@@ -40,7 +40,7 @@ def read_targets(
         ConfigError: the values are not for the task, or there are no positive ones.
         DataError: values are missing, or are no classes.
     """
-    values = np.asarray(values)
+    values = _in_one_form(np.asarray(values))
     _refuse_missing(request, values, what, row)
     if values.ndim == 2 and values.shape[1] == 1 and request.task != "multi-label":
         values = values[:, 0]
@@ -57,6 +57,16 @@ def read_targets(
         return _classes(request, values, what, are_text, names)
     task = chosen_task(request, "regression", ("regression",))
     return Targets(torch.from_numpy(values.astype(np.float32)), task, 1)
+
+
+def _in_one_form(values: Any) -> Any:
+    """Return text in one form, so that a class has one name; other values as they are."""
+    if values.dtype.kind not in "UO":
+        return values
+    texts = np.empty(values.shape, dtype=object)
+    for at, value in np.ndenumerate(values):
+        texts[at] = one_form(value) if isinstance(value, str) else value
+    return texts
 
 
 def _refuse_missing(request: OwnData, values: Any, what: str, row: Callable[[int], str]) -> None:
