@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import unicodedata
 from pathlib import Path
@@ -214,15 +215,18 @@ def test_two_spellings_of_one_thing_are_told(tmp_path: Path) -> None:
     for name, sex in (("east", "fm"), ("north", ("female", "male"))):
         (tmp_path / f"{name}.csv").write_text("sex,label\n" + "".join(f"{sex[at % 2]},{at % 2}\n" for at in range(6)))
     (warning,) = own_info(OwnData("csv", str(tmp_path), label_column="label")).warnings
-    assert warning.startswith("column 'sex': east has f, m, north has female, male, nothing in common")
-    with pytest.raises(DataError, match=r"'sex' has values that differ in upper and lower case alone \(F, f\)"):
-        own_info(wanted(tmp_path / "t.csv", "sex,label\nF,0\nf,1\nm,1\n", feature_columns="sex"))
+    assert warning.startswith("column 'sex': f, m only at east; female, male only at north (12 of 12 rows)")
+    (warning,) = own_info(wanted(tmp_path / "t.csv", "sex,label\nF,0\nf,1\nm,1\n", feature_columns="sex")).warnings
+    assert warning.startswith("categories of column 'sex' 'F' (1 rows), 'f' (1 rows) differ by case")
     request = wanted(tmp_path / "t.csv", "age,label\n1,No\n2,no\n3,yes\n")
-    with pytest.raises(DataError, match=r"names that differ in upper and lower case alone \(No, no\).*class-names"):
-        own_info(request)
+    (warning,) = own_info(request).warnings
+    assert warning.startswith("the classes 'No' (1 rows), 'no' (1 rows) differ by case")
+    with pytest.raises(DataError, match=r"(?s)data-check=refuse.*'No' \(1 rows\), 'no'"):
+        own_info(dataclasses.replace(request, data_check="refuse"))
     for kind in ("Cat", "cat"):
         (tmp_path / "i" / kind).mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(tmp_path / "i" / kind / "0.png")
-    with pytest.raises(DataError, match=r"class folders have names .*\(Cat, cat\)"):
-        own_info(OwnData("folder", str(tmp_path / "i")))
-    assert own_info(OwnData("folder", str(tmp_path / "i"), class_names="cat,Cat")).num_classes == 2
+    (warning,) = own_info(OwnData("folder", str(tmp_path / "i"))).warnings
+    assert warning.startswith("the classes 'Cat' (1 rows), 'cat' (1 rows) differ by case")
+    stated = own_info(OwnData("folder", str(tmp_path / "i"), class_names="cat,Cat"))
+    assert (stated.num_classes, stated.warnings) == (2, ())

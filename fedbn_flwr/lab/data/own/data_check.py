@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from fedbn_flwr.lab.data.own.features import stated_features
 from fedbn_flwr.lab.data.own.records import Records
-from fedbn_flwr.lab.data.own.request import shown
+from fedbn_flwr.lab.data.own.request import OwnData, shown
 
 __all__ = ["check_records"]
 
@@ -27,25 +28,29 @@ _IN_ORDER = 20  # rows that are no longer in order by the sorting of a small tab
 _MOST_ROWS = 50_000  # of more rows every k-th is looked at
 _MOST_COLUMNS = 100  # without names: more are pixels, say
 _CHANCE = 1e-3  # of a finding that is none
-_CHANCE_APART = 0.05  # the same, where no two clients share a category
+_CHANCE_APART = 0.05  # the same, where two clients have no category in common
 _ALMOST = 0.99  # AUROC, or share of the rows, from which a column separates the targets
 _CODES = 10  # different whole numbers that may be categories
 _OF_PATIENTS = ("patient", "subject", "study", "person", "record", "case", "row", "sample", "mrn")
 _OF_NUMBERS = {"id", "ids", "nr", "no", "num", "number", "nummer", "index", "idx", "uid", "key"}
 
 
-def check_records(records: Records) -> tuple[str, ...]:
-    """Return what looks wrong in the columns and names of own data, one line each."""
-    return tuple(_findings(records))
+def check_records(request: OwnData, records: Records) -> tuple[str, ...]:
+    """Return what looks wrong in the columns and names of own data, one line each; what the config states is meant."""
+    return tuple(_findings(request, records))
 
 
-def _findings(records: Records) -> Iterator[str]:
-    yield from _of_names(records)
+def _findings(request: OwnData, records: Records) -> Iterator[str]:
+    stated = {name for name, categories in stated_features(request.feature_columns) if categories}
+    yield from _of_names(request, records)
     columns = _columns(records)
     yield from _alike("the columns", [column.name for column in columns], "Is one of them enough?")
     for column in columns:
-        yield from filter(None, [_as_ids(column), _separates(column, len(columns))])
         yield from _of_one_client(column)
+        if len(column.values) >= _FEWEST:
+            yield from filter(None, [_as_ids(column), _separates(column, len(columns))])
+        if column.categories and column.name in stated:
+            continue
         if column.categories:
             what = f"categories of column {column.name!r}"
             counts = [int(np.sum(column.values == at)) for at in range(len(column.categories))]
@@ -79,7 +84,7 @@ class _Column(NamedTuple):
 def _columns(records: Records) -> list[_Column]:
     """Return the columns of rows; none for other examples."""
     inputs, targets = records.inputs.values, records.targets.values
-    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor) or inputs.ndim != 2 or len(inputs) < _FEWEST:
+    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor) or inputs.ndim != 2:
         return []
     places = records.inputs.columns or tuple((f"column {at} of x", "") for at in range(inputs.shape[1]))
     if not records.inputs.columns and len(places) > _MOST_COLUMNS:
@@ -99,13 +104,14 @@ def _columns(records: Records) -> list[_Column]:
     return columns
 
 
-def _of_names(records: Records) -> Iterator[str]:
+def _of_names(request: OwnData, records: Records) -> Iterator[str]:
     """Yield the names of classes, and of clients, that are one name written in several ways."""
     names, targets = records.targets.class_names, records.targets.values
     counts = None
     if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
         counts = np.bincount(targets.numpy(), minlength=len(names)).tolist()
-    yield from _alike("the classes", names, "Write them alike, or they are learned as different classes", counts)
+    if not request.classes:
+        yield from _alike("the classes", names, "Write them alike, or they are learned as different classes", counts)
     counts = None if records.clients is None else np.bincount(records.clients).tolist()
     yield from _alike("the clients", records.client_names, "Write them alike, or they are different clients", counts)
 
@@ -276,7 +282,8 @@ def _of_one_client(column: _Column) -> Iterator[str]:
         alone.setdefault(column.client_names[having[0]], []).append(name)
         rows += len(having)
         log_chances.append((len(having) - 1) * math.log(shares[having[0]]))
-    apart = len(log_chances) == len(kinds)
+    sets = [set(values[clients == client].tolist()) for client in np.flatnonzero(shares)]
+    apart = bool(column.categories) and any(not one & other for one, other in itertools.combinations(sets, 2))
     allowed = math.log(_CHANCE_APART) if apart else math.log(_CHANCE / len(kinds))
     if alone and sum(log_chances) < allowed:
         where = "; ".join(f"{shown(names)} only at {client}" for client, names in alone.items())

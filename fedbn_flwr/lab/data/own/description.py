@@ -45,7 +45,7 @@ def own_info(request: OwnData) -> DatasetInfo:
 
 @functools.lru_cache(maxsize=8)
 def _check(request: OwnData, stamp: tuple[int, ...]) -> tuple[str, ...]:
-    return check_records(read(request, stamp))
+    return check_records(request, read(request, stamp))
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.names import listed, one_form
 from fedbn_flwr.lab.data.own.records import Inputs
-from fedbn_flwr.lab.data.own.request import OwnData, differ_in_case, is_number, numbered, oddly_written, shown
+from fedbn_flwr.lab.data.own.request import OwnData, is_number, numbered, oddly_written, shown
 
 __all__ = [
     "FILE",
@@ -133,24 +132,10 @@ class _Features:
                 )
             else:
                 self.notes.append(f"{none} and counts as none")
-        if not stated:
-            self.warnings += self._nothing_in_common(name, text)
         self.notes.append(f"column {name!r} is text: {len(categories)} features ({shown(categories)})")
         self.columns += [(text == category).to_numpy(dtype=np.float64) for category in categories]
         self.names += [f"{name}={category}" for category in categories]
         self.places += [(name, category) for category in categories]
-
-    def _nothing_in_common(self, name: str, text: Any) -> tuple[str, ...]:
-        """Return the warning that two hospitals have no category of a column in common: m and f, male and female."""
-        home = FILE if FILE in self.table.columns else self.request.client_column
-        of_clients = {client: set(part.dropna()) for client, part in text.groupby(self.table[home])} if home else {}
-        for (one, here), (other, there) in itertools.combinations(of_clients.items(), 2):
-            if here and there and not here & there:
-                return (
-                    f"column {name!r}: {one} has {shown(sorted(here), 4)}, {other} has {shown(sorted(there), 4)}, "
-                    "nothing in common. Is it one spelling in all tables?",
-                )
-        return ()
 
     def _problem_of_text(self, name: str, text: Any, num_categories: int) -> str:
         """Return why the categories of a column cannot be found out from its text; "" if they can."""
@@ -169,11 +154,6 @@ class _Features:
             return (
                 f"column {name!r} has numbers and text ({shown(odd)}; first in {first}): correct it{missing}, or state "
                 f"its categories, {name}:A|B"
-            )
-        if alike := differ_in_case(texts):
-            return (
-                f"column {name!r} has values that differ in upper and lower case alone ({shown(alike)}): write them "
-                f"alike, or state its categories, {name}:A|B"
             )
         if num_categories > _MOST_CATEGORIES:
             return (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -172,27 +171,15 @@ def numbered_classes(
     """Return the class of each value and the names of the classes: the config's, else the known ones, else all values.
 
     Raises:
-        DataError: a value is none of the config's classes, or two names are one but for upper and lower case.
+        DataError: a value is none of the config's classes.
     """
     names = tuple(request.classes or known)
     if not names:
-        labels, names = numbered(values)
-        if alike := differ_in_case(names):
-            raise request.problem(
-                f"{what} have names that differ in upper and lower case alone ({shown(alike)}): write them alike, or "
-                "state both in class-names."
-            )
-        return labels, names
+        return numbered(values)
     number = {name: at for at, name in enumerate(names)}
     if unknown := sorted({str(value) for value in values} - number.keys()):
         raise request.problem(f"{what} have {shown(unknown)}; class-names has {shown(names, 20)}.")
     return np.array([number[str(value)] for value in values], np.int64), names
-
-
-def differ_in_case(names: Sequence[str]) -> list[str]:
-    """Return the names that are another one but for upper and lower case."""
-    counts = Counter(name.casefold() for name in names)
-    return [name for name in names if counts[name.casefold()] > 1]
 
 
 def warning_of_gaps(request: OwnData, count: int, largest: int) -> tuple[str, ...]:
