@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flwr.app import Context, RecordDict
 from PIL import Image
 
+from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import OwnData, as_list, listed, load_dataset, own_info
@@ -164,6 +166,9 @@ def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: 
     (tmp_path / "t.csv").write_text(joined(","))
     config = Config.make({"dataset": "csv:~/t.csv", "label-column": "label", "feature-columns": "age", "out": "~/o"})
     assert (config.dataset, config.out) == (f"csv:{tmp_path / 't.csv'}", str(tmp_path / "o"))
+    for where in ({"run_config": {"state-dir": "~/s"}}, {"node_config": {"state-dir": "~/s"}}):
+        context = Context(1, 1, **{"node_config": {}, "run_config": {}, "state": RecordDict(), **where})
+        assert state_dir(context) == tmp_path / "s"
 
 
 def test_names_of_files_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
