@@ -174,7 +174,7 @@ ELSEWHERE = {
     "device": "tests/lab/test_setup.py",
     "torch-threads": "tests/engines/test_in_process.py",
     "compile": "tests/lab/test_setup.py",
-    "fedtan-transport": "tests/strategies/test_fedtan.py",
+    "fedtan-transport": "tests/strategies/test_fedtan_in_flowers_loop.py",
     "fedtan-timeout": "tests/strategies/test_fedtan_dropouts.py",
     "fedtan-bind": "tests/strategies/test_fedtan.py",
     "fedtan-address": "tests/strategies/test_fedtan.py",
