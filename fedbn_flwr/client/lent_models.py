@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.freezing import keep_eval, unlike_in_tests
 from fedbn_flwr.training.memory_format import MemoryFormat, set_memory_format
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.wrappers import load_state, loads_by_copy, unwrap
+from fedbn_flwr.training.wrappers import load_state, loads_by_copy, no_tensors, unwrap
 
 __all__ = ["BuildModel", "LentModel", "lender", "two_inputs"]
 
@@ -110,7 +110,10 @@ def _lendable(model: nn.Module, memory_format: MemoryFormat, example: Callable[[
 
     Raises:
         StateError: a lazy layer does not know its shapes yet.
+        ConfigError: the state has entries that are no tensors.
     """
+    if why := no_tensors(unwrap(model)):
+        raise ConfigError(why)
     if lazy := [name for name, entry in unwrap(model).state_dict(keep_vars=True).items() if is_lazy(entry)]:
         raise StateError(
             f"entry '{lazy[0]}' of the model is lazy, and has no shape yet ({len(lazy)} entries). Run one batch "

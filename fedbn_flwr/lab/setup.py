@@ -19,6 +19,7 @@ from fedbn_flwr.strategies import FedBS, Strategy
 from fedbn_flwr.training.freezing import keep_eval, train_only, unlike_in_tests
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.settings import LocalTraining
+from fedbn_flwr.training.wrappers import no_tensors
 
 __all__ = [
     "build_options",
@@ -123,6 +124,8 @@ def make_model(config: Config) -> nn.Module:
 def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     """Return the model as ``make_model``, and what a user may not expect of its BatchNorm, one line each."""
     model = build_model(**build_options(config))
+    if why := no_tensors(model):
+        raise ConfigError(f"model {config.model!r}: {why}")
     warnings: list[str] = []
     uses_momentum = True
     if config.strategy != CENTRALIZED:

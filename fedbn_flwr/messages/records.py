@@ -66,12 +66,17 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
     """Return an ArrayRecord with the entries of a state dict (tensors) or of a state (arrays), in the same order.
 
     Raises:
-        StateError: a tensor's dtype has no NumPy counterpart (bfloat16, float8), by name.
+        StateError: a tensor's dtype has no NumPy counterpart (bfloat16, float8), or an entry is no array, by name.
     """
     record = ArrayRecord()  # filled entry by entry: its constructor makes each Array once more
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             record[name] = encode(_to_numpy(name, value), order="C")
+        elif value is None or isinstance(value, (bytes, Mapping)):
+            raise StateError(
+                f"entry '{name}' is a {type(value).__name__}, as get_extra_state of a layer may return it, and cannot "
+                "be sent: let it return a tensor, or keep the value in an attribute"
+            )
         else:
             record[name] = encode(np.asarray(value))
     return record

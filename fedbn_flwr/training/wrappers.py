@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedbn_flwr.errors import StateError
 
-__all__ = ["load_state", "loads_by_copy", "not_compiled", "unwrap", "view_with_names", "wrapper_prefix"]
+__all__ = ["load_state", "loads_by_copy", "no_tensors", "not_compiled", "unwrap", "view_with_names", "wrapper_prefix"]
 
 _WRAPPERS = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
 _OF_TORCH = ("torch._dynamo.", "torch.nn.parallel.", "torch.optim.", "torch.distributed.")
@@ -38,6 +38,19 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     whole = OrderedDict(state)
     whole._metadata = model.state_dict(keep_vars=True)._metadata  # type: ignore[attr-defined]
     model.load_state_dict(whole)
+
+
+def no_tensors(model: nn.Module) -> str:
+    """Return why a model's state cannot travel: entries of ``get_extra_state`` that are no tensors; "" if it can."""
+    state = model.state_dict(keep_vars=True)
+    bad = [f"'{name}' ({type(entry).__name__})" for name, entry in state.items() if not isinstance(entry, Tensor)]
+    if not bad:
+        return ""
+    return (
+        f"{len(bad)} entries of the model's state are no tensors, and cannot be sent or kept: {', '.join(bad[:3])}"
+        f"{', ...' if len(bad) > 3 else ''}. Let get_extra_state of the layer return a tensor, or keep the value in an "
+        "attribute."
+    )
 
 
 def loads_by_copy(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from torch.utils.data import (
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.messages.protocol import Continuity
-from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.privacy import RecordLevel
 from fedbn_flwr.privacy.noise import _STATE
 from fedbn_flwr.seeds import torch_generator
@@ -373,6 +374,38 @@ def test_batchnorm_that_the_model_has_in_eval_mode_stays_so(given: str, points, 
         assert all(np.allclose(a, b, rtol=1e-12) for a, b in zip(got, arrays(plain), strict=True))
         assert client.statistics(start, {"server-round": 1})[0] == []
     assert len([record for record in caplog.records if "eval mode" in record.message]) <= 1
+
+
+class Counted(nn.Linear):
+    """Its extra state is whatever it is given."""
+
+    kept: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+@pytest.mark.parametrize("kept", [{"steps": 1}, b"\0", None], ids=["dict", "bytes", "None"])
+def test_entries_that_are_no_tensors_are_refused_by_name(kept: Any, points, mlp) -> None:
+    model = nn.Sequential(mlp(), Counted(3, 3).double())
+    model[1].kept = kept
+    with pytest.raises(ConfigError, match=r"'1\._extra_state' \("):
+        TorchClient(lambda: model, points(10, 1), points(6, 2), SETTINGS).fit([], {"server-round": 1})
+    with pytest.raises(StateError, match=r"'1\._extra_state'"):
+        to_record(model.state_dict())
+
+
+def test_an_extra_state_that_is_a_tensor_travels(points, mlp) -> None:
+    model = nn.Sequential(mlp(), Counted(3, 3).double())
+    model[1].kept = torch.tensor(3)
+    got, _, _ = TorchClient(model, points(10, 1), points(6, 2), SETTINGS).fit(
+        [*arrays(model)[:-1], np.array(7)], {"server-round": 1}
+    )
+    assert got[-1] == 7
+    assert int(model[1].kept) == 7
 
 
 def test_switched_off_tracking_is_told_once(points, mlp, caplog) -> None:

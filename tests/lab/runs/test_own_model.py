@@ -75,6 +75,12 @@ def pair_in_training(): return PairInTraining(nn.Flatten(), nn.Linear(64, 10))
 def frozen(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(False)
 def lazy(): return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
 
+class Counted(nn.Flatten):
+    def get_extra_state(self): return {"steps": 1}
+    def set_extra_state(self, state): pass
+
+def counted(num_classes): return nn.Sequential(Counted(), nn.Linear(64, num_classes))
+
 def weight_normed(num_classes):
     norm = nn.utils.weight_norm
     return nn.Sequential(nn.Flatten(), norm(nn.Linear(64, 8)), nn.BatchNorm1d(8), norm(nn.Linear(8, num_classes)))
@@ -176,6 +182,7 @@ def test_it_is_seeded_and_takes_rows_and_norms() -> None:
         ("my_nets:pair", "returns a tuple for a batch"),
         ("my_nets:pair_in_training", r"returns a tuple in train mode for a batch"),
         ("my_nets:frozen", "has no parameter to train: all have requires_grad=False"),
+        ("my_nets:counted", r"entries of the model's state are no tensors.*'0\._extra_state' \(dict\)"),
         ("my_nets:lazy", r"1\.weight, 1\.bias have no shape yet.*LazyLinear"),
         ("my_nets:bad_forward", r"fails for a batch of inputs \(2, 1, 8, 8\): RuntimeError: .*mat1 and mat2"),
     ],
