@@ -6,7 +6,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network bench gpu docs generate dist clean certs compose federation-up federation-run federation-stop federation-down
+.PHONY: demo test compat check slow network bench strangers gpu docs generate dist clean certs compose federation-up federation-run federation-stop federation-down
 
 NODES ?= 3
 HOSTS ?=
@@ -54,6 +54,11 @@ bench: .venv/installed
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 		then $(BIN)/python benchmarks/gpu.py --write docs/performance.md; \
 		else echo "benchmarks/gpu.py is left out: there is no CUDA device here"; fi
+
+# 40 models of torchvision and timm, in five ways, under four methods, each against plain torch; hours on one core. Less:
+# make strangers ARGS="--models 8 --way plain --size 32"
+strangers: .venv/installed
+	$(BIN)/python benchmarks/strangers.py $(ARGS)
 
 # The tests that need a GPU, and what it is worth; under eight minutes for the benchmark.
 gpu: .venv/installed-dev
