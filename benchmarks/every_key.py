@@ -81,6 +81,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "test-bn-alpha": (0.1, TEST_BN),
     "test-bn-tau": (0.1, {**TEST_BN, "test-bn": "momentum", "test-bn-batch-size": 50}),
     "test-bn-batch-size": (50, TEST_BN),
+    "test-batch-size": (50, {}),
     "metrics": ("balanced-accuracy", {}),
     "seed": (1, {}),
     "local-steps": (3, {}),

@@ -16,7 +16,7 @@ from fedbn_flwr.training.batches import Batches, join_last, with_positions
 from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.metrics import confusion, mean_iou
 from fedbn_flwr.training.modes import kept_modes
-from fedbn_flwr.training.scripted import refuse_scripted
+from fedbn_flwr.training.scripted import is_scripted_batchnorm, refuse_scripted
 from fedbn_flwr.training.single_examples import refusing_layers
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
@@ -67,7 +67,8 @@ def evaluate(
         data: the test data; batches follow their order. A last batch of one example joins the one before it if a
             BatchNorm without running statistics cannot use it alone.
         task: the loss, which targets count, and the score.
-        batch_size: examples per batch; 0 = the task's number.
+        batch_size: examples per batch; 0 = the task's number, which is another one where BatchNorm layers use the
+            statistics of the batch.
         tries_last: whether the last example alone is tried, in a forward pass of its own; not where hooks of the model
             count its passes.
 
@@ -85,7 +86,8 @@ def evaluate(
     sums = _Sums(task, device)
     with kept_modes(model), torch.no_grad():  # in inference_mode a tensor that the model keeps could not be trained on
         model.eval()
-        order: Sequence[Tensor] = torch.split(torch.arange(len(data)), batch_size or task.test_batch)
+        size = batch_size or _test_batch(model, task)
+        order: Sequence[Tensor] = torch.split(torch.arange(len(data)), size)
         order = _joined(model, data, order, prepared) if tries_last and len(order[-1]) == 1 else order
         for _, (inputs, targets) in with_positions(data, order):
             outputs = model(prepared(inputs))
@@ -93,6 +95,13 @@ def evaluate(
             task.check(outputs, targets)
             sums.add(outputs, targets)
         return sums.result(len(data))
+
+
+def _test_batch(model: nn.Module, task: Task) -> int:
+    """Return the examples per batch of a test of the model as it is now."""
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    by_batch = any(layer.running_mean is None for layer in layers) or any(map(is_scripted_batchnorm, model.modules()))
+    return task.test_batch if by_batch else task.plain_test_batch or task.test_batch
 
 
 class _Sums:

@@ -48,6 +48,8 @@ class Task:
         ignore: targets with this value neither train nor count.
         score: the main metric of a run.
         test_batch: examples per test batch. It limits the memory, and it changes the last bits of sums.
+        plain_test_batch: examples per batch of a test whose BatchNorm layers have running statistics, so that only the
+            last bits depend on it; 0 = ``test_batch``.
         metrics: names of the metrics of every test, in order; () = the accuracy and the score.
 
     Raises:
@@ -60,6 +62,7 @@ class Task:
     score: str = "accuracy"
     test_batch: int = 500
     metrics: tuple[str, ...] = ()
+    plain_test_batch: int = 0
 
     def __post_init__(self) -> None:
         """Check the metrics."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from itertools import chain
 
 import pytest
@@ -27,6 +28,17 @@ def test_every_example_has_the_same_weight_also_in_a_smaller_last_batch(points, 
     assert result.accuracy == (outputs.argmax(1) == data.targets).sum().item() / 22
     assert result.num_examples == 22
     assert list(chain(*data.asked)) == list(range(22))
+
+
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_a_test_that_depends_on_its_batches_keeps_their_size(points, mlp, by_batch: bool) -> None:
+    """A smaller batch saves memory; where BatchNorm normalises by the batch, it would give other figures."""
+    data, task = points(22, 2), Task(test_batch=10, plain_test_batch=4)
+    model = mlp()
+    with without_running_statistics(model) if by_batch else nullcontext():
+        result = evaluate(model, data, task=task)
+        assert [len(positions) for positions in data.asked] == ([10, 10, 2] if by_batch else [4, 4, 4, 4, 4, 2])
+        assert result.loss == pytest.approx(evaluate(model, data, task=Task(test_batch=10)).loss, rel=1e-14)
 
 
 def test_modes_are_restored_and_no_entry_changes(points, mlp) -> None:

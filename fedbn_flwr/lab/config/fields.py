@@ -245,7 +245,19 @@ class Fields(MethodSettings):
         "rounds", -1.0, "test-bn=mix: share of the stored statistics, in [0, 1]; -1 = by test-bn-prior", ge=-1, le=1
     )
     test_bn_tau: float = _key("rounds", 0.9, "test-bn=momentum: share of the batches before", ge=0, lt=1)
-    test_bn_batch_size: int = _key("rounds", 0, "examples per batch of these tests; 0 = as in the others", ge=0)
+    test_bn_batch_size: int = _key(
+        "rounds",
+        0,
+        "examples per batch of these tests, on which their figures depend; 0 = 500, of segmentation 8",
+        ge=0,
+    )
+    test_batch_size: int = _key(
+        "rounds",
+        0,
+        "examples per batch of the other tests, which limits their memory; 0 = 500, of segmentation 8, and fewer where "
+        "an input has more than 3 x 64 x 64 numbers, but not fewer than batch-size",
+        ge=0,
+    )
     round_timeout: float = _key(
         "rounds",
         0.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from fedbn_flwr.batchnorm.adaptation import TestBN
@@ -23,6 +25,8 @@ from fedbn_flwr.training.settings import LearningRate, share_of
 from fedbn_flwr.training.tasks import TASKS, Task
 
 __all__ = ["Values", "check_known"]
+
+_TEST_VALUES = 500 * 3 * 64 * 64  # numbers in the inputs of a test batch: 500 images in colour of 64 pixels
 
 
 class Values(Fields):
@@ -95,6 +99,17 @@ class Values(Fields):
     def learning_task(self) -> Task:
         """Return the learning task: the loss, the metrics, and which targets count."""
         return self.plain_task().measuring(split(self.metrics))
+
+    def test_task(self) -> Task:
+        """Return the learning task with the examples per batch of its tests.
+
+        An example is held in memory in many forms, so their number falls with its size. A batch of the training fits
+        into the memory, and needs more of it.
+        """
+        task = self.learning_task()
+        fits = _TEST_VALUES // math.prod(self.example_shape())
+        size = self.test_batch_size or min(task.test_batch, max(self.batch_size, fits, 1))
+        return replace(task, plain_test_batch=size)
 
     def plain_task(self) -> Task:
         """Return the learning task with its own metrics."""

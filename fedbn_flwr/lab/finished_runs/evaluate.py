@@ -103,7 +103,7 @@ def evaluate_run(
     for warning in warnings:
         logger.warning("%s", warning)
 
-    model, task = on_device(saved.model, config), config.learning_task()
+    model, task = on_device(saved.model, config), config.test_task()
     everyone, groups = examples.everyone(), examples.groups()
     rows: list[Row] = []
     outputs = LastOutputs(model, wanted=out is not None and not task.by_pixel)

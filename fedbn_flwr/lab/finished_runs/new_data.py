@@ -30,6 +30,8 @@ _OF_THE_MODEL = (
     "bn-momentum",
     "memory-format",
     "seed",
+    "batch-size",
+    "test-batch-size",
 )
 # Settings that say how data are read: those of the run, unless the new data have others.
 _OF_READING = (
@@ -53,7 +55,7 @@ _OF_READING = (
     "data-workers",
 )
 _OF_TEST_BN = ("test-bn-prior", "test-bn-alpha", "test-bn-tau", "test-bn-batch-size")
-_OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_TEST_BN, *_OF_READING)
+_OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", "test-batch-size", *_OF_TEST_BN, *_OF_READING)
 _COLUMNS = ("client-column", "group-column", "split-column")  # a table of another place may lack them
 _OWN_SCALE = (
     "inputs have the mean and std of the training part of these data, since the run standardised each client by its "

@@ -60,7 +60,7 @@ class GlobalTests:
         strategy: Strategy | None,
     ) -> None:
         self._config, self._model, self._strategy = config, model, strategy
-        self._task, self._domains = config.learning_task(), domains
+        self._task, self._domains = config.test_task(), domains
         self._test = (data.test_view() if data else None) or None
         self._validation = data.validation_view() if data else None
         self._names = [name for name in config.evaluations() if name in GLOBAL_TESTS]

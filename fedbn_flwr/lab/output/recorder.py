@@ -62,7 +62,7 @@ class Recorder:
         self._model_description = ModelDescription.of(config, data.dataset if data else None)
         if strategy and (scale := strategy.input_scale):
             self._model_description = replace(self._model_description, mean=scale.mean, std=scale.std)
-        self._task = config.learning_task()
+        self._task = config.test_task()
         self._withheld = strategy is not None and not strategy.protection.publishes_metrics
         self._held_out = HeldOut(data, self._task, config.test_bn_settings()) if data and data.held_out else None
         domains = data.domain_views() if data and not self._withheld else {}

@@ -128,7 +128,7 @@ class _Reference:
                 learning_rate=settings.learning_rate.at(server_round),
                 stream=functools.partial(_stream, config.seed, server_round),
                 optimizer=self._optimizer,
-                task=config.learning_task(),
+                task=config.test_task(),
             )
             report = _report(server_round, result, self._recorder.test(server_round))
             line = self._recorder.write(report)

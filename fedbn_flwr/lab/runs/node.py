@@ -101,7 +101,7 @@ class RunClients:
             local_training(config),
             context=context,
             seed=config.seed,
-            task=config.learning_task(),
+            task=config.test_task(),
             state_dir=open_folder or _state_dir(config, context),
             validation_data=validation,
             data_report=_report(config, context),

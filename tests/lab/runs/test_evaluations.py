@@ -192,6 +192,47 @@ def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> N
 
 
 @pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({}, 500),
+        ({"image-size": 64}, 500),
+        ({"image-size": 512}, 32),  # 500 take 18 GB with ResNet-18; a batch of the training fits
+        ({"image-size": 512, "batch-size": 4}, 7),
+        ({"image-size": 512, "batch-size": 0}, 7),
+        ({"image-size": 512, "batch-size": 2000}, 500),
+        ({"image-size": 512, "test-batch-size": 3}, 3),
+        ({"dataset": "cityscapes", "model": "torchvision-seg:lraspp_mobilenet_v3_large", "image-size": 512}, 8),
+        ({"dataset": "cityscapes", "model": "torchvision-seg:lraspp_mobilenet_v3_large", "test-batch-size": 20}, 20),
+    ],
+)
+def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_training(settings: Any, size: int) -> None:
+    config = Config.make({"dataset": "cifar10", "model": "torchvision:resnet18", **settings})
+    task = config.test_task()
+    assert task.plain_test_batch == size
+    assert task.test_batch == config.learning_task().test_batch == (8 if "seg" in config.model else 500)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedbn", "centralized"])
+def test_any_size_of_a_test_batch_gives_the_same_figures(quick_run, strategy: str) -> None:
+    """To rounding; tests with statistics of their batches keep these batches, and all bits."""
+    asked = {"fedbn": "personal-own,averaged-bn", "fedavg": "global,personal-global,global-batch-statistics"}
+    tests = {"eval-on": asked[strategy]} if strategy in asked else {}
+    (plain, _), (small, _) = (quick_run(strategy=strategy, **tests, **size) for size in ({}, {"test-batch-size": 7}))
+    assert small["sha256"] == plain["sha256"]
+    assert small["final"].keys() == plain["final"].keys()
+    for name, value in plain["final"].items():
+        if name.startswith("test-") and name.endswith(("loss", "accuracy")):
+            assert small["final"][name] == pytest.approx(value, rel=1e-5), name
+            assert small["final"][name] == value or "batch-statistics" not in name, name
+
+
+def test_test_time_bn_keeps_its_batches(quick_config) -> None:
+    keys = {"test-bn": "mix", "eval-on": "global-test-bn", "test-batch-size": 7}
+    assert quick_config(**keys).test_bn_settings().batch_size == 500
+    assert quick_config(**keys, **{"test-bn-batch-size": 9}).test_bn_settings().batch_size == 9
+
+
+@pytest.mark.parametrize(
     ("strategy", "test", "prefix"), [("fedavg", "global", "test"), ("fedbn", "averaged-bn", "test-averaged-bn")]
 )
 def test_test_time_bn_is_tested_beside_the_plain_model(quick_run, strategy: str, test: str, prefix: str) -> None:
