@@ -23,7 +23,7 @@ from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import refuse_scripted
-from fedbn_flwr.training.single_examples import takes_one_example
+from fedbn_flwr.training.single_examples import named_layer, takes_one_example
 
 __all__ = [
     "GatheredMoments",
@@ -226,8 +226,9 @@ def reestimate_statistics(
         prepared = inputs_for(model)
         batches = _positions(model, data, batch_size, prepared)
         with _watched(tracking_layers(model) if layers is None else layers, note), seeded(seed):
-            for _, (inputs, _) in with_positions(data, batches):
-                model(prepared(inputs))
+            for positions, (inputs, _) in with_positions(data, batches):
+                with named_layer(model, len(positions)):
+                    model(prepared(inputs))
     return gathered.by_path(model)
 
 

@@ -34,6 +34,8 @@ _STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")
 
+_OBSERVED = ("activation_post_process.min_val", "activation_post_process.max_val")  # torch's names
+
 Average = Callable[..., MetricRecord]
 OnReplies = Callable[[int, Sequence[Reply], State, State], None]
 OnRoundEnd = Callable[[int, ArrayRecord, Mapping[str, MetricRecord]], None]
@@ -235,10 +237,16 @@ class Run:
         try:
             check_state(self.before, self.before, self.parts)
         except ReplyError as error:
-            raise ConfigError(
-                f"initial_arrays: {error}. Every reply with it would be refused. A constant, such as a mask of -inf, "
-                "stays out of the state dict with register_buffer(..., persistent=False)"
-            ) from None
+            remedy = (
+                "A constant, such as a mask of -inf, stays out of the state dict with register_buffer(..., "
+                "persistent=False)"
+            )
+            if any(name.endswith(_OBSERVED) for name in self.before):
+                remedy = (
+                    "The observers of quantisation-aware training begin so: pass a batch through the model where it is "
+                    "built, on the server and on the clients, or quantise the trained model"
+                )
+            raise ConfigError(f"initial_arrays: {error}. Every reply with it would be refused. {remedy}") from None
 
     def saved(self) -> dict[str, Any]:
         """Return the strategy state to checkpoint, without the model: JSON values and arrays by name."""

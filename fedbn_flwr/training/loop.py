@@ -22,7 +22,7 @@ from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import Generators, seeded
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.single_examples import SingleExamples
+from fedbn_flwr.training.single_examples import SingleExamples, named_layer
 from fedbn_flwr.training.step_rule import StepRule, Stream
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import load_state, unwrap
@@ -81,6 +81,7 @@ def train(
     Raises:
         DataError: there is no data, every batch has one example and was dropped, or outputs or targets do not fit the
             task.
+        NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the message names the layer.
     """
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
@@ -106,7 +107,8 @@ def train(
                 if rule.may_drop and len(positions) == 1 and singles.drop(step, inputs):
                     continue
                 compute = functools.partial(rule.compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
-                loss, outputs = _computed(compute, hooks, step, bare, len(positions))
+                with named_layer(bare, len(positions)):
+                    loss, outputs = _computed(compute, hooks, step, bare, len(positions))
                 if settings.gradient_clip_norm:
                     nn.utils.clip_grad_norm_(bare.parameters(), settings.gradient_clip_norm)  # not HBN's alpha
                 for hook in hooks:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.errors import FedBNError, NormLayerError
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
 
-__all__ = ["SingleExamples", "refusing_layers", "takes_one_example"]
+__all__ = ["SingleExamples", "named_layer", "refusing_layers", "takes_one_example"]
 
 
 @dataclass
@@ -39,6 +39,38 @@ class SingleExamples:
             self.fit = takes_one_example(self.model, inputs, self.hooks)
         self.dropped += not self.fit
         return not self.fit
+
+
+@contextmanager
+def named_layer(model: nn.Module, batch_size: int) -> Iterator[None]:
+    """Name the BatchNorm layer in which a ValueError of the block is raised, as torch does for one value per channel.
+
+    Raises:
+        NormLayerError: in place of that ValueError.
+    """
+    try:
+        yield
+    except FedBNError:
+        raise
+    except ValueError as error:
+        path = _raised_in(error, model)
+        if path is None:
+            raise
+        raise NormLayerError(
+            f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples: {error}. If it normalises virtual "
+            "batches (ghost BatchNorm), the last one has a row alone: use a batch-size, and numbers of examples, that "
+            "leave no rest of one."
+        ) from error
+
+
+def _raised_in(error: ValueError, model: nn.Module) -> str | None:
+    """Return the path of the BatchNorm layer whose call raised the error; None for another error."""
+    paths = {id(module): path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        found = paths.get(id(traceback.tb_frame.f_locals.get("self")), found)
+        traceback = traceback.tb_next
+    return found
 
 
 def takes_one_example(model: nn.Module, inputs: Any, hooks: Sequence[ClientHook] = ()) -> bool:

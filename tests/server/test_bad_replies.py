@@ -306,3 +306,9 @@ def test_a_client_that_lost_its_local_part_gets_the_initial_part_again(federate,
         if m.metadata.dst_node_id == node_id and m.metadata.message_type == "train"
     ]
     assert sizes == [9, 4, 9, 4]
+
+
+def test_observers_of_quantisation_aware_training_are_told_from_a_constant(mlp) -> None:
+    state = {**to_state(mlp().state_dict()), "activation_post_process.min_val": np.array(np.inf)}
+    with pytest.raises(ConfigError, match=r"'activation_post_process\.min_val' holds inf.*observers"):
+        FedAvg().prepare(to_record(state), 1, 1.0)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
 from fedbn_flwr.strategies.hbn import HybridStatistics
@@ -457,3 +458,29 @@ def test_a_training_that_fails_leaves_the_model_as_it_was(measure: str, error: B
         found.append({**model.state_dict(), **next(iter(hook.reply().values()))})
     assert len(found[0]) > 8
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+
+
+class Ghost(nn.BatchNorm1d):
+    """It normalises virtual batches of four."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([super(Ghost, self).forward(part) for part in input.split(4)])
+
+
+def test_a_virtual_batch_of_one_row_names_the_layer_and_the_batch(points, mlp) -> None:
+    model = mlp()
+    model[1] = Ghost(4).double()
+    assert run(model, points(10), batch_size=10).num_steps == 1
+    with pytest.raises(NormLayerError, match=r"'1' .* 9 examples"):
+        run(model, points(9), batch_size=9)
+    with pytest.raises(NormLayerError, match=r"'1' .* 9 examples"):
+        reestimate_statistics(model, points(9), batch_size=9)
+
+
+def test_a_value_error_of_another_layer_stays_as_it_is(points, mlp) -> None:
+    class Broken(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        run(nn.Sequential(mlp(), Broken()), points(8))
