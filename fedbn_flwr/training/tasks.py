@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError, DataError
@@ -102,6 +102,10 @@ class Task:
     def outputs(self, num_classes: int) -> int:
         """Return the number of outputs of a model for data with this number of classes, labels or target columns."""
         return num_classes
+
+    def probabilities(self) -> nn.Module:
+        """Return the layer that makes probabilities of the outputs (N, classes, ...); numbers stay numbers."""
+        return nn.Softmax(1)
 
     def counted(self, targets: Tensor) -> Tensor:
         """Return how many targets count: images, or pixels."""
@@ -219,6 +223,10 @@ class LabelTask(_ColumnTask):
         """Return 1 for one label, else the number of labels."""
         return 1 if self.single else num_classes
 
+    def probabilities(self) -> nn.Module:
+        """Return the sigmoid: each label has a probability of its own."""
+        return nn.Sigmoid()
+
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return how many known labels are decided rightly at logit 0."""
         targets = targets.view_as(outputs)
@@ -265,6 +273,10 @@ class RegressionTask(_ColumnTask):
     def outputs(self, num_classes: int) -> int:
         """Return the number of target columns."""
         return max(num_classes, 1)
+
+    def probabilities(self) -> nn.Module:
+        """Return the identity."""
+        return nn.Identity()
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return 0: a number is not right or wrong."""

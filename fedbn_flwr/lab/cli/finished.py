@@ -66,6 +66,7 @@ def export(
     state_dir: Annotated[Path | None, typer.Option(help="State folder of this site: its own model.")] = None,
     fold_bn: Annotated[bool, typer.Option("--fold-bn", help="Fold BN into the layers before it.")] = False,
     normalise: Annotated[bool, typer.Option(help="The model takes pixels 0..255, as the data hold them.")] = True,
+    probabilities: Annotated[bool, typer.Option("--probabilities", help="It gives these, not logits.")] = False,
 ) -> None:
     """Write a model of a run as one file, checked against the evaluated model, with a model card."""
     from fedbn_flwr.lab.finished_runs.export import export as write
@@ -73,7 +74,7 @@ def export(
 
     with exit_codes():
         choice = Choice(client, bn is not None, state_dir)
-        done = write(run, out, format, choice, fold_bn=fold_bn, normalise=normalise)
+        done = write(run, out, format, choice, fold_bn=fold_bn, normalise=normalise, probabilities=probabilities)
         say(f"model: {done.what}")
         for line in done.folding.lines(shown=3) if done.folding else ():
             say(line)

@@ -1,4 +1,4 @@
-"""The first layer of an exported model: it takes what the data hold, so that nobody has to repeat the preprocessing."""
+"""The layers around an exported model: it takes what the data hold, and gives what its user asks for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Normalise", "with_normalise"]
+__all__ = ["Normalise", "packed"]
 
 
 class Normalise(nn.Module):
@@ -44,6 +44,7 @@ class Normalise(nn.Module):
         return torch.where(torch.isnan(x), torch.zeros_like(x), x) if self.missing else x
 
 
-def with_normalise(model: nn.Module, normalise: Normalise | None) -> nn.Module:
-    """Return the model behind ``normalise``, in eval mode; without one the model itself."""
-    return (nn.Sequential(normalise, model) if normalise else model).eval()
+def packed(model: nn.Module, first: Normalise | None, last: nn.Module | None) -> nn.Module:
+    """Return the model between a first and a last layer, in eval mode; without both the model itself."""
+    layers = [layer for layer in (first, model, last) if layer is not None]
+    return (nn.Sequential(*layers) if len(layers) > 1 else model).eval()

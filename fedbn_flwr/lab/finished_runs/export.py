@@ -22,9 +22,9 @@ from fedbn_flwr.lab.export import (
     encode_onnx,
     encode_torch_export,
     fold,
+    packed,
     run_onnx,
     run_torch_export,
-    with_normalise,
 )
 from fedbn_flwr.lab.export.formats import check_onnx_is_installed
 from fedbn_flwr.lab.finished_runs.model_card import CARD, dataset_name, model_card
@@ -43,10 +43,10 @@ Format = Literal["torch", "torch-export", "onnx"]
 SUFFIXES: Mapping[str, str] = {"torch": ".safetensors", "torch-export": ".pt2", "onnx": ".onnx"}
 FORMATS = get_args(Format)
 BOUND = 1e-4
-"""Largest error of the logits that an exported file may have, divided by the largest logit."""
+"""Largest error of the outputs that an exported file may have, divided by the largest output."""
 
 _BATCHES = [1, 5, 26]  # examples of the check
-_FOLDED, _NORMALISED = "folded", "normalised"
+_FOLDED, _NORMALISED, _PROBABILITIES = "folded", "normalised", "probabilities"
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Check:
 
     Attributes:
         inputs: what the inputs were.
-        error: largest difference of a logit.
-        largest: the largest absolute value of a logit.
+        error: largest difference of an output.
+        largest: the largest absolute value of an output.
     """
 
     inputs: str
@@ -65,13 +65,13 @@ class Check:
 
     @property
     def relative(self) -> float:
-        """The error divided by the largest logit."""
+        """The error divided by the largest output."""
         return self.error / max(self.largest, torch.finfo(torch.float32).tiny)
 
     def __str__(self) -> str:
         """Return the result as text."""
         return (
-            f"max absolute error {self.error:.2e} of logits up to {self.largest:.3g} ({self.relative:.1e}, allowed "
+            f"max absolute error {self.error:.2e} of outputs up to {self.largest:.3g} ({self.relative:.1e}, allowed "
             f"{BOUND:.0e}), on {self.inputs}, in batches of {', '.join(map(str, _BATCHES))}"
         )
 
@@ -103,6 +103,7 @@ def export(
     *,
     fold_bn: bool = False,
     normalise: bool = True,
+    probabilities: bool = False,
 ) -> Exported:
     """Write a model of a run as a file, and ``MODEL_CARD.md`` beside it; nothing is written over.
 
@@ -116,6 +117,7 @@ def export(
         choice: which model; None = the global one.
         fold_bn: BatchNorm becomes a part of the layers before it, see ``export.fold``.
         normalise: the model takes what the data hold (pixels 0..255); without, inputs that are normalised already.
+        probabilities: the outputs are probabilities; without, logits. A regression has numbers in both cases.
 
     Raises:
         ConfigError: a file exists, the choice or the format does not fit, or the file of a user's model has changed.
@@ -139,15 +141,15 @@ def export(
         model, folding = fold(model, examples[:2])
     layer = saved.description.normalise()
     given = raw if normalise else examples
-    packed = with_normalise(model, layer if normalise else None)
-    about = _about(saved, folding, normalise)
-    content = _encode(format, packed, model, given[:2], about)
+    last = saved.description.probabilities() if probabilities else None
+    about = _about(saved, folding, normalise, probabilities)
+    content = _encode(format, packed(model, layer if normalise else None, last), model, given[:2], about)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, content)
         try:
-            check = _check(saved.model, _LOADERS[format](out), examples, given, what)
-            write_atomically(card, model_card(saved, data, out, format, check, folding, normalise))
+            check = _check(packed(saved.model, None, last), _LOADERS[format](out), examples, given, what)
+            write_atomically(card, model_card(saved, data, out, format, check, folding, normalise, probabilities))
         except BaseException:
             out.unlink(missing_ok=True)
             raise
@@ -175,7 +177,8 @@ def load_exported(path: str | Path) -> nn.Module:
     if about[_FOLDED] == "true":
         model, _ = fold(model, torch.zeros(2, *taken.shape))
     model.load_state_dict(state)
-    return with_normalise(model, taken.normalise() if about[_NORMALISED] == "true" else None)
+    last = taken.probabilities() if about.get(_PROBABILITIES) == "true" else None
+    return packed(model, taken.normalise() if about[_NORMALISED] == "true" else None, last)
 
 
 _LOADERS: dict[str, Callable[[Path], Any]] = {
@@ -227,7 +230,7 @@ def _inputs(saved: SavedModel) -> tuple[Tensor, Tensor, str, PartitionedData | N
     return taken.normalise()(raw), raw, f"{count} random inputs, since {why}", None
 
 
-def _about(saved: SavedModel, folding: Folding | None, normalise: bool) -> dict[str, str]:
+def _about(saved: SavedModel, folding: Folding | None, normalise: bool, probabilities: bool) -> dict[str, str]:
     """Return the metadata of the file."""
     return {
         "format": "pt",
@@ -236,6 +239,7 @@ def _about(saved: SavedModel, folding: Folding | None, normalise: bool) -> dict[
         MODEL_DESCRIPTION: saved.description.to_json(),
         _FOLDED: json.dumps(bool(folding and (folding.folded or folding.baked))),
         _NORMALISED: json.dumps(normalise),
+        _PROBABILITIES: json.dumps(probabilities),
     }
 
 

@@ -46,6 +46,7 @@ def model_card(
     check: Check,
     folding: Folding | None,
     normalise: bool,
+    probabilities: bool,
 ) -> str:
     """Return the card of an exported model, Markdown.
 
@@ -57,6 +58,7 @@ def model_card(
         check: the comparison of the file with the evaluated model.
         folding: what was folded, if anything.
         normalise: whether the normalisation is in the file.
+        probabilities: whether the outputs are probabilities.
     """
     config, content = saved.config, file.read_bytes()
     about_file = {
@@ -76,7 +78,7 @@ def model_card(
         format=format,
         file=file.name,
         about_file=about_file,
-        inputs=dict(_inputs(saved, format, normalise)),
+        inputs=dict(_inputs(saved, format, normalise, probabilities)),
         training=dict(_training(saved)),
         tables=tables,
         about_counts=about_counts,
@@ -100,7 +102,7 @@ def dataset_name(config: Config) -> str:
     return f"{kind}{colon}{Path(path).name}"
 
 
-def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[str, str]]:
+def _inputs(saved: SavedModel, format: str, normalise: bool, probabilities: bool) -> Iterator[tuple[str, str]]:
     """Yield what the model takes and gives."""
     taken = saved.description
     shape = f"({', '.join(['N', *map(str, taken.shape)])}), any number N"
@@ -125,12 +127,14 @@ def _inputs(saved: SavedModel, format: str, normalise: bool) -> Iterator[tuple[s
         yield "normalisation, not in the file", text
     if taken.features:
         yield "features, in this order", ", ".join(taken.features)
-    yield "outputs", "float32 (N, outputs, ...), logits before any softmax or sigmoid; numbers for a regression"
+    what = "probabilities" if probabilities else "logits before any softmax or sigmoid"
+    yield "outputs", f"float32 (N, outputs, ...), {what}; numbers for a regression"
     if taken.classes:
         yield "classes", ", ".join(f"{number} = {name}" for number, name in enumerate(taken.classes))
     if taken.task == BINARY.name:
         values = f", positive-values={saved.config.positive_values}" if saved.config.positive_values else ""
-        yield "positive class", f"{taken.positive or 1}{values}; its probability is the sigmoid of the output"
+        of_output = "the output is its probability" if probabilities else "its probability is the sigmoid of the output"
+        yield "positive class", f"{taken.positive or 1}{values}; {of_output}"
 
 
 def _training(saved: SavedModel) -> Iterator[tuple[str, Any]]:

@@ -85,11 +85,11 @@ def _columns(
     values = {"target": targets.cpu().reshape(len(outputs), -1)}
     if isinstance(task, LabelTask):
         positive = f"-{classes[-1]}" if task.single and classes else ""
-        values |= {"prediction": (outputs > 0).long(), f"probability{positive}": outputs.sigmoid()}
+        values |= {"prediction": (outputs > 0).long(), f"probability{positive}": task.probabilities()(outputs)}
     elif isinstance(task, RegressionTask):
         values |= {"prediction": outputs}
     else:
-        values |= {"prediction": outputs.argmax(1, keepdim=True), "probability": outputs.softmax(1)}
+        values |= {"prediction": outputs.argmax(1, keepdim=True), "probability": task.probabilities()(outputs)}
     columns = [classes[k] if k < len(classes) else str(k) for k in range(outputs.shape[1])]
     names = []
     for kind, value in values.items():

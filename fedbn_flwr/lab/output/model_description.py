@@ -17,7 +17,7 @@ from fedbn_flwr.lab.data import Dataset
 from fedbn_flwr.lab.export import Normalise
 from fedbn_flwr.lab.models import build_model, code_changed, code_sha256
 from fedbn_flwr.lab.setup import build_options
-from fedbn_flwr.training.tasks import BINARY
+from fedbn_flwr.training.tasks import BINARY, TASKS
 
 __all__ = ["MODEL_DESCRIPTION", "ModelDescription"]
 
@@ -114,3 +114,7 @@ class ModelDescription:
         """Return the layer that normalises inputs."""
         missing = not self.as_bytes and bool(self.mean)
         return Normalise(self.mean, self.std, self.scale, len(self.shape) - 1, missing=missing)
+
+    def probabilities(self) -> nn.Module:
+        """Return the layer that makes probabilities of the outputs."""
+        return TASKS[self.task].probabilities()

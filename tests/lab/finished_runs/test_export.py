@@ -90,6 +90,17 @@ def test_logits_are_those_of_the_evaluated_model(norm: str, format: Any, fold_bn
         assert (kinds == plain) == (fold_bn or norm == "group")
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_probabilities_are_the_softmax_of_the_logits(format: Any, tmp_path: Path) -> None:
+    run, model, data = finished(tmp_path / "run", model="lenet")
+    done = export(run, tmp_path / f"home/model{SUFFIXES[format]}", format, probabilities=True)
+    with torch.no_grad():
+        expected = model(data.test_view().batch(torch.arange(5))[0]).softmax(1)
+    outputs = RUN[format](done.file)(data.dataset.test.inputs[:5].float())
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-6)
+    assert "- outputs: float32 (N, outputs, ...), probabilities; numbers for a regression\n" in done.card.read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["torchvision:resnet18", "torchvision:densenet121", "torchvision:mobilenet_v3_small"])
 @pytest.mark.parametrize("format", FORMATS)
@@ -228,6 +239,9 @@ def test_a_table_goes_in_as_it_is_and_may_be_gone(tmp_path: Path, quick_run) -> 
     outputs = load_exported(done.file)(inputs)
     assert outputs.isfinite().all()
     assert torch.equal(outputs, load_exported(again.file)(inputs))
+    likely = export(run, tmp_path / "p/model.safetensors", "torch", Choice(client=1), fold_bn=True, probabilities=True)
+    assert torch.equal(load_exported(likely.file)(inputs), outputs.sigmoid())
+    assert "- positive class: 1; the output is its probability\n" in likely.card.read_text()
     (tmp_path / "b.csv").write_text("age,chol,kind,hospital,sick\n" + "30,200,x,a,0\n40,210,w,a,1\n50,220,y,b,1\n" * 5)
     evaluated = evaluate_run(run, {"dataset": f"csv:{path}"}, "own:1", part="all")[1]
     assert evaluated[0].result.num_examples == 60
