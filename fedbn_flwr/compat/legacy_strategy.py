@@ -76,7 +76,7 @@ def to_legacy(
     the order of sums depends on node ids.
 
     A run that diverged ends as with ``start``, with a DivergedError. A run in which no round had enough usable replies
-    ends without a NothingTrainedError, which only ``start`` raises: see ``strategy.reports`` (``kept_previous``).
+    ends with a NothingTrainedError, in its last round if ``num_rounds`` says which it is, else in the second.
 
     Args:
         strategy: a strategy of this package, with Flower's Message-API arguments (``fraction_train``, ...).
@@ -137,6 +137,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         self._fit_config, self._evaluate_config = (fn or (lambda _: {}) for fn in config_fns)
         self._fit_metrics, self._evaluate_metrics = metrics_fns
         self._sent: dict[str, Message] = {}  # by client id
+        self._failed: dict[str, str] = {}  # why a client's training failed, by client id
         self._secure = False  # whether secure aggregation has been seen
         self._fitting = 0  # the round whose results have not been aggregated
         self._fits = 0
@@ -263,14 +264,19 @@ class LegacyStrategy(FlowerLegacyStrategy):
         messages = configure(server_round, record, ConfigRecord(dict(config)), grid)
         proxies = dict(client_manager.all())  # clients come and go meanwhile
         self._sent = {str(message.metadata.dst_node_id): message for message in messages}
+        self._failed.clear()
         here = [(proxies[cid], message) for cid, message in self._sent.items() if cid in proxies]
-        return [(_NamingProxy(proxy), *open_message(message)) for proxy, message in here]
+        return [(_NamingProxy(proxy, self._failed), *open_message(message)) for proxy, message in here]
 
     def _end_halted_fit(self) -> None:
-        """Report a round whose training ended without results: secure aggregation has halted."""
-        if self._fitting:
-            self.strategy.aggregate_train(self._fitting, [])
+        """Report a round whose training ended without results.
+
+        Secure aggregation has halted, or a wrapper has kept the results to itself because a client failed.
+        """
+        if server_round := self._fitting:
             self._fitting = 0
+            failed = [app_error(self._sent[cid], reason) for cid, reason in self._failed.items()]
+            self.strategy.aggregate_train(server_round, failed)
 
     def _replies(
         self, reply: Callable[[Message, Any], Message], results: Sequence[tuple[ClientProxy, Any]], failures: Failures
@@ -302,18 +308,25 @@ def _reason(failure: BaseException) -> str:
 
 
 class _NamingProxy(ClientProxy):
-    """A client whose exceptions become results with the error; the loop does not say which client raised one."""
+    """A client whose exceptions become results with the error; the loop does not say which client raised one.
 
-    def __init__(self, proxy: ClientProxy) -> None:
+    ``failed``: gets the error of its training, for a wrapper may not pass the result on.
+    """
+
+    def __init__(self, proxy: ClientProxy, failed: dict[str, str]) -> None:
         super().__init__(proxy.cid)
         self.node_id = int(proxy.cid)  # the workflows address clients by it
         self._proxy = proxy
+        self._failed = failed
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
         try:
-            return self._proxy.fit(ins, timeout, group_id)
+            res = self._proxy.fit(ins, timeout, group_id)
         except Exception as error:
-            return FitRes(Status(Code.FIT_NOT_IMPLEMENTED, str(error)), Parameters([], ""), 0, {})
+            res = FitRes(Status(Code.FIT_NOT_IMPLEMENTED, str(error)), Parameters([], ""), 0, {})
+        if res.status.code is not Code.OK:
+            self._failed[self.cid] = res.status.message
+        return res
 
     def evaluate(self, ins: EvaluateIns, timeout: float | None, group_id: int | None) -> EvaluateRes:
         try:

@@ -109,26 +109,41 @@ def in_order(
     pairs = [(run.nodes.identify_sender(message), message) for message in expected]
     run.kept = run.kept.with_answers(pairs)
     answered = {node.node_id for node, _ in pairs}
-    why = _no_reply(sent, strange)
+    others = _in_words(strange)
     for node in sent.nodes:
         if node.node_id not in answered and node.node_id not in dropped:
+            why = _no_reply(run, sent, node, others)
             run.report.reject(node.node_id, f"{node}: {why}")
             logger.warning("round %d: %s: %s", run.report.server_round, node, why)
     return sorted(pairs, key=lambda pair: pair[0].order)
 
 
-def _no_reply(sent: Sent, strange: Sequence[Message]) -> str:
-    """Return why there is no reply of a node: the time has passed, or the wait ended before, with other replies."""
-    seconds = time.monotonic() - sent.at
-    if seconds >= sent.timeout:
-        why = f"no reply within {sent.timeout:g} s"
-    else:
-        why = f"no reply, and the wait ended after {seconds:.1f} s"
+def _in_words(strange: Sequence[Message]) -> str:
+    """Return, and log, what replies that come from none of the nodes asked say; "" without any."""
+    if not strange:
+        return ""
     texts = dict.fromkeys(error_text(message) if message.has_error() else "no error" for message in strange)
-    if strange:
-        why += f"; replies from none of the nodes asked ({len(strange)}): {'; '.join(texts)}"
-        logger.warning("%s", why)
-    return why
+    text = f"replies from none of the nodes asked ({len(strange)}): {'; '.join(texts)}"
+    logger.warning("%s", text)
+    return f"; {text}"
+
+
+def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
+    """Return why there is no reply of a node: left out by the project's code, too late, or lost; ``others`` follows."""
+    seconds = time.monotonic() - sent.at
+    sent_to, came_from = run.travelled or ((), ())
+    if node.node_id in came_from:
+        return "its reply came, and the project's own aggregate_... method did not pass it on to the strategy's"
+    if run.travelled and node.node_id not in sent_to:
+        return "its message was not sent: the project's own configure_... method left it out"
+    if seconds >= sent.timeout:
+        return f"no reply within {sent.timeout:g} s{others}"
+    if run.travelled:
+        return f"no reply, and the wait ended after {seconds:.1f} s{others}"
+    return (
+        f"no reply was passed on to the strategy ({seconds:.1f} s after its message was made): none came, or the loop, "
+        f"a wrapper or an overridden method left out the message or the reply{others}"
+    )
 
 
 def raise_shared_error(run: Run, sent: Sent, refused: Refused, any_works: bool) -> None:

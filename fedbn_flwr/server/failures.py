@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a run imports this module
 
 __all__ = ["MOD_ORDER", "TOO_LARGE_STEPS", "account", "all_not_finite", "divergence", "ends_run", "error_text"]
 __all__ += ["losses_not_finite", "note_losses", "note_too_few", "nothing_trained", "raise_if_ends", "raise_if_failed"]
-__all__ += ["training_losses"]
+__all__ += ["raise_if_nothing_trains", "training_losses"]
 
 logger = logging.getLogger("flwr")
 
@@ -36,6 +36,7 @@ TOO_LARGE_STEPS = (
     "tenth or less; for a deep model without normalisation also norm=batch."
 )
 _NODE = re.compile(r"\bnode \d+( \(partition \d+\))?: ")
+_PATIENCE = 2  # rounds without a usable reply from the start on, where the number of rounds is not known
 _LONGEST = 300  # characters of a reason; the end of a traceback says most
 
 
@@ -176,9 +177,23 @@ def raise_if_ends(run: Run, result: Result | None = None) -> None:
 def raise_if_failed(run: Run, result: Result) -> None:
     """Raise DivergedError or NothingTrainedError, with the result, if the finished run is one."""
     raise_if_ends(run, result)
+    if _has_trained_nothing(run):
+        raise NothingTrainedError(nothing_trained(run.methods.params.min_replies, run.reports), result)
+
+
+def raise_if_nothing_trains(run: Run) -> None:
+    """Raise NothingTrainedError in another loop than our ``start``, whose end nobody tells us.
+
+    That is in its last round if the number of rounds is known, else in the second one.
+    """
+    asked = [report for report in run.reports if report.asked]
+    if len(run.reports) >= (run.num_rounds or _PATIENCE) and len(asked) > 0 and _has_trained_nothing(run):
+        raise NothingTrainedError(nothing_trained(run.methods.params.min_replies, run.reports))
+
+
+def _has_trained_nothing(run: Run) -> bool:
     # A resumed run may have trained before: its earlier rounds are not known here.
     trains = run.options.fraction_train > 0 and not run.after
     # A run that continues after divergence may have no usable reply for that reason alone.
     diverged = any(report.diverged for report in run.reports)
-    if run.reports and trains and not diverged and all(report.kept_previous for report in run.reports):
-        raise NothingTrainedError(nothing_trained(run.methods.params.min_replies, run.reports), result)
+    return bool(run.reports) and trains and not diverged and all(report.kept_previous for report in run.reports)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class Node:
         refusal: why a mod of its app has refused the query; "" if none has.
         behind_mod: whether that mod comes before ``local_bn``, which would have answered all the same.
         num_partitions: number of the parts into which the data are split, if it holds one of them.
+        failure: the error that its app, or a mod of it, raised in answer to the query; "" if none.
     """
 
     node_id: int
@@ -50,6 +51,7 @@ class Node:
     refusal: str = ""
     behind_mod: bool = False
     num_partitions: int | None = None
+    failure: str = ""
 
     @property
     def label(self) -> str:
@@ -217,7 +219,6 @@ class NodeRegistry:
         asked = set(node_ids) - found.keys()
         messages = [Message(content, node_id, MessageType.QUERY) for node_id in node_ids if node_id in asked]
         reasons: list[str] = []
-        failed: set[int] = set()  # nodes whose app has an answer to the query, which raised an error
         for reply in grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
             node_id = reply.metadata.src_node_id
             if reply.has_content():
@@ -228,19 +229,19 @@ class NodeRegistry:
             elif is_mod_refusal(reply):
                 found[node_id] = Node(node_id, refusal=str(reply.error.reason), behind_mod=True)
             elif is_app_error(reply):  # the app has no answer to a query
-                found[node_id] = Node(node_id)
+                lacks = lacks_function(reply, f"{MessageType.QUERY}.default")
+                found[node_id] = Node(node_id, failure="" if lacks else str(reply.error.reason))
                 reasons.append(str(reply.error.reason))
-                if not lacks_function(reply, f"{MessageType.QUERY}.default"):
-                    failed.add(node_id)
+                if not lacks:
                     logger.warning("%s: its answer to the query failed: %s", found[node_id], reply.error.reason)
             elif node_id in asked:  # the SuperLink answers for a lost node
                 self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
         if not self._nodes:
             raise_shared_config_error(reasons, len(node_ids))
-        self._log_answers(found, node_ids, failed)
+        self._log_answers(found, node_ids)
         return found
 
-    def _log_answers(self, found: Mapping[int, Node], node_ids: list[int], failed: Collection[int]) -> None:
+    def _log_answers(self, found: Mapping[int, Node], node_ids: list[int]) -> None:
         """Warn of nodes that take no part, are silent, or did not say which partition they have."""
         for node in found.values():
             if node.unusable:
@@ -258,7 +259,7 @@ class NodeRegistry:
                 MOD_ORDER,
             )
         nameless = (node for node in found.values() if node.partition_id is None and not node.refusal)
-        unnamed = [node for node in nameless if node.node_id not in failed]
+        unnamed = [node for node in nameless if not node.failure]
         if unnamed:
             logger.warning(
                 "%d of %d nodes did not answer the query for their partition id. Until a reply names it "

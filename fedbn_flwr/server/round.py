@@ -120,7 +120,7 @@ def run_rounds(
     Returns:
         The model and the metrics of these rounds.
     """
-    arrays, after, timeout = strategy.run.arrays, strategy.run.after, strategy.run.timeout
+    arrays, after = strategy.run.arrays, strategy.run.after
     logger.info("Starting %s strategy:", strategy.name)
     log_start(num_rounds, arrays, train_config, evaluate_config)
     strategy.summary()
@@ -150,7 +150,7 @@ def run_rounds(
             logger.info("Training%s: %s", _aggregation_note(strategy.train_metrics_aggr_fn), metrics)
             result.train_metrics_clientapp[server_round] = metrics
         messages = strategy.configure_evaluate(server_round, arrays, evaluate_config, grid)
-        metrics = strategy.aggregate_evaluate(server_round, grid.send_and_receive(messages, timeout=timeout))
+        metrics = strategy.aggregate_evaluate(server_round, strategy.send_tests(messages, grid))
         if metrics is not None:
             logger.info("Evaluation%s: %s", _aggregation_note(strategy.evaluate_metrics_aggr_fn), metrics)
             result.evaluate_metrics_clientapp[server_round] = metrics

@@ -92,6 +92,8 @@ class Run:
         trained: labels of the clients whose training was used since the start or the resumption.
         tested: whether a client was tested since then.
         other_counts: ids of the nodes whose reply had another count of examples than their answer to the query.
+        travelled: the nodes that messages of this half of the round went to, and those whose replies came; None where
+            another loop than our ``start`` sends them.
     """
 
     methods: Methods
@@ -121,6 +123,7 @@ class Run:
     trained: set[str] = field(default_factory=set)
     tested: bool = False
     other_counts: set[int] = field(default_factory=set)
+    travelled: tuple[frozenset[int], frozenset[int]] | None = None
 
     @property
     def report(self) -> RoundReport:

@@ -88,6 +88,7 @@ class _Half:
         server_round: the round.
         played: the generator that waits for the replies.
         messages: the messages.
+        arrays: the model in them, as the loop gave it.
         early_replies: replies of a synchronised round, which runs while it is configured.
     """
 
@@ -95,6 +96,7 @@ class _Half:
     server_round: int
     played: Played
     messages: Sequence[Message]
+    arrays: ArrayRecord
     early_replies: Sequence[Message] = ()
 
 
@@ -383,14 +385,14 @@ class Strategy(FlowerFedAvg):
             self._forget_run(self.run.num_rounds, self.run.timeout)  # a loop of the user's begins anew
         run = self.run
         run.set_model(arrays)
-        check_wrapper(self.methods, run.parts, warn=not run.begun)
+        check_wrapper(self.methods, run.parts, warn=not run.reports)
         if not run.begun:  # neither our start nor to_legacy calls: a loop of the user's or of Flower's
             self._begin()
             run.count_start(grid)
             if self.completes_tests and self.on_round_end is None:
                 testing.warn_of_own_start(run)
         played = play_training(run, server_round, arrays, config, grid)
-        half = self._open("configure_train", server_round, played)
+        half = self._open("configure_train", server_round, played, arrays)
         if self._in_start or not run.synchronises:
             return half.messages
         half.early_replies = self.send_training(half.messages, grid)
@@ -399,15 +401,35 @@ class Strategy(FlowerFedAvg):
     def send_training(self, messages: Iterable[Message], grid: Grid) -> list[Message]:
         """Send the training messages and return the replies that came in time; a synchronised step is in between."""
         messages = list(messages)
-        if messages and self.run.synchronises:
-            return self.run.link.train(self.run, messages, grid)
-        return list(grid.send_and_receive(messages, timeout=self.run.timeout))
+        if not messages or not self.run.synchronises:
+            return self.send_tests(messages, grid)
+        replies = self.run.link.train(self.run, messages, grid)
+        self._note_travelled(messages, replies)
+        return replies
+
+    def send_tests(self, messages: Iterable[Message], grid: Grid) -> list[Message]:
+        """Send messages without a synchronised step, as those of tests; return the replies that came in time."""
+        messages = list(messages)
+        replies = list(grid.send_and_receive(messages, timeout=self.run.timeout))
+        self._note_travelled(messages, replies)
+        return replies
+
+    def _note_travelled(self, messages: Sequence[Message], replies: Sequence[Message]) -> None:
+        sent_to = frozenset(message.metadata.dst_node_id for message in messages)
+        self.run.travelled = sent_to, frozenset(reply.metadata.src_node_id for reply in replies)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model."""
+        """Average the usable replies and report the refused ones; below ``min_replies`` keep the previous model.
+
+        Raises:
+            NothingTrainedError: in another loop than our ``start`` no round so far had enough usable replies, and it is
+                the last round or, where the number of rounds is not known, the second.
+        """
         arrays, metrics = self._read("configure_train", server_round, replies) or (None, None)
+        if not self._in_start:
+            failures.raise_if_nothing_trains(self.run)
         return arrays, metrics
 
     def configure_evaluate(
@@ -416,7 +438,7 @@ class Strategy(FlowerFedAvg):
         """Return the evaluation messages in every ``eval_every``-th and the last round; re-estimate if needed."""
         refuse_own_keys(config=config)
         played = play_tests(self.run, server_round, arrays, config, grid)
-        return self._open("configure_evaluate", server_round, played).messages
+        return self._open("configure_evaluate", server_round, played, arrays).messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the clients' metrics; write each client's metrics to the report."""
@@ -431,11 +453,27 @@ class Strategy(FlowerFedAvg):
         self.run.options = self._options()
         close_round(self.run, server_round, server_test)
 
-    def _open(self, configure: str, server_round: int, played: Played) -> _Half:
+    def _open(self, configure: str, server_round: int, played: Played, arrays: ArrayRecord) -> _Half:
         """Play half of a round up to its messages."""
+        self._close_unread(arrays)
         self.run.options = self._options()
-        self._half = half = _Half(configure, server_round, played, next(played))
+        self.run.travelled = None
+        self._half = half = _Half(configure, server_round, played, next(played), arrays)
         return half
+
+    def _close_unread(self, arrays: ArrayRecord) -> None:
+        """Report a training whose replies nobody read, with the same model after it.
+
+        Flower's wrappers leave ``aggregate_train`` out if a reply is an error. With another model the loop has
+        aggregated by itself.
+        """
+        half = self._half
+        if half is None or half.configure != "configure_train" or not half.messages or half.early_replies:
+            return
+        if arrays is half.arrays:
+            self._read(half.configure, half.server_round, [])
+            if not self._in_start:
+                failures.raise_if_nothing_trains(self.run)
 
     def _read(self, configure: str, server_round: int, replies: Iterable[Message]) -> Any:
         """Play the half of a round to its end; return its result, None if it was not begun.

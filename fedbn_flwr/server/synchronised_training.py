@@ -120,7 +120,11 @@ def _members(run: Run, messages: Iterable[Message]) -> dict[int, Member]:
     for node in nodes:
         if node.node_id in members:
             continue
-        remedy = f"{node.refusal} {MOD_ORDER}." if node.refusal else _ANSWER
+        remedy = _ANSWER
+        if node.refusal:
+            remedy = f"{node.refusal} {MOD_ORDER}."
+        elif node.failure:
+            remedy = f"its answer to the query failed: {node.failure}"
         problem = (
             f"strategy {name!r} needs to know the training examples and the first batch's size of {node} before the "
             f"round: {remedy}"

@@ -68,7 +68,7 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import to_shares
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import FROZEN, Key
 from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
 from fedbn_flwr.server.params import Params, setting
@@ -303,8 +303,14 @@ class FreezingMethod(Method[W, Frozen]):
         return "frozen" if frozen else self.first_phase().phase
 
     def on_clients(self, state: Frozen, facts: Facts) -> list[Ask]:
-        """Ask the clients to freeze BN, or to report delta_m while an automatic round is not known."""
+        """Ask the clients to freeze BN, or to report delta_m while an automatic round is not known.
+
+        Raises:
+            NothingTrainedError: after T* all global statistics are still those of new layers.
+        """
         if self.phase(state, facts.number) == "frozen":
+            if state.frozen_after and facts.number == state.frozen_after + 1:
+                self._refuse_initial(state.frozen_after, facts)
             parts = self.plan().parts
             # FROZEN is not for the hook: the learning rate (lr-decay-at=freeze) and DP-SGD follow it.
             config: dict[str, Any] = {FREEZE_AFFINE: Part.AFFINE in parts, FROZEN: True}
@@ -312,6 +318,17 @@ class FreezingMethod(Method[W, Frozen]):
                 config[FREEZE_STATISTICS] = False
             return [Ask("freeze-bn", config, shown=True)]  # the frozen entries of the reply show it
         return [Ask("report-drift")] if state.frozen_after is None else []
+
+    def _refuse_initial(self, last: int, facts: Facts) -> None:
+        held = frozenset(facts.held)
+        pairs = [pair for pair in facts.parts.moments() if held.issuperset(pair)]
+        if pairs and all((facts.before[mean] == 0).all() and (facts.before[var] == 1).all() for mean, var in pairs):
+            raise NothingTrainedError(
+                f"{self.title} freezes BN after round {last} ({self.plan().key}={self.plan().at}), and no round until "
+                f"then has changed a running statistic: BN would be frozen at mean 0 and variance 1, as if there were "
+                "none. If the clients' replies were not used, the warnings of these rounds say why; use a later "
+                f"{self.plan().key}, or a trained initial model."
+            )
 
     def aggregate(
         self, state: Frozen, facts: Facts, replies: Replies, model: dict[str, Any]

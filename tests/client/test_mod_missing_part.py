@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.errors import ClientPartError, ConfigError
@@ -112,15 +114,27 @@ def test_an_app_that_measures_no_statistics_is_told_the_handler(run_app, user_ap
         run_app(strategy(), app)
 
 
-def test_the_error_of_a_query_handler_is_told(run_app, user_app, caplog) -> None:
-    app = user_app(hooked_loop)
-
-    @app.query()
-    def broken(msg, context):
+def without_arrays(message: Message, context: Context, call_next: Any) -> Message:
+    """A mod that counts on arrays, which a query does not have."""
+    if not message.content.array_records:
         raise FileNotFoundError("/data/train.csv")
+    return call_next(message, context)
+
+
+@pytest.mark.parametrize("mods", [[local_bn], [local_bn, without_arrays], [without_arrays, local_bn]])
+def test_the_error_of_a_query_handler_or_of_a_mod_is_told(run_app, user_app, caplog, mods: Any) -> None:
+    app = user_app(hooked_loop, mods, query=without_arrays in mods)
+
+    if without_arrays not in mods:
+
+        @app.query()
+        def broken(msg, context):
+            raise FileNotFoundError("/data/train.csv")
 
     logging.getLogger("flwr").propagate = True
-    with pytest.raises(ConfigError, match="return answer_query"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)training examples .* its answer to the query failed: .*/data/train.csv"
+    ):
         run_app(FedTAN(), app)
     assert any("its answer to the query failed" in text and "/data/train.csv" in text for text in caplog.messages)
 

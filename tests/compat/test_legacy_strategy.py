@@ -23,7 +23,7 @@ from torch import nn
 from fedbn_flwr import to_legacy
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ClientPartError, ConfigError
+from fedbn_flwr.errors import ClientPartError, ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_rules, local_bn
 from fedbn_flwr.server.methods import Methods
@@ -319,13 +319,14 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets,
     assert seen == [fitted, tested] * ROUNDS
     assert [metrics for _, metrics in run.evaluations] == [{"sites": 3}] * ROUNDS
     seen.clear()
-    run_legacy(
-        FedAvg(min_replies=3, fraction_evaluate=0.0),
-        mlp,
-        stock_fn(mlp, datasets, Worded),
-        len(datasets),
-        fit_metrics_aggregation_fn=words,
-    )
+    with pytest.raises(NothingTrainedError):
+        run_legacy(
+            FedAvg(min_replies=3, fraction_evaluate=0.0),
+            mlp,
+            stock_fn(mlp, datasets, Worded),
+            len(datasets),
+            fit_metrics_aggregation_fn=words,
+        )
     assert seen == [], "no result was used"
 
 
@@ -502,9 +503,11 @@ def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
             raise RuntimeError("out of cheese")
 
-    run = run_workflow(FedAvg(), True, Fails)
-    assert [report.kept_previous for report in run.strategy.reports] == [True, True]
-    assert [len(report.rejected) for report in run.strategy.reports] == [3, 3]
+    strategy = FedAvg()
+    with pytest.raises(NothingTrainedError):
+        run_workflow(strategy, True, Fails)
+    assert [report.kept_previous for report in strategy.reports] == [True, True]
+    assert [len(report.rejected) for report in strategy.reports] == [3, 3]
 
 
 class MedianMethod(Method):

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Result
 
 from fedbn_flwr import client_app
 from fedbn_flwr.batchnorm.parts import split_state
@@ -367,3 +368,59 @@ def test_it_does_not_end_a_run_in_which_a_client_was_tested(federate, datasets, 
     late = refusing("evaluate", lambda partition: "no disk" if len(strategy.reports) > 1 else "")
     federate(strategy, mlp, datasets, rounds=3, wrap=late)
     assert [len(report.rejected) for report in strategy.reports] == [0, 3, 3]
+
+
+# --- loops whose end nobody tells us ---------------------------------------------------------------------------------
+
+
+def raising(partitions: set[int] = {0, 1, 2}, until: int = 99) -> type[TorchClient]:  # noqa: B006
+    """Return a client that cannot train, on these partitions, before round ``until``."""
+
+    def fit(self, server_round, result):
+        if self.partition_id in partitions and server_round < until:
+            raise RuntimeError("disk full")
+        return result
+
+    return client(fit)
+
+
+class OwnStart(FedAvg):
+    """A project's strategy with a loop of its own, as in Flower's advanced example; it may leave the tests out."""
+
+    tests = False
+
+    def start(self, grid, initial_arrays, num_rounds=3, **_: Any) -> Any:
+        arrays = initial_arrays
+        for current in range(1, num_rounds + 1):
+            messages = self.configure_train(current, arrays, ConfigRecord(), grid)
+            arrays = self.aggregate_train(current, grid.send_and_receive(messages, timeout=60))[0] or arrays
+            if self.tests:
+                messages = self.configure_evaluate(current, arrays, ConfigRecord(), grid)
+                self.aggregate_evaluate(current, grid.send_and_receive(messages, timeout=60))
+        return Result(arrays=arrays)
+
+
+@pytest.mark.parametrize("tests", [False, True])
+def test_a_start_of_the_users_own_that_trains_nothing_fails(tests: bool, federate, datasets, mlp) -> None:
+    strategy = OwnStart()
+    strategy.tests = tests
+    with pytest.raises(NothingTrainedError, match=r"(?s)6 clients asked, 6 replied, 6 refused or lost: 6 x .*full"):
+        federate(strategy, mlp, datasets, client=raising(), rounds=5)
+    assert len(strategy.reports) == 2
+    late = OwnStart()
+    assert len(federate(late, mlp, datasets, client=raising(until=2), rounds=3).strategy.reports) == 3
+    some = OwnStart(min_replies=2)
+    assert federate(some, mlp, datasets, client=raising({1}), rounds=3).strategy.reports[2].participants == [0, 2]
+
+
+def test_a_start_of_the_users_own_that_aggregates_by_itself_is_left_alone(federate, datasets, mlp) -> None:
+    """Its ``aggregate_train`` does not call ours."""
+
+    class Averages(OwnStart):
+        tests = True
+
+        def aggregate_train(self, server_round, replies):
+            return next(iter(replies)).content["arrays"], None
+
+    run = federate(Averages(), mlp, datasets, rounds=3)
+    assert all(report.rejected == {} for report in run.strategy.reports)

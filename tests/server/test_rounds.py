@@ -191,6 +191,11 @@ def test_the_callback_gets_the_state_to_test_or_save(federate, mlp, points, same
         if flowers_loop:
             strategy.start = functools.partial(FlowerFedAvg.start, strategy)  # type: ignore[method-assign]
             strategy.run.num_rounds = 3
+        if flowers_loop and fails:
+            with pytest.raises(fails):  # in the training of round 3, without a result
+                federate(strategy, mlp, data, rounds=3)
+            assert list(ends.states) == [1, 2]
+            continue
         done = federate(strategy, mlp, data, rounds=3, fails=None if flowers_loop else fails)
         assert list(ends.states) == [1, 2, 3]
         for server_round in (1, 2, 3):
@@ -384,15 +389,25 @@ def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     assert expected == [{"fedbn-flwr.local-sha256": "a" * 64}, {"fedbn-flwr.local-sha256": ""}, {}]
 
 
+OTHERS = r"; replies from none of the nodes asked \(1\): error 6: not mine"
+
+
 @pytest.mark.parametrize(
-    ("timeout", "why"), [(60.0, r"no reply, and the wait ended after 0\.\d s"), (0.0, "no reply within 0 s")]
+    ("timeout", "travelled", "why"),
+    [
+        (60.0, ({7, 8}, {7, 9}), rf"no reply, and the wait ended after 0\.\d s{OTHERS}"),
+        (0.0, ({7, 8}, {7, 9}), rf"no reply within 0 s{OTHERS}"),
+        (60.0, None, rf"no reply was passed on .*0\.\d s.* a wrapper .* left out the message or the reply{OTHERS}"),
+        (60.0, ({7, 8}, {7, 8}), r"its reply came, .*aggregate_\.\.\."),
+        (60.0, ({7}, {7}), r"its message was not sent: .*configure_\.\.\."),
+    ],
 )
-def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, why: str) -> None:
-    """A loop that waits less than the strategy, and a reply that names another node than those asked."""
+def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, travelled: Any, why: str) -> None:
+    """Flower's engine waits less than the strategy, or another loop; a reply names another node than those asked."""
     InProcessGrid(client_app(lambda context: None), 1).close()  # Flower makes messages only in a process of a run
     report = RoundReport(1, "train")
     run = run_of(FedAvg(parts=split_state({})), timeout)
-    run.reports = [report]
+    run.reports, run.travelled = [report], travelled
     asked = [Node(7, 0), Node(8, 1)]
     sent = address(run, asked, "train", ArrayRecord(), {}, report.train)
     strange = Message(RecordDict(), 9, "train")
@@ -401,11 +416,10 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, 
         Message(Error(6, "not mine"), reply_to=strange),
     ]
     assert [node.node_id for node, _ in in_order(run, sent, replies)] == [7]
-    expected = rf"node 8 \(partition 1\): {why}; replies from none of the nodes asked \(1\): error 6: not mine"
     assert list(report.rejected) == [8]
-    assert re.match(expected, report.rejected[8])
+    assert re.match(rf"node 8 \(partition 1\): {why}", report.rejected[8])
     in_order(run, address(run, asked[1:], "evaluate", ArrayRecord(), {}, report.evaluate), [])
-    assert report.rejected[8].count("no reply") == 2, "that of the training, and that of the test"
+    assert report.rejected[8].count("node 8") == 2, "that of the training, and that of the test"
 
 
 @pytest.mark.parametrize("make", [Scaffold, FedBN])
@@ -558,3 +572,33 @@ def test_arguments_that_change_in_the_run_hold_for_the_next_messages(federate, m
     federate(strategy, mlp, [points(8), points(12, 1)], rounds=2)
     numbers = [(report.asked, len(report.evaluations)) for report in strategy.reports]
     assert numbers == [(2, 2), (1, 1)]
+
+
+class Picky(FedAvg):
+    """A project's strategy that leaves out partition 0's message in training, and partition 1's replies."""
+
+    def configure_train(self, server_round, *rest):
+        return [m for m in super().configure_train(server_round, *rest) if m.metadata.dst_node_id != self.ids[0]]
+
+    def aggregate_train(self, server_round, replies):
+        return super().aggregate_train(server_round, [r for r in replies if r.metadata.src_node_id != self.ids[1]])
+
+    def configure_evaluate(self, server_round, *rest):
+        return [m for m in super().configure_evaluate(server_round, *rest) if m.metadata.dst_node_id != self.ids[1]]
+
+    def aggregate_evaluate(self, server_round, replies):
+        return super().aggregate_evaluate(server_round, [r for r in replies if r.metadata.src_node_id != self.ids[2]])
+
+
+def test_what_a_project_leaves_out_is_told_from_what_did_not_come(mlp, points) -> None:
+    data = [points(8), points(12, 1), points(6, 2), points(6, 3)]
+    clients = torch_clients(mlp, data, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4))
+    with InProcessGrid(client_app(clients), 4) as grid:
+        strategy = Picky()
+        strategy.ids = list(grid.get_node_ids())
+        strategy.start(grid, to_record(mlp().state_dict()), 1, timeout=60)
+        (report,) = strategy.reports
+    assert report.participants == [2, 3]
+    reasons = [report.rejected[node_id].split(": ", 1)[1] for node_id in strategy.ids[:3]]
+    found = [["reply came" in why, "message was not sent" in why] for why in reasons]
+    assert found == [[False, True], [True, True], [True, False]]

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import tensors, to_record
 from fedbn_flwr.strategies import FedAvg, FedBS, FedTAN2, FixBN
 from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift, freeze_round
@@ -320,3 +320,34 @@ def test_the_layer_keeps_its_statistics_eps_and_counters(federate, datasets, mlp
     FreezeBN(affine=True).begin(model)
     assert dict(split_state(model).part_of) == before
     assert type(model[1]) is nn.BatchNorm1d
+
+
+class Late(TorchClient):
+    """A client that cannot train before round 3."""
+
+    def fit(self, parameters, config):
+        if config["server-round"] < 3:
+            raise RuntimeError("the scanner is not ready")
+        return super().fit(parameters, config)
+
+
+@pytest.mark.parametrize("strategy", [FixBN(freeze_at=2), FixBN(freeze_at=0.5), FixBN(freeze_at=2, freeze_affine=True)])
+def test_statistics_that_no_round_has_changed_are_not_frozen(strategy: FixBN, federate, datasets, mlp) -> None:
+    with pytest.raises(NothingTrainedError, match="after round 2"):
+        federate(strategy, mlp, datasets, rounds=4, client=Late)
+
+
+def test_statistics_of_a_trained_initial_model_and_of_one_round_are_frozen(federate, datasets, mlp, same_bits) -> None:
+    def trained() -> nn.Module:
+        model = mlp()
+        model[1].running_mean += 0.25
+        return model
+
+    run = federate(FixBN(freeze_at=2), trained, datasets, rounds=4, client=Late)
+    assert [report.kept_previous for report in run.strategy.reports] == [True, True, False, False]
+    for name in STATISTICS:
+        assert run.state[name].tobytes() == run.history[0][name].tobytes()
+    affine = federate(FixBN(freeze_at=2, freeze_statistics=False, freeze_affine=True), mlp, datasets, client=Late)
+    assert not np.array_equal(affine.state["1.running_mean"], affine.history[0]["1.running_mean"])
+    later = federate(FixBN(freeze_at=3), mlp, datasets, rounds=4, client=Late)
+    assert later.state["1.running_mean"].tobytes() == later.history[3]["1.running_mean"].tobytes()
