@@ -343,4 +343,5 @@ class Hooks:
                 self._check()
                 undo.pop_all()
             self.metrics = {key: value for hook in self._hooks.values() for key, value in hook.end(self._model).items()}
-            self.metrics[APPLIED] = ",".join(self._hooks)
+            if self._hooks:
+                self.metrics[APPLIED] = ",".join(self._hooks)

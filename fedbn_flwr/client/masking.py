@@ -51,6 +51,7 @@ from fedbn_flwr.messages.protocol import (
     STEP_MODEL,
     MessageConfig,
     merged_config,
+    without_empty,
 )
 from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.privacy.coordinates import CLIP
@@ -207,11 +208,11 @@ def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> 
         answer = {MASK_NUMBERS: list(encrypted), MASK_SHARES: list(encrypted.values())}
     else:
         party = _party(context, config)
-        received = dict(zip(config[MASK_NUMBERS], config[MASK_SHARES], strict=True))
-        revealed = party.reveal(config[MASK_ANSWERED], config[MASK_LOST], received)
+        received = dict(zip(config.get(MASK_NUMBERS, ()), config.get(MASK_SHARES, ()), strict=True))
+        revealed = party.reveal(config.get(MASK_ANSWERED, []), config.get(MASK_LOST, []), received)
         answer = {MASK_NUMBERS: list(revealed), MASK_SHARES: list(revealed.values())}
     _keep(context, party)
-    return Message(RecordDict({MASK_REPLY: ConfigRecord(answer)}), reply_to=message)
+    return Message(RecordDict({MASK_REPLY: ConfigRecord(without_empty(answer))}), reply_to=message)
 
 
 def _party(context: Context, config: Mapping[str, Any]) -> Party:

@@ -135,5 +135,7 @@ def _introduced(reply: Message, context: Context) -> Message:
         stated = known.get(PARTITION_ID)
         number = stated if type(stated) is int else partition_id  # the server reads no text and no float
         reply.content[f"{_KNOWN}.properties"] = ConfigRecord({**known, PARTITION_ID: number})
-        reply.content[f"{_KNOWN}.status"] = ConfigRecord({"code": Code.OK.value, "message": ""})
+        reply.content[f"{_KNOWN}.status"] = ConfigRecord(
+            {"code": Code.OK.value, "message": "Success"}
+        )  # as Flower's NumPyClient
     return reply

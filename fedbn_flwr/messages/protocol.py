@@ -33,10 +33,12 @@ __all__ = [
     "TrainConfig",
     "comma_list",
     "merged_config",
+    "named_state",
     "num_partitions_of",
     "partition_of",
     "refuse_own_keys",
     "round_in",
+    "without_empty",
 ]
 
 PREFIX = "fedbn-flwr."
@@ -76,10 +78,16 @@ SEED = Key("fedbn-flwr.seed", "int: seed of the run, for the clients' default ge
 HOOKS = Key("fedbn-flwr.hooks", "str, comma list: client hooks to apply", "server", "client")
 EXTRAS = Key("fedbn-flwr.extras", "str, comma list: the method's further records", "server", "client")
 LOCAL_ENTRIES = Key("fedbn-flwr.local-entries", "str, JSON list: names of the entries that stay", "server", "client")
-LOCAL_SHA256 = Key("fedbn-flwr.local-sha256", "str: SHA-256 of the kept state", "server, client", "client, server")
+NO_STATE = "none"  # in the place of a hash
+LOCAL_SHA256 = Key(
+    "fedbn-flwr.local-sha256",
+    "str: SHA-256 of the kept state; from the server `none` = no state",
+    "server, client",
+    "client, server",
+)
 USED_SHA256 = Key(
     "fedbn-flwr.used-sha256",
-    "str: SHA-256 of the kept state after the last round whose reply was used",
+    "str: SHA-256 of the kept state after the last round whose reply was used; `none` = there was none",
     "server",
     "client",
 )
@@ -287,7 +295,7 @@ class Continuity:
 
     def write(self) -> dict[str, str]:
         """Return the entries of a message's config."""
-        return {SERIES: self.series, RUN: self.run, COMMITTED: ",".join(map(str, self.committed))}
+        return without_empty({SERIES: self.series, RUN: self.run, COMMITTED: ",".join(map(str, self.committed))})
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Continuity | None:
@@ -295,6 +303,23 @@ class Continuity:
         if SERIES not in config:
             return None
         return cls(str(config[SERIES]), str(config[RUN]), tuple(map(int, comma_list(config, COMMITTED))))
+
+
+def without_empty(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config without empty text, bytes and lists, for which Flower's message_size_mod fails.
+
+    An entry that is not there reads as an empty one.
+    """
+    return {key: value for key, value in entries.items() if not isinstance(value, (str, bytes, list)) or value}
+
+
+def named_state(sha256: str) -> str:
+    """Return how the hash of a kept state travels: ``NO_STATE`` in the place of "", no state."""
+    return sha256 or NO_STATE
+
+
+def _state_named(value: object) -> str:
+    return "" if value == NO_STATE else str(value)
 
 
 def _words(text: object) -> tuple[str, ...]:
@@ -343,8 +368,8 @@ class MessageConfig:
     continuity: Continuity | None = None
     start_id: str | None = _entry(START_ID, None)
     local_entries: tuple[str, ...] = _entry(LOCAL_ENTRIES, (), _from_json, _to_json)
-    local_sha256: str | None = _entry(LOCAL_SHA256, None)
-    used_sha256: str | None = _entry(USED_SHA256, None)
+    local_sha256: str | None = _entry(LOCAL_SHA256, None, _state_named, named_state)
+    used_sha256: str | None = _entry(USED_SHA256, None, _state_named, named_state)
     input_mean: tuple[float, ...] = _entry(INPUT_MEAN, (), tuple, list)
     input_std: tuple[float, ...] = _entry(INPUT_STD, (), tuple, list)
 

@@ -37,6 +37,7 @@ from fedbn_flwr.messages.protocol import (
     MASK_WEIGHT,
     MASKED,
     SERVER_ROUND,
+    without_empty,
 )
 from fedbn_flwr.privacy.masked_values import about
 from fedbn_flwr.privacy.masks import PublicKeys, add_pair_mask, recovered_key, recovered_seed, seed_mask
@@ -286,7 +287,7 @@ class MaskedRound:
         self.report.train.exchanges += 1
         messages = []
         for number, config in configs.items():
-            content = RecordDict({_QUERY: ConfigRecord({**common, **config})})
+            content = RecordDict({_QUERY: ConfigRecord({**common, **without_empty(config)})})
             messages.append(Message(content, self.nodes[number].node_id, MessageType.QUERY))
         number_of = {self.nodes[number].node_id: number for number in configs}
 
@@ -349,7 +350,7 @@ def _keys(keys: Sequence[bytes]) -> PublicKeys:
 
 
 def _by_number(answer: Mapping[str, Any]) -> dict[int, bytes]:
-    return dict(zip(answer[MASK_NUMBERS], map(_bytes, answer[MASK_SHARES]), strict=True))
+    return dict(zip(answer.get(MASK_NUMBERS, ()), map(_bytes, answer.get(MASK_SHARES, ())), strict=True))
 
 
 def _bytes(value: object) -> bytes:

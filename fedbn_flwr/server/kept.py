@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedbn_flwr.compat.flower import is_app_error
-from fedbn_flwr.messages.protocol import LOCAL_SHA256, USED_SHA256, ReplyInfo
+from fedbn_flwr.messages.protocol import LOCAL_SHA256, USED_SHA256, ReplyInfo, named_state
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.replies import NodeReplies, Usable
 from fedbn_flwr.server.shared_bn import SHARED_BN, LatestBN
@@ -46,9 +46,9 @@ class Kept:
         entries: dict[str, str] = {}
         unknown = node.partition_id is None
         if self.to_restore is not None and node.label not in self.answered and not unknown:
-            entries[LOCAL_SHA256] = self.to_restore.get(node.label, "")
+            entries[LOCAL_SHA256] = named_state(self.to_restore.get(node.label, ""))
         if undo and not (self.hashes and unknown and node.label not in self.hashes):
-            entries[USED_SHA256] = self.hashes.get(node.label, "")
+            entries[USED_SHA256] = named_state(self.hashes.get(node.label, ""))
         return entries
 
     def with_answers(self, replies: NodeReplies) -> Kept:

@@ -16,7 +16,14 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.sync import Combine, combine
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.messages.protocol import BARRIER, CHANNEL_ADDRESS, CHANNEL_CA, CHANNEL_TIMEOUT, CHANNEL_TOKEN
+from fedbn_flwr.messages.protocol import (
+    BARRIER,
+    CHANNEL_ADDRESS,
+    CHANNEL_CA,
+    CHANNEL_TIMEOUT,
+    CHANNEL_TOKEN,
+    without_empty,
+)
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.transport import Barrier, BarrierGrid, Member
 from fedbn_flwr.transport.grpc_channel import ChannelServer
@@ -94,11 +101,8 @@ def step_by_channel(
     """
     barrier = Barrier(members, limits.exchange_timeout, limits.min_members, limits.answer)
     tokens = channel.admit(barrier)
-    config: dict[str, Any] = {
-        CHANNEL_ADDRESS: channel.address,
-        CHANNEL_CA: channel.certificate,
-        CHANNEL_TIMEOUT: limits.exchange_timeout,
-    }
+    about: dict[str, Any] = {CHANNEL_ADDRESS: channel.address, CHANNEL_CA: channel.certificate}
+    config: dict[str, Any] = {**without_empty(about), CHANNEL_TIMEOUT: limits.exchange_timeout}
     try:
         own = [with_config(m, {**config, CHANNEL_TOKEN: tokens[m.metadata.dst_node_id]}) for m in messages]
         result = _run(grid, own, barrier, limits)

@@ -272,7 +272,9 @@ def connect(config: Mapping[str, Any]) -> Reducer:
     """
     if CHANNEL_ADDRESS in config:
         address, token = str(config[CHANNEL_ADDRESS]), str(config[CHANNEL_TOKEN])
-        reducer: Reducer = ChannelReducer(address, token, bytes(config[CHANNEL_CA]), float(config[CHANNEL_TIMEOUT]))
+        reducer: Reducer = ChannelReducer(
+            address, token, bytes(config.get(CHANNEL_CA, b"")), float(config[CHANNEL_TIMEOUT])
+        )
     else:
         reducer = local_reducer(str(config[BARRIER]))
     return wrapped(reducer, required=MASK_PRESENT in config)

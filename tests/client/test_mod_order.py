@@ -16,17 +16,18 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
+from flwr.clientapp import ClientApp, mod
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError
-from fedbn_flwr.messages.protocol import SERVER_ROUND
+from fedbn_flwr.messages.protocol import SERVER_ROUND, Continuity
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.mods import local_bn
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Strategy
+from fedbn_flwr.mods import bn_rules, local_bn, masked_update
+from fedbn_flwr.privacy import MaskedSums, MaskSettings
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN, Strategy
 from tests.support.user_loops import SIZES, hooked_loop
 
 ADVICE = "Put local_bn first, ClientApp(mods=[local_bn]), and give mods that act on training to the training function"
@@ -94,6 +95,62 @@ def test_a_reply_to_a_wrong_message_is_reported_with_its_node_and_cause(run_app,
         True
     ] * 3
     assert "no reply" not in "".join(reasons)
+
+
+LOOKING = {name: getattr(mod, name) for name in mod.__all__ if name.endswith("_size_mod")}
+"""Flower's mods that only look: they count the bytes of each record, and fail for an empty text or list."""
+METHODS: dict[str, Callable[[], Strategy]] = {
+    "fedavg": FedAvg,
+    "fedbn": lambda: FedBN(eval_on="personal-own,averaged-bn"),
+    "scaffold": Scaffold,
+    "staticbn": StaticBN,
+    "fedtan": FedTAN,
+    "fedtan by channel": lambda: FedTAN(fedtan_transport="channel"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("looks", LOOKING)
+@pytest.mark.parametrize("where", ["first", "last", "training"])
+def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str, looks: str, where: str) -> None:
+    look, strategy = LOOKING[looks], METHODS[name]()
+    strategy.continuity = Continuity("site", "run-1")  # no checkpoint yet
+    mods = {"first": [look, local_bn], "last": [local_bn, look], "training": [local_bn]}[where]
+    app = user_app(hooked_loop, mods, query=True, train_mods=[look] if where == "training" else [])
+    by_channel = {"grid_options": {"threads": len(SIZES)}} if "channel" in name else {}
+    run_app(strategy, app, rounds=2, barrier=False, **by_channel)
+    assert [(report.participants, report.rejected) for report in strategy.reports] == [([0, 1, 2], {})] * 2
+    assert [list(report.evaluations) for report in strategy.reports] == [["0", "1", "2"]] * 2
+
+
+@pytest.mark.parametrize("looks", LOOKING)
+def test_mods_that_only_look_may_stand_around_masked_sums(run_app, user_app, looks: str) -> None:
+    strategy = FedAvg()
+    strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
+    run_app(strategy, user_app(hooked_loop, [LOOKING[looks], masked_update, local_bn], query=True), rounds=2)
+    assert [(report.replied, report.rejected) for report in strategy.reports] == [(3, {})] * 2
+
+
+@pytest.mark.parametrize("looks", LOOKING)
+@pytest.mark.parametrize("first", [False, True])
+def test_mods_that_only_look_may_stand_in_the_legacy_loop(datasets, mlp, run_legacy_loop, looks: str, first) -> None:
+    class Plain(NumPyClient):
+        def __init__(self, context: Context) -> None:
+            self.context = context
+
+        def fit(self, parameters, config):
+            with bn_rules(mlp(), config, self.context) as rules:
+                pass
+            return parameters, 5, rules.metrics
+
+        def evaluate(self, parameters, config):
+            return 1.0, 5, {}
+
+    mods = [LOOKING[looks], local_bn] if first else [local_bn, LOOKING[looks]]
+    app = ClientApp(client_fn=lambda context: Plain(context).to_client(), mods=mods)
+    strategy = FedBN()
+    run_legacy_loop(strategy, app, mlp().state_dict(), len(SIZES), 2)
+    assert [(report.participants, report.rejected) for report in strategy.reports] == [([0, 1, 2], {})] * 2
 
 
 Seen = list[tuple[int, str, list[int]]]

@@ -213,7 +213,8 @@ def test_a_client_that_returns_less_than_the_model_is_rejected_with_advice(by_th
             return parameters[:-1], 1, {}
 
     strategy = FedBN()
-    by_the_loop(strategy, ClientApp(client_fn=client_fn(kind=Short), mods=[local_bn]), mlp())
+    with pytest.raises(NothingTrainedError):
+        by_the_loop(strategy, ClientApp(client_fn=client_fn(kind=Short), mods=[local_bn]), mlp())
     assert all("fit returned 8 arrays; the mod takes out" in r for r in strategy.reports[0].rejected.values())
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
@@ -299,14 +300,16 @@ def test_client_hooks_work_in_each_round_without_the_mod(by_messages, by_the_loo
 def test_a_failing_client_is_reported_with_its_own_message(by_the_loop, mlp) -> None:
     app = ClientApp(client_fn=lambda context: NumPyClient().to_client(), mods=[local_bn])
     strategy = FedBN(fraction_evaluate=0.0)
-    by_the_loop(strategy, app, mlp())
+    with pytest.raises(NothingTrainedError):
+        by_the_loop(strategy, app, mlp())
     assert all("does not implement `fit`" in why for why in strategy.reports[0].rejected.values())
     assert len(strategy.reports[0].rejected) == len(SIZES)
 
 
 def test_an_app_for_the_message_api_is_rejected_with_advice(by_the_loop, client_fn, mlp) -> None:
     strategy = FedAvg(fraction_evaluate=0.0)
-    by_the_loop(strategy, client_app(client_fn(), mods=[local_bn]), mlp())
+    with pytest.raises(NothingTrainedError):
+        by_the_loop(strategy, client_app(client_fn(), mods=[local_bn]), mlp())
     assert all("there it is ClientApp(client_fn, mods=[local_bn])" in w for w in strategy.reports[0].rejected.values())
 
 

@@ -340,7 +340,7 @@ def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, m
         )
         for m in [m for m in outcome.grid.sent if m.metadata.message_type == "train"][:3]
     }
-    assert expected == {0: "", 1: "0" * 64, 2: ""}, "nothing is known of 0 and 2: they start again"
+    assert expected == {0: "none", 1: "0" * 64, 2: "none"}, "nothing is known of 0 and 2: they start again"
     (reason,) = outcome.strategy.reports[0].rejected.values()
     assert "the server expects the part that this client kept with SHA-256 000000000000" in reason
     assert "no state folder (state-dir)" in reason
@@ -386,7 +386,7 @@ def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     """What it holds may be what another message names, and "" would make it drop that."""
     kept = Kept(to_restore={"0": "a" * 64})
     expected = [kept.config(Node(7, partition), undo=False) for partition in (0, 1, None)]
-    assert expected == [{"fedbn-flwr.local-sha256": "a" * 64}, {"fedbn-flwr.local-sha256": ""}, {}]
+    assert expected == [{"fedbn-flwr.local-sha256": "a" * 64}, {"fedbn-flwr.local-sha256": "none"}, {}]
 
 
 OTHERS = r"; replies from none of the nodes asked \(1\): error 6: not mine"
