@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fedbn_flwr.doctor import remedies
 from fedbn_flwr.doctor.findings import Finding, listed, number_of
-from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
+from fedbn_flwr.doctor.heterogeneity import Shift, certain
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.thresholds import (
     LARGE_LOSS,
@@ -16,8 +17,6 @@ from fedbn_flwr.doctor.thresholds import (
     MIN_PEAK,
     MIN_SHARE,
     MIN_SHIFT,
-    MIN_SKEW,
-    REGROUPINGS,
     SMALL_BATCH,
     Z_OF_A_GAP,
 )
@@ -74,7 +73,7 @@ def small_batch(m: Measured) -> Finding | None:
 def label_skew(m: Measured) -> Finding | None:
     """Classes differ between clients beyond chance, and so do the inputs of BatchNorm."""
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or not _skewed(skew) or not _affects(shift) or not _with_classes(m):
+    if skew is None or shift is None or not skew.counts or not _affects(shift) or not _with_classes(m):
         return None
     worst = shift.worst
     evidence = [
@@ -88,6 +87,7 @@ def label_skew(m: Measured) -> Finding | None:
             f"Over all layers they are {shift.excess:.2f} standard deviations above chance; compared within each class "
             f"{m.within.excess:.2f} remain (the clients' classes overlap by {m.within.share:.0%})."
         )
+    evidence += _furthest(m, skew.distances)
     evidence += _of_gradients(m)
     steps = m.training.local_steps
     if steps:
@@ -98,6 +98,7 @@ def label_skew(m: Measured) -> Finding | None:
         "shift": shift.layers[worst],
         "layer": worst,
         "local-steps": steps or None,
+        "clients": _far(m, skew.distances),
     }
     what = "The clients hold different classes (label skew), and BatchNorm's statistics differ with them."
     return Finding("label-skew", what, evidence, numbers, remedies.label_skew(steps))
@@ -115,12 +116,16 @@ def feature_shift(m: Measured) -> Finding | None:
         f"So the classes are not the cause: those of the clients overlap by {within.share:.0%} (100 % = all clients "
         "have the same mix).",
     ]
+    evidence += _furthest(m, within.distances)
     evidence += _of_gradients(m)
     return Finding(
         "feature-shift",
         "The same classes look different at different clients (feature shift: other devices, sites, domains).",
         evidence,
-        {"shift": within.layers[worst], "by-chance": within.by_chance[worst], "layer": worst},
+        {
+            **{"shift": within.layers[worst], "by-chance": within.by_chance[worst], "layer": worst},
+            "clients": _far(m, within.distances),
+        },
         remedies.FEATURE_SHIFT,
     )
 
@@ -136,9 +141,13 @@ def clients_differ(m: Measured) -> Finding | None:
         "BatchNorm's statistics differ between clients; feature shift and label skew cannot be told apart here.",
         [
             f"Statistics of a client are {m.shift.layers[worst]:.2f} standard deviations from those of all in "
-            f"{shown_path(worst)}; chance gives {m.shift.by_chance[worst]:.2f} ({_p(m.shift)})."
+            f"{shown_path(worst)}; chance gives {m.shift.by_chance[worst]:.2f} ({_p(m.shift)}).",
+            *_furthest(m, m.shift.distances),
         ],
-        {"shift": m.shift.layers[worst], "by-chance": m.shift.by_chance[worst], "layer": worst},
+        {
+            **{"shift": m.shift.layers[worst], "by-chance": m.shift.by_chance[worst], "layer": worst},
+            "clients": _far(m, m.shift.distances),
+        },
         remedies.CLIENTS_DIFFER,
     )
 
@@ -208,7 +217,7 @@ def remarks(m: Measured) -> list[str]:
             "they normalise by fixed statistics, so what is said of batches and of clients leaves them out."
         )
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or not _skewed(skew) or (_affects(shift) and _with_classes(m)):
+    if skew is None or shift is None or not skew.counts or (_affects(shift) and _with_classes(m)):
         return lines
     return [
         *lines,
@@ -252,17 +261,23 @@ def _of_gradients(m: Measured) -> list[str]:
     ]
 
 
-def _certain(p_value: float) -> bool:
-    return p_value <= 1.5 / (1 + REGROUPINGS[1])
+def _far(m: Measured, distances: Sequence[float]) -> list[str]:
+    """Return the clients that are at least as far as the mean, the furthest first."""
+    mean = sum(distances) / max(1, len(distances))
+    order = sorted(range(len(distances)), key=lambda k: -distances[k])
+    return [m.rest[k] for k in order if m.rest and distances[k] >= mean]
 
 
-def _skewed(skew: ClassSkew) -> bool:
-    return _certain(skew.p_value) and skew.mean - skew.by_chance >= MIN_SKEW
+def _furthest(m: Measured, distances: Sequence[float]) -> list[str]:
+    lines = [f"The furthest clients: {listed(far)}."] if (far := _far(m, distances)) else []
+    if m.apart:
+        lines.append(f"Without {listed(m.apart)}, which stand out by themselves.")
+    return lines
 
 
 def _affects(shift: Shift) -> bool:
-    everywhere = _certain(shift.p_value) and shift.excess >= MIN_SHIFT
-    return everywhere or (_certain(shift.peak_p_value) and shift.excess_in(shift.worst) >= MIN_PEAK)
+    everywhere = certain(shift.p_value) and shift.excess >= MIN_SHIFT
+    return everywhere or (certain(shift.peak_p_value) and shift.excess_in(shift.worst) >= MIN_PEAK)
 
 
 def _p(shift: Shift) -> str:

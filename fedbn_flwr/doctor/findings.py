@@ -14,6 +14,8 @@ from fedbn_flwr.norms.report import shown_path
 
 __all__ = ["Diagnosis", "Finding", "Remedy", "listed", "number_of"]
 
+_ROWS = 100  # clients with a row in the printed table
+
 
 @dataclass(frozen=True)
 class Remedy:
@@ -125,10 +127,26 @@ class Diagnosis:
                 tries = [remedy.format(place, r.setting, r.why) for place, r in enumerate(one.remedies, 1)]
                 pieces += ["Try, in order:", "\n".join(_wrapped(text, "   ") for text in tries)]
             blocks.append(gap.join(pieces))
+        if table := _of_clients(self.measures):
+            blocks.append((f"{heading}Clients" if heading else "Clients:") + gap + "\n".join(table))
         for title, lines in (("Not measured", self.not_measured), ("Notes", self.notes)):
             if lines:
                 blocks.append((f"{heading}{title}" if heading else f"{title}:") + gap + _bullets(lines))
         return "\n\n".join(blocks)
+
+
+def _of_clients(measures: Mapping[str, Any]) -> list[str]:
+    """Return the table of the clients: examples, accuracy and loss on them; where they were measured."""
+    names, losses = measures.get("clients", ()), measures.get("loss", ())
+    if not losses:
+        return []
+    accuracies = measures["accuracy"] or [math.nan] * len(names)
+    rows = zip(names, measures["examples"], accuracies, losses, strict=True)
+    shown = [f"| {k} | {n:,} | {'-' if math.isnan(a) else f'{a:.3f}'} | {loss:.4g} |" for k, n, a, loss in rows]
+    lines = ["| client | examples | accuracy | loss |", "|---|---|---|---|", *shown[:_ROWS]]
+    if len(shown) > _ROWS:
+        lines.append(f"| {len(shown) - _ROWS} more: in the JSON | | | |")
+    return lines
 
 
 def _bullets(lines: Sequence[str]) -> str:

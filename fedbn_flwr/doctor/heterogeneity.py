@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.doctor.by_example import LayerFeatures
-from fedbn_flwr.doctor.thresholds import REGROUPINGS
+from fedbn_flwr.doctor.thresholds import MIN_SKEW, REGROUPINGS
 from fedbn_flwr.machine import threads
 
 __all__ = [
     "ClassSkew",
     "Shift",
+    "certain",
     "class_skew",
     "overlap",
     "regroupings",
@@ -56,6 +57,11 @@ class ClassSkew:
         """The average over the clients."""
         return sum(self.distances) / len(self.distances)
 
+    @property
+    def counts(self) -> bool:
+        """Whether the classes are skewed: beyond chance, and by a tenth of the labels."""
+        return certain(self.p_value) and self.mean - self.by_chance >= MIN_SKEW
+
 
 @dataclass(frozen=True)
 class Shift:
@@ -69,6 +75,7 @@ class Shift:
         p_value: share of the regroupings with a mean square as large, the data among them.
         peak_p_value: share of the regroupings in which any layer is as far above its chance as the worst one is here.
         share: how much the clients' classes overlap, see ``overlap``; 1 where classes are not held fixed.
+        distances: of each client the root mean square over layers and channels of its deviation.
     """
 
     layers: dict[str, float]
@@ -77,6 +84,7 @@ class Shift:
     p_value: float
     peak_p_value: float
     share: float = 1.0
+    distances: Sequence[float] = ()
 
     @property
     def worst(self) -> str:
@@ -86,6 +94,11 @@ class Shift:
     def excess_in(self, path: str) -> float:
         """Return what is above chance in one layer; a mean over many layers hides it."""
         return math.sqrt(max(0.0, self.layers[path] ** 2 - self.by_chance[path] ** 2))
+
+
+def certain(p_value: float) -> bool:
+    """Return whether no regrouping reaches what was found."""
+    return p_value <= 1.5 / (1 + REGROUPINGS[1])
 
 
 def total_variation(counts: Tensor) -> Tensor:
@@ -145,10 +158,13 @@ def shift(
     table, widths = torch.cat(list(rows.values()), 1).float(), [values.shape[1] for values in rows.values()]
     clients = int(owner.max()) + 1
 
-    def squares(order: Tensor) -> Tensor:
+    def means_of(order: Tensor) -> tuple[Tensor, Tensor]:
         members = torch.nn.functional.one_hot(order, clients).T.float()
         sizes = members.sum(1, keepdim=True)
-        means = (members @ table) / sizes.clamp(min=1)
+        return (members @ table) / sizes.clamp(min=1), sizes
+
+    def squares(order: Tensor) -> Tensor:
+        means, sizes = means_of(order)
         scaled = (sizes / len(order)).sqrt() * means
         return torch.stack([part.square().mean() for part in torch.split(scaled, widths, 1)])
 
@@ -161,6 +177,7 @@ def shift(
         float((observed.mean() - by_chance.mean()).clamp(min=0).sqrt()),
         *_p_values(observed, chance),
         share,
+        means_of(owner)[0].square().mean(1).sqrt().tolist(),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedbn_flwr.doctor.by_batch import Distance
+from fedbn_flwr.doctor.each_client import EachClient
 from fedbn_flwr.doctor.gradients import Deviation
 from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
 from fedbn_flwr.doctor.mismatch import Mismatch
@@ -61,6 +62,11 @@ class Measured:
         same_output: see ``by_example.Features``.
         not_finite: by client, its examples with NaN or infinity, and all examples.
         noise: by layer, the noise of a batch, mean over the clients.
+        each: each client against the others.
+        accuracy: of each client on its own training examples; empty where targets are no classes.
+        loss: the same of its loss.
+        apart: names of the clients that ``skew``, ``shift`` and ``within`` leave out, see ``EachClient.apart``.
+        rest: names of the other clients.
         skew: how classes differ.
         shift: how the inputs of BatchNorm differ.
         within: the same within each class.
@@ -94,6 +100,11 @@ class Measured:
     same_output: bool = False
     not_finite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
+    each: EachClient = field(default_factory=EachClient)
+    accuracy: Sequence[float] = ()
+    loss: Sequence[float] = ()
+    apart: Sequence[str] = ()
+    rest: Sequence[str] = ()
     skew: ClassSkew | None = None
     shift: Shift | None = None
     within: Shift | None = None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import Moments, merge
+from fedbn_flwr.doctor import each_client
 from fedbn_flwr.doctor.by_batch import (
     Distance,
     Statistics,
@@ -23,15 +25,23 @@ from fedbn_flwr.doctor.by_batch import (
     pooled,
     window_variance,
 )
-from fedbn_flwr.doctor.by_example import Features, features
-from fedbn_flwr.doctor.clients import ClientData, examples_of_b
+from fedbn_flwr.doctor.by_example import Features, LayerFeatures, features
+from fedbn_flwr.doctor.clients import ClientData, classes_of, examples_of_b
+from fedbn_flwr.doctor.each_client import group_means
 from fedbn_flwr.doctor.findings import listed, number_of
 from fedbn_flwr.doctor.gradients import Batch, deviations, regrouped
-from fedbn_flwr.doctor.heterogeneity import Shift, class_skew, regroupings, shift
+from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift, class_skew, overlap, regroupings, shift
 from fedbn_flwr.doctor.measured import Measured
-from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch
+from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch, scores
 from fedbn_flwr.doctor.state import extremes
-from fedbn_flwr.doctor.thresholds import MAX_CLIENTS_B, MIN_EXAMPLES, REGROUPINGS
+from fedbn_flwr.doctor.thresholds import (
+    MAX_CLIENTS_B,
+    MIN_CLIENTS,
+    MIN_EXAMPLES,
+    MIN_SHARE,
+    MIN_SHARE_BELOW,
+    REGROUPINGS,
+)
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 
 __all__ = ["Measuring"]
@@ -87,6 +97,7 @@ class Measuring:
         figures |= self._tried("differences between clients, and dead channels", self._by_example)
         figures |= self._tried("gradient deviation B_i", self._gradients)
         figures |= self._tried("mismatch of training and test", self._mismatch)
+        figures |= self._tried("accuracy and loss of each client", self._scores)
         return figures
 
     def _batches(self) -> Figures:
@@ -117,9 +128,30 @@ class Measuring:
         seen = self._examples()
         if len(self._clients) < 2:
             self.lacking.append("differences between clients: there is one.")
-        elif seen.layers:
-            return self._differences(seen)
-        return {}
+            return {}
+        layers = {path: layer for path, layer in seen.layers.items() if path not in self._m.held}
+        figures = self._tried("one client against the others", lambda: self._each_client(seen, layers))
+        return figures | (self._differences(seen, layers) if layers else {})
+
+    def _each_client(self, seen: Features, layers: Mapping[str, LayerFeatures]) -> Figures:
+        if len(self._clients) < MIN_CLIENTS:
+            raise DataError(f"{number_of(len(self._clients), 'client')}, of {MIN_CLIENTS} that it needs.")
+        if self._m.not_finite:
+            raise DataError("inputs hold NaN or infinity.")
+        scale = centre = mix = inputs = None
+        if all(client.inputs.is_floating_point() for client in self._clients):  # the number of a word has no unit
+            scale, centre = each_client.input_units(self._clients)
+        classes = seen.classes
+        if classes is not None:
+            mix = self._class_mixes(classes, seen.owner)
+        if layers:
+            eps = {path: self._layers[path].eps for path in layers}
+            shared = classes is not None and overlap(classes, seen.owner) >= MIN_SHARE
+            inputs = each_client.statistics(layers, seen.owner, eps, classes if shared else None)
+        each = self._m.each = replace(self._m.each, scale=scale, centre=centre, mix=mix, inputs=inputs)
+        names = {"scale": scale, "centre": centre, "class-mix": mix, "inputs": inputs}
+        names |= {"below": each.below, "loss-above": each.loss}
+        return {"each-client": {name: vars(one) for name, one in names.items() if one is not None}}
 
     def _examples(self) -> Features:
         seen = features(self._model, self._clients, self._generator)
@@ -139,27 +171,47 @@ class Measuring:
             self._rows[path] |= {"constant-channels": dead, "channels": channels}
         return seen
 
-    def _differences(self, seen: Features) -> Figures:
+    def _class_mixes(self, classes: Tensor, owner: Tensor) -> each_client.Compared:
+        """Return the clients' class mixes; no client stands out where the others differ, too, by design."""
+        mix = each_client.class_mixes(classes, owner)
+        kept, rest = _without(owner, mix.odd)
+        if mix.odd and class_skew(classes[kept], rest, torch.Generator().manual_seed(0)).counts:
+            return replace(mix, odd=[])
+        return mix
+
+    def _differences(self, seen: Features, layers: Mapping[str, LayerFeatures]) -> Figures:
+        """Measure how all clients differ; the rules get the same without the clients that stand out by themselves."""
         if (ways := regroupings([len(client) for client in self._clients], REGROUPINGS[1])) < REGROUPINGS[1]:
             sizes = f"{number_of(len(seen.owner), 'example')} can be dealt to {number_of(len(self._clients), 'client')}"
             self.lacking.append(
                 f"differences between clients: {sizes} in {number_of(ways, 'way')}, too few for a test."
             )
-        eps = {path: layer.eps for path, layer in self._layers.items()}
-        layers = {path: layer for path, layer in seen.layers.items() if path not in self._m.held}
-        if not layers:
-            return {}
-        whole = shift(layers, seen.owner, eps, self._generator)
+        whole, skew, within = self._shifts(layers, seen.owner, seen.classes)
         if not math.isfinite(whole.excess):
             raise DataError("inputs of BatchNorm are not finite. Look for NaN and infinity in weights and inputs.")
-        self._m.shift = whole
         figures = {"shift": self._of_shift("shift", whole)}
-        if seen.classes is not None:
-            self._m.skew = class_skew(seen.classes, seen.owner, self._generator)
-            figures["class-skew"] = {"mean": self._m.skew.mean, **vars(self._m.skew)}
-            self._m.within = shift(layers, seen.owner, eps, self._generator, seen.classes)
-            figures["shift-within-classes"] = self._of_shift("shift-within-classes", self._m.within)
+        if skew is not None and within is not None:
+            figures["class-skew"] = {"mean": skew.mean, **vars(skew)}
+            figures["shift-within-classes"] = self._of_shift("shift-within-classes", within)
+        m, apart = self._m, self._m.each.apart
+        m.apart = [name for k, name in enumerate(m.names) if k in apart]
+        m.rest = [name for k, name in enumerate(m.names) if k not in apart]
+        if apart and len(m.rest) > 1:
+            kept, owner = _without(seen.owner, apart)
+            layers = {path: replace(f, first=f.first[kept], second=f.second[kept]) for path, f in layers.items()}
+            whole, skew, within = self._shifts(layers, owner, None if seen.classes is None else seen.classes[kept])
+        m.shift, m.skew, m.within = whole, skew, within
         return figures
+
+    def _shifts(
+        self, layers: Mapping[str, LayerFeatures], owner: Tensor, classes: Tensor | None
+    ) -> tuple[Shift, ClassSkew | None, Shift | None]:
+        eps = {path: self._layers[path].eps for path in layers}
+        whole = shift(layers, owner, eps, self._generator)
+        if classes is None:
+            return whole, None, None
+        skew = class_skew(classes, owner, self._generator)
+        return whole, skew, shift(layers, owner, eps, self._generator, classes)
 
     def _of_shift(self, name: str, shift: Shift) -> Figures:
         for path, value in shift.layers.items():
@@ -216,6 +268,25 @@ class Measuring:
             self._m.sorted_accuracy = accuracy_by_class(self._model, self._tests, _SORTED)
         return {"train-test-mismatch": {**vars(gap), "accuracy-lost": gap.accuracy_lost}}
 
+    def _scores(self) -> Figures:
+        losses, right, places = scores(self._model, self._clients, self._loss, self._generator)
+        owner = _owners(self._clients)[places]
+        self._m.loss = group_means(losses[:, None], owner)[:, 0].tolist()
+        self._m.accuracy = [] if right is None else group_means(right[:, None], owner)[:, 0].tolist()
+        if len(self._clients) >= MIN_CLIENTS:
+            if right is None:
+                self._m.each = replace(self._m.each, loss=each_client.losses(losses, owner))
+            elif (classes := classes_of(self._clients)) is not None:
+                classes = classes[places]
+                if (share := overlap(classes, owner)) >= MIN_SHARE_BELOW:
+                    self._m.each = replace(self._m.each, below=each_client.accuracies(right, classes, owner))
+                else:
+                    self.lacking.append(
+                        f"accuracy of one client against the others: the clients' classes overlap by {share:.0%} only, "
+                        f"of {MIN_SHARE_BELOW:.0%} that it needs (100 % = all have the same mix)."
+                    )
+        return {"accuracy": self._m.accuracy or None, "loss": self._m.loss}
+
     def _tried(self, what: str, measure: Callable[[], Figures]) -> Figures:
         """Return the figures of a measurement; if it cannot be done, note why."""
         try:
@@ -225,6 +296,16 @@ class Measuring:
         except Exception as error:  # the model and the loss are the user's; the other figures are still true
             self.lacking.append(f"{what}: {type(error).__name__}: {error}")
         return {}
+
+
+def _owners(clients: Sequence[ClientData]) -> Tensor:
+    return torch.cat([torch.full((len(client),), k) for k, client in enumerate(clients)])
+
+
+def _without(owner: Tensor, clients: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return which examples are of other clients, bool (N,), and the owners of these, numbered anew."""
+    kept = ~torch.isin(owner, torch.tensor([*clients], dtype=owner.dtype))
+    return kept, torch.unique(owner[kept], return_inverse=True)[1]
 
 
 def _running(layer: _BatchNorm) -> Statistics | None:

@@ -22,8 +22,10 @@ __all__ = [
     "Mismatch",
     "RowLoss",
     "accuracy_by_class",
+    "compared",
     "default_loss",
     "mismatch",
+    "scores",
 ]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -120,16 +122,39 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def mismatch(model: nn.Module, clients: Sequence[ClientData], loss: Loss, generator: torch.Generator) -> Mismatch:
     """Return the mismatch of training and test on the examples of all clients; the model does not change."""
-    targets = torch.cat([c.targets for c in clients])
-    batches = parts(torch.randperm(len(targets), generator=generator), examples_a_pass(clients, _BATCH))
-    classes = classes_of(clients)
-    running = _run(copied(model).eval(), clients, targets, classes, batches, loss)
-    by_batch = _run(normalising_by_batch(model), clients, targets, classes, batches, loss)
+    return compared(copied(model).eval(), normalising_by_batch(model), clients, loss, generator)
+
+
+def compared(
+    first: nn.Module, second: nn.Module, clients: Sequence[ClientData], loss: Loss, generator: torch.Generator
+) -> Mismatch:
+    """Return two models on the same batches: the first has the place of running statistics, the second of batch ones.
+
+    They run in the mode they are in.
+    """
+    targets, classes = torch.cat([c.targets for c in clients]), classes_of(clients)
+    batches = _batches(clients, generator)
+    running, by_batch = (_run(model, clients, targets, classes, batches, loss) for model in (first, second))
     z, accuracy_z = _z(running[0] - by_batch[0]), 0.0
     if running[1] is not None and by_batch[1] is not None:
         accuracy_z = _z(functional.pad(by_batch[1] - running[1], (0, 1)))
-    first, second = (None if right is None else float(right.mean()) for _, right in (running, by_batch))
-    return Mismatch(len(targets), float(running[0].mean()), float(by_batch[0].mean()), first, second, z, accuracy_z)
+    one, other = (None if right is None else float(right.mean()) for _, right in (running, by_batch))
+    return Mismatch(len(targets), float(running[0].mean()), float(by_batch[0].mean()), one, other, z, accuracy_z)
+
+
+def scores(
+    model: nn.Module, clients: Sequence[ClientData], loss: Loss, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return each example's loss, float64 (N,), whether it is right, or None, and its place among all clients'."""
+    batches = _batches(clients, generator)
+    targets = torch.cat([c.targets for c in clients])
+    losses, right = _run(copied(model).eval(), clients, targets, classes_of(clients), batches, loss)
+    return losses, right, torch.cat(batches)
+
+
+def _batches(clients: Sequence[ClientData], generator: torch.Generator) -> list[Tensor]:
+    """Return the positions of each batch: the examples of all clients, mixed at random."""
+    return parts(torch.randperm(sum(map(len, clients)), generator=generator), examples_a_pass(clients, _BATCH))
 
 
 def _z(differences: Tensor) -> float:

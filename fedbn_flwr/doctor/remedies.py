@@ -6,6 +6,9 @@ from fedbn_flwr.doctor.findings import Remedy
 
 __all__ = [
     "CLIENTS_DIFFER",
+    "CLIENT_BELOW",
+    "CLIENT_INPUTS",
+    "CLIENT_UNITS",
     "COUNTERS",
     "DEAD_LAYER",
     "DIVERGED",
@@ -74,6 +77,20 @@ CLIENTS_DIFFER = [
     Remedy("strategy=fedbn", "if each client is tested with its own model: it keeps its BatchNorm layers"),
     Remedy("strategy=fixbn lr-decay-at=freeze", "if one model is for all: the global statistics are frozen halfway"),
     _GROUP,
+]
+_LOOK = Remedy(
+    "look at the client's examples",
+    "the order of its features or pixels, their channels and device, what was done to them, and how it labels",
+)
+CLIENT_UNITS = [
+    Remedy("the same units at every client", "and the same preprocessing: this is the cause, and all else treats it"),
+    Remedy("standardise=local", "each client scales its features with its own mean and standard deviation"),
+    _FEDBN,
+]
+CLIENT_INPUTS = [_LOOK, _FEDBN]
+CLIENT_BELOW = [
+    _LOOK,
+    Remedy("train without the client", "for comparison: the others gain where its examples do not fit theirs"),
 ]
 SMALL_BATCH = [
     Remedy("batch-size=16", "or more: the noise of a batch's statistics falls as 1 / sqrt(batch size)"),

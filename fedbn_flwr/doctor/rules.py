@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from fedbn_flwr.doctor import data_rules, remedies
+from fedbn_flwr.doctor import client_rules, data_rules, remedies
 from fedbn_flwr.doctor.findings import Finding, listed
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.thresholds import DEAD_SHARE
@@ -200,9 +200,13 @@ RULES: tuple[Callable[[Measured], Finding | None], ...] = (
     data_rules.small_batch,
     dead_layers,
     extreme_variance,
+    client_rules.client_units,
+    client_rules.client_inputs,
+    client_rules.client_classes,
     data_rules.label_skew,
     data_rules.feature_shift,
     data_rules.clients_differ,
+    client_rules.client_below,
     data_rules.train_test_mismatch,
 )
 """Each rule returns a finding, or None."""

@@ -6,14 +6,22 @@ __all__ = [
     "DEAD_SHARE",
     "EXPLODING_VARIANCE",
     "LARGE_LOSS",
+    "LEVEL",
     "MAX_CHANNELS",
     "MAX_CLIENTS_B",
+    "MIN_BELOW",
+    "MIN_CENTRE",
+    "MIN_CLIENTS",
     "MIN_EXAMPLES",
+    "MIN_FACTOR",
     "MIN_GAP",
     "MIN_LOSS",
+    "MIN_LOSS_ABOVE",
+    "MIN_MIX",
     "MIN_NOISE",
     "MIN_PEAK",
     "MIN_SHARE",
+    "MIN_SHARE_BELOW",
     "MIN_SHIFT",
     "MIN_SKEW",
     "NO_VARIANCE",
@@ -94,3 +102,27 @@ Z_OF_A_GAP = 4.0
 
 MAX_CLIENTS_B = 8
 """Clients in the measurement of B_i: each runs in a thread with a copy of the model."""
+
+LEVEL = 1 / 1000
+"""Share of the federations of equal clients in which chance makes any client stand out in any measure."""
+
+MIN_CLIENTS = 4
+"""Clients from which one can stand out: of three, two agree by chance too often."""
+
+MIN_FACTOR = 2.0
+"""Factor between the spread of a client's inputs and the usual one from which the unit may be another."""
+
+MIN_CENTRE = 1.0
+"""Distance of the centre of a client's inputs from the usual one, in usual spreads, from which the unit may be."""
+
+MIN_MIX = 0.25
+"""Total variation of a client's class mix from the usual one: a quarter of its examples would have another class."""
+
+MIN_BELOW = 0.15
+"""Accuracy that a client is below the one of its classes elsewhere, from which it is far below the others."""
+
+MIN_SHARE_BELOW = 0.5
+"""Overlap of the clients' classes below which a client's accuracy cannot be compared: few others have its classes."""
+
+MIN_LOSS_ABOVE = 1.0
+"""The same of the loss, where there is no accuracy, as a share of the usual loss: twice as large."""

@@ -28,6 +28,7 @@ from fedbn_flwr.norms.renorm import use_batch_renorm
 from fedbn_flwr.training.freezing import hold_eval
 
 NUM_CLIENTS = 4
+TWO_CLIENTS = "one client against the others: 2 clients, of 4 that it needs."
 Loaders = Callable[..., list[torch.utils.data.DataLoader]]
 
 
@@ -142,7 +143,8 @@ def test_rows_of_0_and_1_have_the_loss_of_their_kind(one_hot: bool, dtype: torch
     right = float((outputs.argmax(1) == digits[1][:64]).float().mean())
     assert found.measures["train-test-mismatch"]["running_accuracy"] == (pytest.approx(right) if one_hot else None)
     assert ("class-skew" in found.measures) == one_hot
-    assert found.not_measured == ([] if one_hot else ["label skew: the targets are not one class an example."])
+    assert found.not_measured[0] == TWO_CLIENTS
+    assert found.not_measured[1:] == ([] if one_hot else ["label skew: the targets are not one class an example."])
 
 
 def test_two_integers_an_example_are_no_classes(digits) -> None:
@@ -597,7 +599,7 @@ def test_a_model_that_cannot_be_copied_is_measured_in_part(trained: nn.Module, l
     hold_eval(model[4])
     found = diagnose(model, loaders())
     assert "1 of 2 BatchNorm layers are held in eval mode (4)" in " ".join(found.notes)
-    assert sum("cannot be copied" in line for line in found.not_measured) == 4
+    assert sum("cannot be copied" in line for line in found.not_measured) == 5
 
 
 def test_a_model_that_keeps_an_activation_is_measured_in_full(trained: nn.Module, loaders: Loaders) -> None:
@@ -715,7 +717,7 @@ def test_a_model_that_returns_no_tensor_is_measured_in_part(loaders: Loaders) ->
     found = diagnose(Named().eval(), loaders())
     assert found.measures["shift"]["p-value"] > 0.001
     assert [line.split(":")[0] for line in found.not_measured] == [
-        *("gradient deviation B_i", "mismatch of training and test")
+        *("gradient deviation B_i", "mismatch of training and test", "accuracy and loss of each client")
     ]
     assert "the model returns dict, not one tensor" in found.not_measured[0]
 
@@ -736,7 +738,7 @@ def test_a_layer_that_is_called_by_keyword_is_measured(digits) -> None:
         for own in torch.arange(66).chunk(2)
     ]
     found = diagnose(_ByKeyword().eval(), loaders)
-    assert found.not_measured == []
+    assert found.not_measured == [TWO_CLIENTS]
     assert {"batch-noise", "shift", "constant-channels"} <= found.measures["layers"]["norm"].keys()
 
 
@@ -772,12 +774,21 @@ def _squeezed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("fault", "lacking"),
     [
-        ("frozen", ["gradient deviation B_i: no parameter of the model is trainable."]),
-        ("squeeze", ["mismatch of training and test: ValueError: no batch"]),
-        ("labels from 1", ["gradient deviation B_i: IndexError: T", "mismatch of training and test: IndexError: T"]),
-        ("one test", ["mismatch of training and test: it needs two test examples."]),
-        ("129 examples", []),
-        ("wrong width", ["statistics of the batches: RuntimeError: ", *["differences", "gradient", "mismatch"]]),
+        ("frozen", [TWO_CLIENTS, "gradient deviation B_i: no parameter of the model is trainable."]),
+        ("squeeze", [TWO_CLIENTS, "mismatch of training and test: ValueError: no batch", "accuracy and loss"]),
+        (
+            "labels from 1",
+            [
+                *(TWO_CLIENTS, "gradient deviation B_i: IndexError: T"),
+                *("mismatch of training and test: IndexError: T", "accuracy and loss of each client: IndexError: T"),
+            ],
+        ),
+        ("one test", [TWO_CLIENTS, "mismatch of training and test: it needs two test examples."]),
+        ("129 examples", [TWO_CLIENTS]),
+        (
+            "wrong width",
+            ["statistics of the batches: RuntimeError: ", *["differences", "gradient", "mismatch", "accuracy"]],
+        ),
     ],
 )
 def test_a_measurement_that_fails_leaves_the_others(fault: str, lacking: list[str], digits) -> None:
@@ -826,7 +837,7 @@ def test_a_model_of_one_layer_without_parameters(digits) -> None:
     model = nn.BatchNorm1d(64, affine=False).eval()
     model.running_mean.add_(torch.arange(64) * 100.0)
     found = diagnose(model, [[(digits[0][k : k + 32], digits[1][k : k + 32])] for k in (0, 32)])
-    assert found.not_measured == ["gradient deviation B_i: no parameter of the model is trainable."]
+    assert found.not_measured == [TWO_CLIENTS, "gradient deviation B_i: no parameter of the model is trainable."]
     assert first(found)[0] == "train-test-mismatch"
     assert "In (the model itself) the running mean" in str(found)
 
@@ -836,7 +847,7 @@ def test_a_loss_with_weights_of_the_models_type_and_a_caller_without_gradient(tr
     loss = nn.CrossEntropyLoss(weight=torch.ones(10, dtype=torch.float64))
     with torch.no_grad():
         found = diagnose(model, [[(digits[0][k : k + 32], digits[1][k : k + 32])] for k in (0, 32)], loss=loss)
-    assert found.not_measured == []
+    assert found.not_measured == [TWO_CLIENTS]
 
 
 def test_no_examples_are_too_few(trained: nn.Module, loaders: Loaders) -> None:

@@ -1,0 +1,251 @@
+"""Each client against the others: which ones stand out in inputs, classes or accuracy.
+
+A federation whose clients all differ is one thing, a client that differs from all the others another. So each measure
+is compared with its median over the clients, in units of their spread: the median absolute deviation, which two odd
+clients of five do not move, and never less than the error of sampling. A client stands out if chance gives a score as
+high to any client in any measure in one of 1,000 federations (Bonferroni).
+
+A distance d of a client with n examples is compared twice, and both must stand out. If the clients differ by chance
+alone, n d^2 is alike for all, so a small client is not odd for its noise. If they differ by design, d is alike for all,
+so a large client is not odd for its precision. Their cube roots are nearly normal (Wilson & Hilferty 1931).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.doctor.by_example import LayerFeatures
+from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.thresholds import (
+    LEVEL,
+    MIN_BELOW,
+    MIN_CENTRE,
+    MIN_FACTOR,
+    MIN_LOSS_ABOVE,
+    MIN_MIX,
+    MIN_SHIFT,
+)
+
+__all__ = [
+    "Compared",
+    "EachClient",
+    "accuracies",
+    "class_mixes",
+    "group_means",
+    "input_units",
+    "losses",
+    "stand_out",
+    "statistics",
+]
+
+_MEASURES = 7  # classes, inputs of BatchNorm, accuracy, and scale and centre of the inputs in both directions
+_FEW = 128  # examples of a client that tell how many channels are independent
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One measure of each client, (K,) each.
+
+    Attributes:
+        values: the measure.
+        scores: its distance from the median, in units of the spread; above 0 is worse.
+        odd: indices of the clients that stand out, whatever the size of the difference.
+    """
+
+    values: list[float]
+    scores: list[float]
+    odd: list[int]
+
+
+@dataclass(frozen=True)
+class EachClient:
+    """The measures of each client against the others; None = not measured.
+
+    Attributes:
+        scale: log of the spread of a client's inputs over the usual one.
+        centre: the centre of a client's inputs minus the usual one, in usual spreads.
+        mix: total variation distance of a client's class mix from the usual one.
+        inputs: how far the inputs of BatchNorm are from the usual ones, within each class where classes are known and
+            shared: root mean square over layers and channels, in standard deviations.
+        below: accuracy that the client's classes have elsewhere, minus the client's.
+        loss: the client's loss over the usual one, minus 1; only where there is no accuracy.
+    """
+
+    scale: Compared | None = None
+    centre: Compared | None = None
+    mix: Compared | None = None
+    inputs: Compared | None = None
+    below: Compared | None = None
+    loss: Compared | None = None
+
+    @property
+    def other_units(self) -> list[int]:
+        """The clients whose inputs have another scale, or another centre."""
+        return sorted({*_large(self.scale, math.log(MIN_FACTOR)), *_large(self.centre, MIN_CENTRE)})
+
+    @property
+    def other_inputs(self) -> list[int]:
+        """The clients whose inputs look different to BatchNorm; where the units tell why they are left out."""
+        return [k for k in _large(self.inputs, MIN_SHIFT) if k not in self.other_units]
+
+    @property
+    def other_mix(self) -> list[int]:
+        """The clients with other classes."""
+        return _large(self.mix, MIN_MIX)
+
+    @property
+    def worse(self) -> list[int]:
+        """The clients that are far below the others in accuracy, or above in loss, without a cause that is seen."""
+        far = [*_large(self.below, MIN_BELOW), *_large(self.loss, MIN_LOSS_ABOVE)]
+        return [k for k in far if k not in {*self.other_units, *self.other_inputs}]
+
+    @property
+    def apart(self) -> list[int]:
+        """The clients with a finding of their own: what is said of all clients leaves them out."""
+        return sorted({*self.other_units, *self.other_inputs, *self.other_mix})
+
+
+def _large(compared: Compared | None, least: float) -> list[int]:
+    return [] if compared is None else [k for k in compared.odd if abs(compared.values[k]) >= least]
+
+
+def stand_out(values: Tensor, errors: Tensor) -> Tensor:
+    """Return each client's distance from the median, (K,), in units of the spread of all, but at least of its error.
+
+    The factor makes the median absolute deviation of K normal values a standard deviation (Croux & Rousseeuw 1992).
+    """
+    centred = values - values.median()
+    spread = 1.4826 * len(values) / (len(values) - 0.8) * centred.abs().median()
+    return centred / torch.maximum(errors, spread).clamp(min=1e-12)
+
+
+def _compared(values: Tensor, scores: Tensor) -> Compared:
+    bound = NormalDist().inv_cdf(1 - LEVEL / (_MEASURES * len(values)))
+    return Compared(values.tolist(), scores.tolist(), torch.nonzero(scores > bound).flatten().tolist())
+
+
+def _both_ways(values: Tensor, errors: Tensor) -> Compared:
+    return _compared(values, stand_out(values, errors).abs())
+
+
+def input_units(clients: Sequence[ClientData]) -> tuple[Compared, Compared]:
+    """Return scale and centre of each client's inputs: over its examples the median of spread and mean of an example.
+
+    An order of the pixels changes neither.
+    """
+    logs, centres, log_errors, errors = (list[Tensor]() for _ in range(4))
+    for client in clients:
+        rows = client.inputs.double().flatten(1)
+        means = rows.mean(1)
+        spreads = (rows - means.median()).square().mean(1).clamp(min=1e-300).log() / 2
+        for values, of_all, of_errors in ((spreads, logs, log_errors), (means, centres, errors)):
+            middle = values.median()
+            of_all.append(middle)
+            of_errors.append(1.25 * 1.4826 * (values - middle).abs().median() / math.sqrt(len(rows)))
+    log, centre = torch.stack(logs), torch.stack(centres)
+    log, unit = log - log.median(), log.median().exp()
+    return (
+        _both_ways(log, torch.stack(log_errors)),
+        _both_ways((centre - centre.median()) / unit, torch.stack(errors) / unit),
+    )
+
+
+def class_mixes(classes: Tensor, owner: Tensor) -> Compared:
+    """Return the class mix of each client, given class and client of each example, (N,)."""
+    _, known = torch.unique(classes, return_inverse=True)
+    shares = torch.nn.functional.one_hot(known).double()
+    means = group_means(shares, owner)
+    usual = means.median(0).values
+    usual = usual / usual.sum() if usual.sum() > 0 else shares.mean(0)
+    far = (means - usual).abs().sum(1) / 2
+    return _distances((shares - usual) / shares.mean(0).sqrt(), owner, far)
+
+
+def statistics(
+    layers: Mapping[str, LayerFeatures], owner: Tensor, eps: Mapping[str, float], classes: Tensor | None
+) -> Compared:
+    """Return how far the inputs of BatchNorm are, of each client; with ``classes``, (N,), within each class."""
+    rows = []
+    for path, layer in layers.items():
+        first, second = layer.first.double(), layer.second.double()
+        usual = group_means(first, owner).median(0).values
+        square = second - 2 * first * usual + usual.square()
+        variance = group_means(square, owner).median(0).values + eps[path]
+        rows.append(torch.cat([(first - usual) / variance.sqrt(), square / variance], 1))
+    table = torch.cat(rows, 1)
+    free = _distances(table, owner)
+    if classes is None:
+        return free
+    # Labels that are wrong move the means within the classes, and another class mix moves those of all examples.
+    _, known = torch.unique(classes, return_inverse=True)
+    within = _distances(table - group_means(table, known)[known], owner)
+    return _compared(torch.tensor(within.values), torch.tensor(free.scores).minimum(torch.tensor(within.scores)))
+
+
+def _distances(rows: Tensor, owner: Tensor, values: Tensor | None = None) -> Compared:
+    """Return the clients compared by the distance of their mean row from the usual one, its root mean square."""
+    means, sizes = group_means(rows, owner), torch.bincount(owner).double()
+    squares = (means - means.median(0).values).square().sum(1)
+    roots = (sizes * squares / (sizes * squares).median().clamp(min=1e-300)).pow(1 / 3)
+    by_chance = stand_out(roots, torch.full_like(roots, math.sqrt(2 / 9 / _degrees(rows, owner))))
+    noise = torch.stack([(rows[owner == k] - means[k]).square().sum() for k in range(len(sizes))]).sum() / len(rows)
+    excess = (squares - noise / sizes).clamp(min=0).sqrt()
+    by_design = stand_out(excess, excess.median().expand_as(excess) / 4)
+    far = (squares / rows.shape[1]).sqrt() if values is None else values
+    return _compared(far, torch.minimum(by_chance, by_design))
+
+
+def _degrees(rows: Tensor, owner: Tensor) -> float:
+    """Return the degrees of freedom of a squared distance: tr(S)^2 / tr(S^2), S a client's covariance; the median."""
+    found = []
+    for k in range(int(owner.max()) + 1):
+        own = rows[owner == k][:_FEW]
+        if len(own) < 4:
+            continue
+        own = own - own.mean(0)
+        products = own @ own.T / (len(own) - 1)
+        trace = products.trace()
+        squared = products.square().sum() - trace.square() / (len(own) - 1)  # without its bias
+        found.append(float(trace.square() / squared) if squared > 0 else float(rows.shape[1]))
+    return min(max(float(torch.tensor(found).median()), 1.0), float(rows.shape[1])) if found else 1.0
+
+
+def accuracies(right: Tensor, classes: Tensor, owner: Tensor) -> Compared:
+    """Return how far each client is below the accuracy that its classes have elsewhere; ``right`` is 0 or 1, (N,)."""
+    _, known = torch.unique(classes, return_inverse=True)
+    clients, width = int(owner.max()) + 1, int(known.max()) + 1
+    cells = owner * width + known
+    counts = torch.bincount(cells, minlength=clients * width).view(clients, width).double()
+    hits = torch.bincount(cells, right.double(), minlength=clients * width).view(clients, width)
+    elsewhere = counts.sum(0) - counts
+    # A class that no other client has says nothing.
+    expected = torch.where(elsewhere > 0, counts * (hits.sum(0) - hits) / elsewhere.clamp(min=1), hits)
+    sizes = counts.sum(1)
+    # Never 0 or 1 (Agresti & Coull 1998): of the client, and of the examples elsewhere that it is compared with.
+    usual = (expected.sum(1) + 2) / (sizes + 4)
+    of_class = (hits.sum(0) - hits + 2) / (elsewhere + 4)
+    error = counts.square() * of_class * (1 - of_class) / elsewhere.clamp(min=1)
+    errors = (usual * (1 - usual) / sizes + error.sum(1) / sizes.square()).sqrt()
+    below = (expected - hits).sum(1) / sizes
+    return _compared(below, stand_out(below, errors))
+
+
+def losses(values: Tensor, owner: Tensor) -> Compared:
+    """Return how far the loss of each client is above the usual one, as a share; ``values`` is (N,)."""
+    means, sizes = group_means(values[:, None], owner)[:, 0], torch.bincount(owner).double()
+    spread = (group_means(values.square()[:, None], owner)[:, 0] - means.square()).clamp(min=0).sqrt()
+    usual = means.median().abs().clamp(min=1e-12)
+    above = (means - means.median()) / usual
+    return _compared(above, stand_out(above, spread / sizes.sqrt() / usual))
+
+
+def group_means(rows: Tensor, groups: Tensor) -> Tensor:
+    """Return the mean of the rows (N, D) of each group, given the group of each row, (N,)."""
+    sums = rows.new_zeros((int(groups.max()) + 1, rows.shape[1])).index_add_(0, groups, rows)
+    return sums / torch.bincount(groups).clamp(min=1)[:, None].to(rows.dtype)

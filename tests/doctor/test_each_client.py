@@ -1,0 +1,141 @@
+"""One client among many: which one stands out, by which measure, and when none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr import diagnose
+
+Data = tuple[Tensor, Tensor]
+
+
+def seed_of(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+@pytest.fixture(scope="module")
+def digits() -> Data:
+    from sklearn.datasets import load_digits
+
+    inputs, targets = load_digits(return_X_y=True)
+    return torch.tensor(inputs, dtype=torch.float32) / 16, torch.tensor(targets)
+
+
+@pytest.fixture(scope="module")
+def trained(digits: Data) -> nn.Module:
+    """A network of two BatchNorm layers that has learned the digits of the sound clients."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        for batch in torch.randperm(len(digits[0])).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(digits[0][batch]), digits[1][batch]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def split(digits: Data, clients: int, seed: int = 0, alpha: float = 0.0) -> list[Data]:
+    """Deal the digits to clients of uneven sizes, with the same classes; or, with alpha, by Dirichlet(alpha)."""
+    torch.manual_seed(seed)
+    shares = torch.rand(clients).add(0.5).expand(10, clients)
+    if alpha:
+        shares = torch.distributions.Dirichlet(torch.full((clients,), alpha)).sample((10,))
+    owner = torch.multinomial(shares[digits[1]], 1)[:, 0]
+    parts = [(digits[0][owner == k], digits[1][owner == k]) for k in range(clients)]
+    return [part for part in parts if len(part[1]) > 7]
+
+
+FAULTS: dict[str, Callable[[Tensor, Tensor, int], Data]] = {
+    "permuted pixels": lambda x, y, k: (x[:, torch.randperm(64, generator=seed_of(k))], y),
+    "reversed pixels": lambda x, y, k: (x.flip(1), y),
+    "inputs x 255": lambda x, y, k: (255 * x, y),
+    "inputs in other units": lambda x, y, k: (1.8 * x + 32, y),
+    "swapped labels": lambda x, y, k: (x, (y + 1 + k % 9) % 10),
+    "another class mix": lambda x, y, k: (x[y < 3], y[y < 3]),
+}
+WANTED = {
+    "permuted pixels": "client-inputs",
+    "reversed pixels": "client-inputs",
+    "inputs x 255": "client-units",
+    "inputs in other units": "client-units",
+    "swapped labels": "client-below",
+    "another class mix": "client-classes",
+}
+
+
+@pytest.mark.parametrize(("clients", "odd"), [(5, [3]), (20, [1, 3]), (40, [3])], ids=["5", "two of 20", "40"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_client_that_differs_from_the_others_is_named(
+    fault: str, clients: int, odd: list[int], trained: nn.Module, digits: Data
+) -> None:
+    if fault == "another class mix" and clients > 5:
+        clients, odd = 12, [3]  # of few examples the classes are no evidence
+    parts = split(digits, clients, seed=1)
+    for k in odd:
+        parts[k] = FAULTS[fault](*parts[k], k)
+    found = diagnose(trained, {f"site {k}": [part] for k, part in enumerate(parts)}, max_examples=400)
+    named = [f"site {k}" for k in odd]
+    by_id = {finding.id: finding for finding in found.findings}
+    wanted = WANTED[fault]
+    if fault == "reversed pixels" and wanted not in by_id:
+        wanted = "client-below"  # digits look much the same backwards
+    assert by_id[wanted].numbers["clients"] == named
+    assert by_id[wanted].what.startswith(f"Client{'s' if len(odd) > 1 else ''} {', '.join(named)}: ")
+    about_clients = {"client-units", "client-inputs", "client-classes", "client-below", "feature-shift", "label-skew"}
+    assert {*by_id} & about_clients == {wanted}, "the others are alike"
+    if wanted == "client-units":
+        settings = [remedy.setting for remedy in by_id["client-units"].remedies]
+        assert settings == ["the same units at every client", "standardise=local", "strategy=fedbn"]
+    assert "label-skew" not in by_id
+
+
+@pytest.mark.parametrize(("clients", "alpha"), [(5, 0.0), (40, 0.0), (5, 0.3), (12, 0.3), (40, 2.0)])
+def test_no_client_stands_out_where_all_are_alike_or_all_differ(
+    clients: int, alpha: float, trained: nn.Module, digits: Data
+) -> None:
+    parts = split(digits, clients, seed=clients, alpha=alpha)
+    found = diagnose(trained, [[part] for part in parts], max_examples=400)
+    assert [f.id for f in found.findings if f.id.startswith("client-")] == []
+
+
+def test_every_finding_about_clients_names_them(trained: nn.Module, digits: Data) -> None:
+    order = torch.argsort(digits[1], stable=True)
+    parts = [(digits[0][own], digits[1][own]) for own in order.chunk(3)]
+    skew = diagnose(trained, {name: [part] for name, part in zip("abc", parts, strict=True)}).findings[0]
+    assert skew.id == "label-skew"
+    assert {*skew.numbers["clients"]} <= {*"abc"}
+    assert f"The furthest clients: {', '.join(skew.numbers['clients'])}." in skew.evidence
+
+
+def test_accuracy_and_loss_of_each_client_stand_in_a_table(trained: nn.Module, digits: Data) -> None:
+    parts = split(digits, 3)
+    found = diagnose(trained, {name: [part] for name, part in zip("abc", parts, strict=True)})
+    with torch.no_grad():
+        for k, (x, y) in enumerate(parts):
+            outputs = trained(x).double()
+            right, loss = float((outputs.argmax(1) == y).double().mean()), nn.functional.cross_entropy(outputs, y)
+            assert found.measures["accuracy"][k] == pytest.approx(right)
+            assert found.measures["loss"][k] == pytest.approx(float(loss), rel=1e-5)
+            for text in (str(found), found.markdown()):
+                assert f"| {'abc'[k]} | {len(y)} | {right:.3f} | {loss:.4g} |" in text
+    assert "one client against the others: 3 clients, of 4 that it needs." in found.not_measured
+
+
+@pytest.mark.parametrize("odd", [None, 2])
+def test_without_classes_the_loss_tells_who_is_far_from_the_others(odd: int | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).eval()
+    loaders = []
+    for k in range(8):
+        x = torch.randn(60 + 20 * k, 4)
+        y = (-3 if k == odd else 1) * model(x).detach() + 0.1 * torch.randn(len(x), 1)
+        loaders.append([(x, y)])
+    below = [f for f in diagnose(model, loaders).findings if f.id == "client-below"]
+    assert [f.numbers["clients"] for f in below] == ([] if odd is None else [["2"]])
+    assert all(f.evidence[0].startswith("Client 2: loss ") for f in below)
