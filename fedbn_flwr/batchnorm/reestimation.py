@@ -186,7 +186,13 @@ def stop_tracking(layers: Collection[_BatchNorm]) -> Callable[[], None]:
 
 
 def reestimate_statistics(
-    model: nn.Module, data: Batches, *, batch_size: int, seed: int = 0, layers: Collection[_BatchNorm] | None = None
+    model: nn.Module,
+    data: Batches,
+    *,
+    batch_size: int,
+    seed: int = 0,
+    layers: Collection[_BatchNorm] | None = None,
+    forward: Callable[[Any], Any] | None = None,
 ) -> dict[str, Moments]:
     """Return the statistics of every BatchNorm layer from one pass in train mode; the model does not change.
 
@@ -201,6 +207,8 @@ def reestimate_statistics(
         seed: for dropout and other random layers.
         layers: these alone use the batch's statistics, and all else is in eval mode, as in a test. None = every layer
             is in train mode.
+        forward: called with the inputs of each batch in the place of ``model``, for layers that the training reaches
+            and the model's own forward does not; it calls this model's layers.
 
     Returns:
         The moments by layer path. A layer called several times counts all its inputs; a layer registered at several
@@ -224,11 +232,11 @@ def reestimate_statistics(
         for layer in layers or ():
             layer.training = True  # also a layer that ``train`` leaves in eval mode
         prepared = inputs_for(model)
-        batches = _positions(model, data, batch_size, prepared)
+        batches = _positions(model if forward is None else None, data, batch_size, prepared)
         with _watched(tracking_layers(model) if layers is None else layers, note), seeded(seed):
             for positions, (inputs, _) in with_positions(data, batches):
                 with named_layer(model, len(positions)):
-                    model(prepared(inputs))
+                    (forward or model)(prepared(inputs))
     return gathered.by_path(model)
 
 
@@ -245,12 +253,13 @@ def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
         layer.running_var.copy_(of_layer.m2 / of_layer.count)
 
 
-def _positions(model: nn.Module, data: Batches, batch_size: int, prepared: Callable[[Any], Any]) -> list[Tensor]:
+def _positions(model: nn.Module | None, data: Batches, batch_size: int, prepared: Callable[[Any], Any]) -> list[Tensor]:
+    """Return the positions of each batch; ``model`` says whether one example can be alone, None = it cannot."""
     if not len(data):
         return []
     # From one example a BatchNorm after a linear layer computes no statistics, whatever the batches in training are.
     batches = list(torch.split(torch.arange(len(data)), max(batch_size, 2) if batch_size else len(data)))
-    if len(batches[-1]) == 1 and not takes_one_example(model, prepared(data.batch(batches[-1])[0])):
+    if len(batches[-1]) == 1 and (model is None or not takes_one_example(model, prepared(data.batch(batches[-1])[0]))):
         return join_last(batches)
     return batches
 

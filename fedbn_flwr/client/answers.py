@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
@@ -44,7 +45,14 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
     return Message(RecordDict(dict(properties.write())), reply_to=message)
 
 
-def answer_statistics(message: Message, context: Context, model: nn.Module, loader: Any) -> Message:
+def answer_statistics(
+    message: Message,
+    context: Context,
+    model: nn.Module,
+    loader: Any,
+    *,
+    forward: Callable[[Any], Any] | None = None,
+) -> Message:
     """Return the answer to ``query.statistics``: BN statistics of the training data under the received weights.
 
     ::
@@ -61,6 +69,9 @@ def answer_statistics(message: Message, context: Context, model: nn.Module, load
         model: the model on its device; the received state is loaded into it.
         loader: a ``DataLoader`` whose batches are (inputs, targets), without random transforms; one pass, in the order
             of its data set.
+        forward: called with the inputs of each batch in the place of ``model``, where the training calls BatchNorm
+            layers that the model's own forward does not reach: ``lambda x: net.decoder(net.encoder(x))`` with ``net``
+            as the model.
 
     Raises:
         StateError: the received entries do not fit the model.
@@ -69,7 +80,7 @@ def answer_statistics(message: Message, context: Context, model: nn.Module, load
     received = next(iter(message.content.array_records.values()))
     load_state(view_with_names(model, received), tensors(from_record(received)))
     data = LoadedBatches(loader)
-    moments = reestimate_statistics(unwrap(model), data, batch_size=data.batch_size)
+    moments = reestimate_statistics(unwrap(model), data, batch_size=data.batch_size, forward=forward)
     prefix = wrapper_prefix(received, unwrap(model).state_dict())
     entries = {prefix + name: entry for name, entry in encode_moments(moments, unwrap(model).state_dict()).items()}
     key = next(iter(message.content.array_records))

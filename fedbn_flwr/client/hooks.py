@@ -7,7 +7,7 @@ their metrics and their names to the reply.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -157,7 +157,7 @@ class Hooks:
             for layer in (module for module in model.modules() if isinstance(module, _BatchNorm)):
                 self._watching.callback(layer.register_forward_pre_hook(note).remove)
 
-    def survey(self, batches: Any) -> None:
+    def survey(self, batches: Any, forward: Callable[[Any], Any] | None = None) -> None:
         """Pass the training data through the model before the first step, for methods that measure statistics there.
 
         No gradient is computed, and running statistics do not change. Other methods do nothing.
@@ -166,6 +166,8 @@ class Hooks:
             batches: a ``DataLoader`` whose batches are (inputs, targets); one pass, in the order of its data set and
                 without its last batch left out. The statistics are those of the examples as it gives them: take one
                 without random transforms.
+            forward: called with the inputs of each batch in the place of the model, where the training calls BatchNorm
+                layers that the model's own forward does not reach: ``lambda x: net.decoder(net.encoder(x))``.
 
         Raises:
             ConfigError: a step was taken before, or the model had a forward pass in train mode with gradients.
@@ -180,6 +182,7 @@ class Hooks:
         self._surveyed, data = True, LoadedBatches(batches)
         for hook in self._hooks.values():
             if overrides(hook, "survey"):
+                hook.passes = forward
                 hook.survey(self._model, data, data.batch_size, 0)
 
     def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

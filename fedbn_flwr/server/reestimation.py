@@ -43,7 +43,7 @@ from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.server.replies import read_arrays, read_metrics, read_replies
 from fedbn_flwr.server.run import Run
 
-__all__ = ["by_layer", "pooled_statistics", "reestimate_before_tests"]
+__all__ = ["by_layer", "pooled_statistics", "reestimate_before_tests", "warn_of_unmeasured"]
 
 logger = logging.getLogger("flwr")
 
@@ -97,6 +97,8 @@ def _ask(run: Run, nodes: Sequence[Node], arrays: ArrayRecord, grid: Grid) -> di
     statistics = pooled_statistics(run.parts, moments, [1.0] * len(moments), lambda some, _: merge(some))
     if not statistics:
         logger.warning("round %d: no statistics re-estimated from %d usable replies", report.server_round, len(good))
+    elif not run.statistics_at_start:  # the first time
+        warn_of_unmeasured(report.server_round, run.parts, moments)
     return {name: array.astype(before[name].dtype) for name, array in statistics.items()}
 
 
@@ -112,6 +114,27 @@ def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
             "returns answer_statistics(msg, context, Net(), trainloader)."
         )
     raise ClientPartError(f"no client could measure its statistics: {error_text(failed[0])}")
+
+
+_UNTOUCHED = "which keep the statistics that they have, mean 0 and variance 1 in a new model"
+
+
+def warn_of_unmeasured(
+    number: int, parts: Parts, sent: Sequence[Mapping[str, Moments]], which: str = _UNTOUCHED
+) -> None:
+    """Warn of the layers with running statistics of which no client has sent moments, if a client has sent some."""
+    if not any(sent):
+        return
+    tracking = [layer.path for layer in parts.layers if "running_mean" in layer.entries]
+    if unmeasured := [path for path in tracking if not any(path in moments for moments in sent)]:
+        logger.warning(
+            "round %d: no reply has moments of the inputs of %s, %s: these layers ran under no_grad or not at all. If "
+            "the training reaches them and the model's forward does not, pass forward=f to answer_statistics(...) or "
+            "rules.survey(...), where f(inputs) calls them all.",
+            number,
+            ", ".join(unmeasured),
+            which,
+        )
 
 
 def pooled_statistics(

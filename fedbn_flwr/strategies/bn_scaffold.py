@@ -84,7 +84,7 @@ from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Problem, Replies, RunSettings
 from fedbn_flwr.server.params import setting
-from fedbn_flwr.server.reestimation import by_layer
+from fedbn_flwr.server.reestimation import by_layer, warn_of_unmeasured
 from fedbn_flwr.server.shared_bn import LatestBN
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
@@ -303,6 +303,9 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
                 len(replies),
                 BN_VARIATES,
             )
+        if not state.latest_variates:
+            moments = [decode_moments(entries, facts.before, facts.parts) for _, entries, _ in sent]
+            warn_of_unmeasured(facts.number, facts.parts, moments, "which have no variates")
         latest = LatestBN(state.latest_variates).with_latest(sent).tree
         return super().aggregate(replace(state, latest_variates=latest), facts, replies, model)
 

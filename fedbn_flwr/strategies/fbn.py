@@ -79,7 +79,7 @@ from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
 from fedbn_flwr.server.params import Params, setting
-from fedbn_flwr.server.reestimation import pooled_statistics
+from fedbn_flwr.server.reestimation import pooled_statistics, warn_of_unmeasured
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import TRACKED, Beside, Travels
 from fedbn_flwr.training.batches import Batches
@@ -185,7 +185,7 @@ class Surveyed(ClientHook):
 
     def survey(self, model: nn.Module, data: Batches, batch_size: int, seed: int) -> None:
         """Pass the data through the model in train mode, two examples at a time at least; statistics do not change."""
-        self._found = reestimate_statistics(model, data, batch_size=batch_size, seed=seed)
+        self._found = reestimate_statistics(model, data, batch_size=batch_size, seed=seed, forward=self.passes)
 
     def _measured(self, model: nn.Module) -> Mapping[str, Moments]:
         return self._found
@@ -305,18 +305,8 @@ class PooledStatisticsMethod(Method[P, S]):
 
 def _warn_of_missing(facts: Facts, sent: Sequence[Mapping[str, Moments]], pooled: bool, first: bool) -> None:
     """Warn of layers without moments, in the first round with some, and of replies without moments."""
-    unmeasured = [
-        layer.path
-        for layer in facts.parts.layers
-        if "running_mean" in layer.entries and not any(layer.path in moments for moments in sent)
-    ]
-    if pooled and unmeasured and first:
-        logger.warning(
-            "round %d: no reply has moments of the inputs of %s, which keep their statistics: these layers did not run "
-            "in the training, or under no_grad",
-            facts.number,
-            ", ".join(unmeasured),
-        )
+    if pooled and first:
+        warn_of_unmeasured(facts.number, facts.parts, sent)
     if without := sum(not moments for moments in sent):
         logger.warning(
             "round %d: %d of %d replies have no moments of BatchNorm's inputs; %s",

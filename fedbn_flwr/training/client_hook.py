@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,12 @@ class ClientHook:
             wrapped: a state that a user's loop loads in between would be taken for training.
         of_all_steps: "" if what it sends or keeps fits any weights that a user's loop returns. Else it belongs to all
             steps, and this is the advice where other weights are loaded after one, e.g. those of the best epoch.
+        passes: what ``survey`` calls with the inputs of each batch; None = the model itself.
     """
 
     compares_with_start: ClassVar[bool] = False
     of_all_steps: ClassVar[str] = ""
+    passes: Callable[[Any], Any] | None = None
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take the server's extra records, and the entries that this hook kept in the last round."""

@@ -282,7 +282,7 @@ class Teacher(nn.Module):
 def test_layers_that_no_training_measures_are_named_once(federate, datasets, mlp, caplog) -> None:
     federate(FBN(), lambda: Teacher(mlp), datasets, rounds=2)
     (told,) = [message for message in caplog.messages if "no reply has moments" in message]
-    assert told.startswith("round 1: no reply has moments of the inputs of teacher.1, which keep their statistics")
+    assert told.startswith("round 1: no reply has moments of the inputs of teacher.1, which keep the statistics that")
 
 
 def test_false_moments_are_refused_and_a_round_without_replies_does_not_end_the_warm_up(
