@@ -34,7 +34,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy as FlowerLegacyStrategy
 from flwr.serverapp import Grid
 
-from fedbn_flwr.compat.flower import app_error
+from fedbn_flwr.compat.flower import app_error, identify_process
 from fedbn_flwr.compat.secure_aggregation import check, is_secure_average, restored
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.numpy_client import Config, describe, open_message, reply_to_evaluate, reply_to_fit
@@ -144,6 +144,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Return the initial arrays; Flower's loop calls this first, also for a second run of the same strategy."""
+        identify_process(secrets.randbits(63))  # start_simulation does not, and no message could be made
         self._fits += 1
         if self._fits > 1:
             self.strategy.prepare(self._initial, self.strategy.run.num_rounds, self.strategy.run.timeout)

@@ -368,6 +368,9 @@ class Strategy(FlowerFedAvg):
         run.begin()
         if self.completes_tests:
             testing.warn_of_initial_values(run)
+            overridden = getattr(self.aggregate_train, "__func__", None) is not Strategy.aggregate_train
+            if overridden and self.on_round_end is None:
+                testing.warn_of_own_aggregation(run)
 
     # --- Flower's calls -----------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from fedbn_flwr.training.settings import share_of
 
 __all__ = ["address_tests", "completed", "completing_entries", "read_tests", "test_metrics"]
 __all__ += ["tested_by_server", "warn_of_initial_values", "warn_of_nothing_shared", "warn_of_own_start"]
+__all__ += ["warn_of_own_aggregation"]
 __all__ += ["with_statistics"]
 
 logger = logging.getLogger("flwr")
@@ -134,6 +135,18 @@ def warn_of_own_start(run: Run) -> None:
             "strategy %r re-estimates or averages BN entries for tests, and this run has a start() of your own: there "
             "evaluate_fn and the result do not have them. After configure_evaluate call strategy.for_evaluate_fn("
             "server_round, arrays), which returns the model with them, or pass on_round_end= to the strategy.",
+            run.methods.name,
+        )
+
+
+def warn_of_own_aggregation(run: Run) -> None:
+    """Warn that what ``aggregate_train`` returns, to a class that overrides it, is not completed yet."""
+    if SHARED_BN in run.methods.tests or run.methods.reestimates:
+        logger.warning(
+            "strategy %r re-estimates or averages BN entries for tests, after aggregate_train: in what an "
+            "aggregate_train of your own gets from super() they have the values of the start. To save or test the "
+            "model, take the arrays of on_round_end=, an argument of the strategy, or strategy.for_evaluate_fn("
+            "server_round, arrays) after configure_evaluate.",
             run.methods.name,
         )
 

@@ -14,10 +14,12 @@ from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
-from flwr.common import ndarrays_to_parameters
-from flwr.server import LegacyContext, ServerApp, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server import LegacyContext, Server, ServerApp, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as FlowersFedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
+from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 from fedbn_flwr import to_legacy
@@ -576,3 +578,46 @@ def test_a_variance_of_zero_outlives_quantisation(run_workflow) -> None:
     run = run_workflow(FedAvg(), True, Dead, clipping_range=8.1)
     assert [report.rejected for report in run.strategy.reports] == [{}, {}]
     assert (run.history[-1]["1.running_var"] >= 0).all()
+
+
+# --- start_simulation -------------------------------------------------------------------------------------------------
+
+
+class Direct(ClientProxy):
+    """A client in this process; as ``start_simulation``'s, it is called in a process without a Flower run."""
+
+    def __init__(self, number: int, client: Any) -> None:
+        super().__init__(str(number))
+        self.client = client
+
+    def get_properties(self, ins, timeout, group_id):
+        return self.client.get_properties(ins)
+
+    def get_parameters(self, ins, timeout, group_id):
+        return self.client.get_parameters(ins)
+
+    def fit(self, ins, timeout, group_id):
+        return self.client.fit(ins)
+
+    def evaluate(self, ins, timeout, group_id):
+        return self.client.evaluate(ins)
+
+    def reconnect(self, ins, timeout, group_id):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("make", [FedAvg, FedBN])
+def test_it_runs_where_flower_has_set_no_identity(make: Any, run_legacy, datasets, mlp, monkeypatch) -> None:
+    client_fn = torch_client_fn(mlp, datasets)
+    want = run_legacy(make(), mlp, client_fn, len(datasets))
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, None)
+    legacy = to_legacy(make(), to_record(mlp().state_dict()), num_rounds=ROUNDS, timeout=5)
+    manager = SimpleClientManager()
+    for i in range(len(datasets)):
+        context = Context(0, i, {"partition-id": i, "num-partitions": len(datasets)}, RecordDict(), {})
+        manager.register(Direct(i + 1, client_fn(context)))
+    server = Server(client_manager=manager, strategy=legacy)
+    server.fit(ROUNDS, None)
+    got = parameters_to_ndarrays(server.parameters)
+    assert [array.tobytes() for array in got] == [array.tobytes() for array in want.history[-1]]

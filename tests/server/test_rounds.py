@@ -602,3 +602,30 @@ def test_what_a_project_leaves_out_is_told_from_what_did_not_come(mlp, points) -
     reasons = [report.rejected[node_id].split(": ", 1)[1] for node_id in strategy.ids[:3]]
     found = [["reply came" in why, "message was not sent" in why] for why in reasons]
     assert found == [[False, True], [True, True], [True, False]]
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "warned"),
+    [
+        (FedBN, {"eval_on": "averaged-bn"}, True),
+        (StaticBN, {}, True),
+        (FedAvg, {"recalibrate": True}, True),
+        (FedAvg, {}, False),
+        (StaticBN, {"on_round_end": lambda *_: None}, False),
+    ],
+)
+def test_an_override_of_aggregate_train_is_told_what_its_model_lacks(
+    base: Any, options: Any, warned: bool, federate, mlp, points, caplog
+) -> None:
+    class Saving(base):  # type: ignore[misc]
+        def aggregate_train(self, server_round, replies):
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            saved.append(arrays["1.running_mean"].numpy())
+            return arrays, metrics
+
+    saved: list[Any] = []
+    for kind, told in ((Saving, warned), (base, False)):
+        caplog.clear()
+        federate(kind(**options), mlp, [points(8), points(12, 1)], rounds=2)
+        assert caplog.text.count("aggregate_train of your own") == told
+    assert all(not mean.any() for mean in saved) == (base is not FedAvg), "BN as it was made"
