@@ -51,9 +51,9 @@ def step_by_messages(
         failed += [replies[node_id] for node_id in lost if node_id in replies and replies[node_id].has_error()]
         if done and not sent:  # those lost now have sent all their exchanges, if there were any
             included = list(left if answer else done)
-            others = {node_id: reason for node_id, reason in lost.items() if node_id not in included}
-            return StepResult([*post.train(done, config), *failed], traffic, included, {**dropped, **others})
-        lost |= dict.fromkeys(done, "was done with the step when others were not")
+            silent = [i for i in included if i not in replies or replies[i].has_error()]
+            dropped |= {node_id: reason for node_id, reason in lost.items() if node_id not in silent}
+            return StepResult([*post.train(done, config), *failed], traffic, included, dropped)
         if not lost:
             (tag, _), *_ = sent.values()
             try:
@@ -171,8 +171,10 @@ def _sort(
                 lost[node_id] = error.reason
     limit = f"within {limits.exchange_timeout:g} s of the first" if sent else f"within {limits.reply_timeout:g} s"
     lost |= {node_id: f"did not answer an exchange {limit}" for node_id in left if node_id not in replies}
-    odd = odd_ones(sent)
-    return {i: own for i, own in sent.items() if i not in odd}, done, lost | odd
+    odd = odd_ones({i: sent.get(i) for i in left if i not in lost})
+    sent = {node_id: own for node_id, own in sent.items() if node_id not in odd}
+    done = {node_id: reply for node_id, reply in done.items() if node_id not in odd}
+    return sent, done, lost | odd
 
 
 def _tensors_of(reply: Message) -> ArrayRecord:

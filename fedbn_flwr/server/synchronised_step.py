@@ -65,7 +65,8 @@ class StepResult:
         traffic: traffic of the exchanges, without the models.
         members: ids of the nodes whose batches are in the finished step; empty if it was not finished. A node may be
             lost after the step, in which its batch stays.
-        dropped: node id to the reason why the client was dropped; the step was repeated without it.
+        dropped: node id to the reason why the client was dropped. The step was repeated without it if it is no member.
+            A member that failed by itself after its last exchange is not named.
     """
 
     replies: list[Message]
@@ -125,7 +126,7 @@ def _run(grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limi
 
     replies = send_until(grid, messages, enough)
     moved, members = Traffic(barrier.exchanges, barrier.bytes_down, barrier.bytes_up), barrier.finished_with()
-    dropped = {node_id: reason for node_id, reason in barrier.dropped.items() if node_id not in members}
+    dropped = {i: reason for i, reason in barrier.dropped.items() if i not in members or reason != ENDED}
     return StepResult(list(replies.values()), moved, members, dropped)
 
 

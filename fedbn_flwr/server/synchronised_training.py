@@ -29,10 +29,8 @@ _ANSWER = (
     "answer the query with num-examples and batch-size (fedbn_flwr.client_app around a TorchClient does; in an app of "
     "your own register `@app.query()` and return answer_query(msg, context, loader))."
 )
-_AFTER_THE_STEP = (
-    "sent all its exchanges, but no model: the synchronised step keeps its batch; the average of the models leaves it "
-    "out"
-)
+_AFTER_THE_STEP = "sent all its exchanges, but no model"
+_KEPT = "the synchronised step keeps its batch; the average of the models leaves it out"
 
 
 class Link:
@@ -62,10 +60,10 @@ class Link:
         step = self._step(run, messages, grid)
         run.report.train = run.report.train.plus(step.traffic)
         trained = {reply.metadata.src_node_id for reply in step.replies if reply.has_content()}
-        lost = {node_id: _AFTER_THE_STEP for node_id in step.members if node_id not in trained}
-        end = "the step was redone without it" if step.members else "the step was not finished"
-        lost |= {node_id: f"{reason}; {end}" for node_id, reason in step.dropped.items()}
-        for node_id, reason in lost.items():
+        lost = {node_id: _AFTER_THE_STEP for node_id in step.members if node_id not in trained} | dict(step.dropped)
+        redone = "the step was redone without it" if step.members else "the step was not finished"
+        for node_id, why in lost.items():
+            reason = f"{why}: {_KEPT}" if node_id in step.members else f"{why}; {redone}"
             node = run.nodes.node(node_id)
             run.report.reject(node_id, f"{node}: {reason}")
             logger.warning("round %d: %s %s", run.report.server_round, node, split_code(reason)[1])
@@ -96,7 +94,8 @@ def _is_read(reply: Message, step: StepResult) -> bool:
 
     A reply without any applied hook is read: it is then refused with the name of what the app lacks.
     """
-    return reply.has_error() or reply.metadata.src_node_id not in step.dropped or not ReplyInfo.read(reply).applied
+    used = reply.metadata.src_node_id not in step.dropped.keys() - step.members
+    return reply.has_error() or used or not ReplyInfo.read(reply).applied
 
 
 def _members(run: Run, messages: Iterable[Message]) -> dict[int, Member]:

@@ -39,9 +39,14 @@ A BN layer that TorchScript holds, or that activation checkpointing calls again,
 tries a step before the first round and says so; the run ends if no client can take part. Other clients raise the error
 at their first exchange.
 
+Every client must call the same BN layers in its first local step, in the same order. A `TorchClient` whose model skips
+layers at random (stochastic depth) is refused before the first round. Where inputs decide, the clients that do other
+than most are dropped in the round, with the layer's name.
+
 A client lost in the middle of the step is dropped, and the others redo the step from its first exchange: the round
 equals one without that client. A client lost after its last exchange leaves a step that contains its batch. That step
-stands; only the client's model is missing in the average. The log says which of the two happened.
+stands; only the client's model is missing in the average. So it is where most clients finish the step and one calls a
+further layer. The log says which of the two happened.
 
 ## Differs from the paper
 

@@ -283,21 +283,15 @@ class Barrier:
         exchange, left = self._exchange, self._remaining()
         if not exchange.sent or any(i not in exchange.sent and i not in self._closed for i in left):
             return
-        odd = odd_ones(exchange.sent)
-        if closed := [i for i in left if i not in exchange.sent]:
-            odd = {
-                i: f"asked for exchange {_kind(s)} when {len(closed)} others had finished the step"
-                for i, s in exchange.sent.items()
-            }
+        odd = odd_ones({i: exchange.sent.get(i) for i in left})  # without a tensor: it is closed
         if odd:
             self._drop(odd)
             return
-        order = [i for i in left if i in exchange.sent]
-        weights = [self.members[i].weight for i in order]
+        weights = [self.members[i].weight for i in left]
         try:
-            exchange.answer = self._answer(exchange.sent[order[0]][0], [exchange.sent[i][1] for i in order], weights)
+            exchange.answer = self._answer(exchange.sent[left[0]][0], [exchange.sent[i][1] for i in left], weights)
         except FedBNError as error:  # all members sent the same unusable tensor
-            self._drop(dict.fromkeys(order, f"sent what cannot be combined: {error}"))
+            self._drop(dict.fromkeys(left, f"sent what cannot be combined: {error}"))
             return
         self.exchanges += 1
         self.bytes_down += exchange.answer.numel() * exchange.answer.element_size()
@@ -309,16 +303,43 @@ class Barrier:
         self._ended.append(exchange)
 
 
-def _kind(sent: Sent) -> tuple[str, tuple[int, ...], torch.dtype]:
-    tag, tensor = sent
-    return tag, tuple(tensor.shape), tensor.dtype
+def odd_ones(sent: Mapping[int, Sent | None]) -> dict[int, str]:
+    """Return why to drop each client that does something else than most; of equally many the first stay.
 
-
-def odd_ones(sent: Mapping[int, Sent]) -> dict[int, str]:
-    """Return why to drop each client whose tag, shape or dtype is not the most common one."""
+    Args:
+        sent: what each client sent, in the order of the members; None = it has finished the step.
+    """
     kinds = {node_id: _kind(tensor) for node_id, tensor in sent.items()}
     usual = Counter(kinds.values()).most_common(1)
-    return {i: f"sent {kind} where the others sent {usual[0][0]}" for i, kind in kinds.items() if kind != usual[0][0]}
+    return {i: _difference(kind, usual[0][0]) for i, kind in kinds.items() if kind != usual[0][0]}
+
+
+_Kind = tuple[str, tuple[int, ...], torch.dtype]
+
+
+def _kind(sent: Sent | None) -> _Kind | None:
+    return (sent[0], tuple(sent[1].shape), sent[1].dtype) if sent else None
+
+
+def _difference(kind: _Kind | None, usual: _Kind | None) -> str:
+    own, others = _place(kind), _place(usual)
+    if own == others:
+        return f"sent {kind} where the others sent {usual}"
+    return (
+        f"{own} where the others {others}: in the first local step every client must call the same BatchNorm layers in "
+        "the same order. A layer that is skipped at random (stochastic depth) or for some inputs cannot be "
+        "synchronised: switch that off in this step, or use a method without a synchronised step, as fedavg or fedbn"
+    )
+
+
+def _place(kind: _Kind | None) -> str:
+    """Return where in its step a client is."""
+    if kind is None:
+        return "had finished the step"
+    name, _, call = kind[0].partition("/")
+    number, _, path = call.partition("/")
+    layer = f"BatchNorm layer {path!r}" if path else f"the functional batch_norm of call {number}"
+    return f"was in the backward pass, at {layer}" if name == "gradients" else f"called {layer}"
 
 
 @runtime_checkable

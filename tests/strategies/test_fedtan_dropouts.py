@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.errors import NothingTrainedError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.server import synchronised_step
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.training.turns import interrupted
@@ -100,7 +100,11 @@ FAULTS = {
     "raises in the forward pass": (cut, None, "lights out"),
     "raises in the backward pass": (cut_backward, None, "lights out"),
     "sends NaN": (not_a_number, None, "not finite in exchange 'mean/1/6'"),
-    "sends a wrong shape": (wrong_shape, None, "sent ('mean/1', (7,), torch.float64) where the others sent"),
+    "sends a wrong shape": (
+        wrong_shape,
+        None,
+        "of call 1 where the others called BatchNorm layer '6'",
+    ),
     "dies before the first exchange": (None, lambda *_: cut(torch.ones(1)), "lights out"),
     "does not synchronise": (None, lambda self, p, c: (list(p), 5, {}), ""),
 }
@@ -192,10 +196,68 @@ def test_a_client_that_calls_another_layer_of_the_same_width_is_dropped_by_name(
     model = nn.Sequential(LayerByDomain(), nn.Linear(5, 3)).double()
     data[BAD].inputs[:] += 100
     done = run_step(synchronised(FedTAN, transport), model, data, transport=transport)
-    said = "sent ('mean/0/0.norms.1', (5,), torch.float64) where the others sent ('mean/0/0.norms.0', (5,)"
+    said = "called BatchNorm layer '0.norms.1' where the others called BatchNorm layer '0.norms.0': "
     assert said in done.reason(BAD)
     assert np.array_equal(done.state["0.norms.1.running_mean"], np.zeros(5)), "no reply has a batch of this layer"
     assert done.strategy.reports[0].participants == [0, 2, 3]
+
+
+class Skipping(nn.Module):
+    """Its last BatchNorm layer is skipped for large inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block, self.head = nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        return self.head(y if x.mean() > 50 else y + self.block(y))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_that_skips_a_layer_is_dropped_by_name(run_step, data, same_bits, transport: str) -> None:
+    """It has finished the step before the others; the others repeat it, as if it were not there."""
+    model = Skipping().double()
+    data[BAD].inputs[:] += 100
+    done = run_step(synchronised(FedTAN, transport), model, data, transport=transport, local_steps=2)
+    assert "had finished the step where the others called BatchNorm layer 'block': " in done.reason(BAD)
+    assert "; the step was redone without it" in done.reason(BAD)
+    assert done.strategy.reports[0].participants == [0, 2, 3]
+    same_bits(done.state, run_step(synchronised(FedTAN), model, data, hide={1: {BAD}}, local_steps=2).state)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_that_calls_a_layer_more_is_dropped_by_name(run_step, data, same_bits, caplog, transport: str) -> None:
+    """The others have finished the step, with its batch in it."""
+    model = Skipping().double()
+    for i in {*range(len(SIZES))} - {BAD}:
+        data[i].inputs[:] += 100
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        done = run_step(synchronised(FedTAN, transport), model, data, transport=transport, local_steps=2)
+    for said in ("called BatchNorm layer 'block' where the others had finished", "the synchronised step keeps its"):
+        assert said in done.reason(BAD)
+        assert said in caplog.text
+    assert done.strategy.reports[0].participants == [0, 2, 3]
+    same_bits(done.state, run_step(synchronised(FedTAN), model, data, local_steps=2).state)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_run_in_which_too_few_call_the_same_layers_fails_with_the_cause(run_step, data, transport: str) -> None:
+    data[1].inputs[:] += 100
+    made = synchronised(FedTAN, transport, min_replies=2)
+    done = run_step(made, Skipping().double(), data[:2], transport=transport, fails=NothingTrainedError)
+    assert "BatchNorm layer 'block'" in done.reason(1)
+
+
+def test_stochastic_depth_is_refused_before_the_first_round(run_step, data) -> None:
+    class StochasticDepth(Skipping):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.stem(x)
+            return self.head(y if self.training and torch.rand(()) < 0.5 else y + self.block(y))
+
+    made = synchronised(FedTAN)
+    with pytest.raises(ConfigError, match="'block' is called at random"):
+        run_step(made, StochasticDepth().double(), data)
 
 
 def answers_with_a_model(self: TorchClient, parameters: Any, config: Any) -> Any:

@@ -138,4 +138,4 @@ def test_one_image_is_enough_where_the_other_expert_gets_none() -> None:
 
 def test_a_synchronised_step_is_refused_with_the_cause(points) -> None:
     with pytest.raises(NormLayerError, match=r"'bn_[ab]' gets no rows"):
-        try_synchronised_step(built(Experts), points(4).inputs)
+        try_synchronised_step(built(Experts), points(4).inputs, 4)

@@ -165,7 +165,7 @@ def test_nobody_is_late_because_the_process_was_paused(members, at_once, steps, 
         ("mean/0", row(1, float("inf")), "[not-finite] sent a value that is not finite in exchange 'mean/0'"),
         ("mean/0", row(1, 2, 3), "sent ('mean/0', (3,), torch.float64) where the others sent ('mean/0', (2,)"),
         ("mean/0", row(1, 2, dtype=torch.float32), "sent ('mean/0', (2,), torch.float32) where"),
-        ("mean/1", row(1, 2), "sent ('mean/1', (2,), torch.float64) where"),
+        ("mean/1", row(1, 2), "called the functional batch_norm of call 1 where the others called the functional"),
     ],
 )
 def test_an_unusable_tensor_drops_its_sender(members, at_once, steps, tag: str, tensor, why: str) -> None:
@@ -191,18 +191,24 @@ def test_tensors_that_cannot_be_combined_end_the_step(members, at_once, steps) -
     assert barrier.dropped[101].startswith("sent what cannot be combined: exchange 'moments/0' needs tensors of shape")
 
 
-def test_a_member_with_more_exchanges_than_the_others_is_dropped(members, at_once, steps) -> None:
+@pytest.mark.parametrize("more", [{100}, {101, 102}])
+def test_of_members_with_other_numbers_of_exchanges_most_stay(members, at_once, steps, more: set[int]) -> None:
+    """Where those with fewer are fewer, they are done already: the others repeat the step without them."""
     barrier = Barrier(members(1, 1, 1), timeout=10)
-    one = {"mean/0": row(1)}
-    more, *others = at_once(
-        partial(steps, barrier.reducer(100), {**one, "mean/1": row(1)}),
-        *(partial(steps, barrier.reducer(i), one) for i in (101, 102)),
-    )
-    assert isinstance(more, Dropped)
-    assert barrier.dropped == {
-        100: "asked for exchange ('mean/1', (1,), torch.float64) when 2 others had finished the step",
-    }
-    assert all(attempts == 1 for _, _, attempts in others), "those who were done stay done"
+    one = {"mean/0/a": row(1)}
+    sent = {i: {**one, "mean/1/b": row(1)} if i in more else one for i in barrier.members}
+    done = at_once(*(partial(steps, barrier.reducer(i), sent[i]) for i in sent))
+    (reason,) = barrier.dropped.values()
+    assert list(barrier.dropped) == [100]
+    if 100 in more:
+        assert reason.startswith("called BatchNorm layer 'b' where the others had finished the step: ")
+        assert isinstance(done[0], Dropped)
+        assert all(attempts == 1 for _, _, attempts in done[1:]), "those who were done stay done"
+        assert barrier.finished_with() == [100, 101, 102]
+    else:
+        assert reason.startswith("had finished the step where the others called BatchNorm layer 'b': ")
+        assert [(union, attempts) for _, union, attempts in done[1:]] == [(3 + 4, 2)] * 2
+        assert barrier.finished_with() == [101, 102]
 
 
 def test_a_member_that_leaves_is_dropped_unless_it_was_done(members, at_once, steps) -> None:

@@ -204,7 +204,7 @@ def test_one_value_per_client_is_enough_if_the_union_has_more():
     with pytest.raises(NormLayerError, match=r"layer '1' has 1 values per channel in the union.*\(1, 5\)"):
         step(small(), n=1, union=1)
     with (
-        pytest.raises(NormLayerError, match=r"layer '1' has 0 values"),
+        pytest.raises(NormLayerError, match=r"layer '1' gets no rows"),
         synchronised(model := small(), alone, batch_size=1, union_batch_size=4),
     ):
         model(inputs(0))
@@ -342,6 +342,20 @@ def test_the_trial_of_a_step_has_no_effect(refused):
     assert all(torch.equal(before[name], value) for name, value in drawing.state_dict().items())
     assert [module.training for module in drawing.modules()] == modes
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_the_trial_names_a_layer_that_is_skipped_at_random():
+    class StochasticDepth(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.block, self.head = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.head(x if self.training and torch.rand(()) < 0.5 else x + self.block(x))
+
+    with pytest.raises(NormLayerError, match="'block' is called at random"):
+        try_synchronised_step(StochasticDepth(), torch.randn(2, 3), 2)
 
 
 @pytest.mark.parametrize("method", ["function", "in place"])
