@@ -9,6 +9,7 @@ from fedbn_flwr.doctor import remedies
 from fedbn_flwr.doctor.findings import Finding, listed, number_of
 from fedbn_flwr.doctor.heterogeneity import Shift, certain
 from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.thresholds import (
     LARGE_LOSS,
     MIN_GAP,
@@ -25,12 +26,14 @@ from fedbn_flwr.norms.report import shown_path
 __all__ = [
     "clients_differ",
     "feature_shift",
+    "harms",
     "inputs_not_finite",
     "label_skew",
     "remarks",
     "small_batch",
     "train_test_mismatch",
     "unanswered",
+    "unmoved_statistics",
 ]
 
 
@@ -155,20 +158,13 @@ def clients_differ(m: Measured) -> Finding | None:
 def train_test_mismatch(m: Measured) -> Finding | None:
     """Running statistics do worse on the same examples than those of the test batch."""
     gap = m.gap
-    if gap is None:
+    if gap is None or not harms(gap):
         return None
-    by_loss, by_accuracy = gap.z >= Z_OF_A_GAP, gap.accuracy_z >= Z_OF_A_GAP
-    lost, share = gap.running_loss - gap.batch_loss, abs(gap.batch_loss)
     if gap.running_accuracy is None:
-        harms = by_loss and lost >= MIN_LOSS * share
         running, batch = f"Loss {gap.running_loss:.4g}", f"{gap.batch_loss:.4g}"
     else:
-        large = lost >= max(LARGE_LOSS[0] * share, LARGE_LOSS[1])
-        harms = (gap.accuracy_lost >= MIN_GAP and (by_accuracy or by_loss)) or (large and by_loss)
         running = f"Accuracy {gap.running_accuracy:.3f} and loss {gap.running_loss:.4g}"
         batch = f"{gap.batch_accuracy:.3f} and {gap.batch_loss:.4g}"
-    if not harms:
-        return None
     evidence = [
         f"{running} under running statistics, {batch} under those of mixed test batches: the same {gap.examples} "
         f"examples, the same weights (z = {max(gap.z, gap.accuracy_z):.1f})."
@@ -191,7 +187,43 @@ def train_test_mismatch(m: Measured) -> Finding | None:
             **{"running-accuracy": gap.running_accuracy, "batch-accuracy": gap.batch_accuracy},
             **{"z": gap.z, "accuracy-z": gap.accuracy_z},
         },
-        remedies.MISMATCH,
+        remedies.mismatch(bool(never_moved(m)), m.momenta.values()),
+    )
+
+
+def harms(gap: Mismatch) -> bool:
+    """Return whether the first model loses enough against the second, and with certainty."""
+    by_loss, by_accuracy = gap.z >= Z_OF_A_GAP, gap.accuracy_z >= Z_OF_A_GAP
+    lost, share = gap.running_loss - gap.batch_loss, abs(gap.batch_loss)
+    if gap.running_accuracy is None:
+        return by_loss and lost >= MIN_LOSS * share
+    large = lost >= max(LARGE_LOSS[0] * share, LARGE_LOSS[1])
+    return (gap.accuracy_lost >= MIN_GAP and (by_accuracy or by_loss)) or (large and by_loss)
+
+
+def never_moved(m: Measured) -> list[str]:
+    """Return the layers whose running statistics never moved: as at first; or with momentum 0 where that harms."""
+    still = [path for path, momentum in m.momenta.items() if momentum == 0 and m.gap is not None and harms(m.gap)]
+    return list(dict.fromkeys([*m.unmoved, *still]))
+
+
+def unmoved_statistics(m: Measured) -> Finding | None:
+    """Running statistics that no batch of the training has moved."""
+    if not (layers := never_moved(m)):
+        return None
+    evidence = [
+        f"{shown_path(path)}: mean 0 and variance 1, as at first, after {number_of(count, 'batch', 'batches')}."
+        for path, count in list(m.unmoved.items())[:3]
+    ]
+    still = [path for path in layers if m.momenta.get(path) == 0]
+    if still:
+        evidence.append(f"The momentum is 0 in {len(still)} of {m.num_layers} BatchNorm layers ({listed(still)}).")
+    return Finding(
+        "unmoved-statistics",
+        "The running statistics never moved, and tests normalise by them.",
+        evidence,
+        {"layers": layers, "momentum-0": still},
+        remedies.UNMOVED_BY_MOMENTUM if still else remedies.UNMOVED,
     )
 
 

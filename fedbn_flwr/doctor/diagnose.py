@@ -23,6 +23,7 @@ from fedbn_flwr.doctor.state import (
     missed_entries,
     named,
     tiny_gammas,
+    unmoved,
     unusable_statistics,
     variance_extremes,
     zero_at_first,
@@ -272,7 +273,9 @@ def _of_state(
     m.extremes = variance_extremes(parts, state, {path: layer.eps for path, layer in layers.items()})
     m.gammas = tiny_gammas(parts, state)
     m.starting, m.fresh = zero_at_first(parts, state), all_untrained(parts, state)
+    m.unmoved = unmoved(parts, state)
     m.held = [] if model is None else held_layers(model)
+    m.momenta = {path: layer.momentum for path, layer in layers.items() if path not in m.held}
     m.corrected = [path for path, layer in layers.items() if isinstance(layer, BatchRenorm)]
     m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]
     if local_keys is not None or shared_keys is not None:

@@ -173,6 +173,6 @@ def listed(names: Collection[str]) -> str:
     return ", ".join(map(shown_path, [*names][:3])) + (", ..." if len(names) > 3 else "")
 
 
-def number_of(count: int, what: str) -> str:
-    """Return "1 client", "2 clients", "1,024 examples"."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def number_of(count: int, what: str, several: str = "") -> str:
+    """Return "1 client", "2 clients", "1,024 examples"; ``several`` is a plural without s."""
+    return f"{count:,} {what if count == 1 else several or what + 's'}"

@@ -47,6 +47,10 @@ class Measured:
         diverged: whether a weight is not finite.
         extremes: see ``state.variance_extremes``.
         gammas: see ``state.tiny_gammas``.
+        unmoved: see ``state.unmoved``.
+        momenta: momentum of the layers that training moves, by path; None = a mean over all batches.
+        weak: layers whose small gamma costs accuracy: by path the median of abs(gamma), that of the other layers, and
+            what the test examples lose against the same layer with gamma at that size.
         starting: see ``state.zero_at_first``.
         fresh: see ``state.all_untrained``.
         missed: see ``state.missed_entries``.
@@ -86,6 +90,9 @@ class Measured:
     diverged: bool = False
     extremes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     gammas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    unmoved: Mapping[str, int] = field(default_factory=dict)
+    momenta: Mapping[str, float | None] = field(default_factory=dict)
+    weak: dict[str, tuple[float, float, Mismatch]] = field(default_factory=dict)
     starting: Collection[str] = ()
     fresh: bool = False
     missed: Missed | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,15 +28,18 @@ from fedbn_flwr.doctor.by_batch import (
 )
 from fedbn_flwr.doctor.by_example import Features, LayerFeatures, features
 from fedbn_flwr.doctor.clients import ClientData, classes_of, examples_of_b
+from fedbn_flwr.doctor.data_rules import harms
 from fedbn_flwr.doctor.each_client import group_means
 from fedbn_flwr.doctor.findings import listed, number_of
 from fedbn_flwr.doctor.gradients import Batch, deviations, regrouped
 from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift, class_skew, overlap, regroupings, shift
 from fedbn_flwr.doctor.measured import Measured
-from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, mismatch, scores
+from fedbn_flwr.doctor.mismatch import Loss, accuracy_by_class, compared, mismatch, scores
 from fedbn_flwr.doctor.state import extremes
 from fedbn_flwr.doctor.thresholds import (
+    LOW_GAMMA,
     MAX_CLIENTS_B,
+    MAX_LAYERS_TRIED,
     MIN_CLIENTS,
     MIN_EXAMPLES,
     MIN_SHARE,
@@ -43,6 +47,7 @@ from fedbn_flwr.doctor.thresholds import (
     REGROUPINGS,
 )
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
+from fedbn_flwr.training.copying import copied
 
 __all__ = ["Measuring"]
 
@@ -98,6 +103,7 @@ class Measuring:
         figures |= self._tried("gradient deviation B_i", self._gradients)
         figures |= self._tried("mismatch of training and test", self._mismatch)
         figures |= self._tried("accuracy and loss of each client", self._scores)
+        figures |= self._tried("layers with a small gamma", self._small_gammas)
         return figures
 
     def _batches(self) -> Figures:
@@ -267,6 +273,28 @@ class Measuring:
         if self._m.training_layers or self._m.untracked or self._m.training.tested_by_batch:
             self._m.sorted_accuracy = accuracy_by_class(self._model, self._tests, _SORTED)
         return {"train-test-mismatch": {**vars(gap), "accuracy-lost": gap.accuracy_lost}}
+
+    def _small_gammas(self) -> Figures:
+        """Measure what a gamma of the usual size would gain, in the layers where it is far smaller."""
+        sizes = {
+            path: float(layer.weight.detach().abs().median())
+            for path, layer in self._layers.items()
+            if layer.affine and path not in self._m.starting and not self._m.fresh
+        }
+        tried = {}
+        for path, size in sizes.items():
+            others = [other for name, other in sizes.items() if name != path]
+            usual = statistics.median(others) if others else 1.0
+            if 0 < size < LOW_GAMMA * usual:
+                tried[path] = usual
+        for path in sorted(tried, key=lambda path: sizes[path] / tried[path])[:MAX_LAYERS_TRIED]:
+            plain, restored = copied(self._model).eval(), copied(self._model).eval()
+            with torch.no_grad():
+                layers_of(restored)[path].weight.mul_(tried[path] / sizes[path])
+            gap = compared(plain, restored, self._tests, self._loss, self._generator)
+            if harms(gap):
+                self._m.weak[path] = sizes[path], tried[path], gap
+        return {}
 
     def _scores(self) -> Figures:
         losses, right, places = scores(self._model, self._clients, self._loss, self._generator)

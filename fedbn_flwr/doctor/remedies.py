@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from fedbn_flwr.doctor.findings import Remedy
+from fedbn_flwr.doctor.thresholds import MOMENTA
 
 __all__ = [
     "CLIENTS_DIFFER",
@@ -16,15 +19,21 @@ __all__ = [
     "EXTREME_VARIANCE",
     "FEATURE_SHIFT",
     "MISMATCH",
+    "MISMATCH_OF_LAST",
+    "MISMATCH_OF_UNMOVED",
     "NAME_FILTER",
     "NOTHING_KEPT",
     "NOT_FINITE",
     "NO_RUNNING_STATISTICS",
     "SMALL_BATCH",
     "TRAIN_MODE",
+    "UNMOVED",
+    "UNMOVED_BY_MOMENTUM",
     "UNUSABLE",
+    "WEAK_LAYER",
     "WRONG_VARIANCE",
     "label_skew",
+    "mismatch",
 ]
 
 _FEDTAN = Remedy(
@@ -52,6 +61,16 @@ _SILOBN = Remedy("strategy=silobn", "each client keeps its statistics only: gamm
 _RECALIBRATE = Remedy(
     "recalibrate=true", "statistics are re-estimated from the clients' data, under fixed weights, before each test"
 )
+
+
+def mismatch(unmoved: bool, momenta: Collection[float | None]) -> list[Remedy]:
+    """Return the remedies, given whether the statistics never moved, and the momentum of each layer, if known."""
+    if unmoved:
+        return MISMATCH_OF_UNMOVED
+    known = [momentum for momentum in momenta if momentum is not None]
+    if known and max(known) >= MOMENTA[1]:
+        return MISMATCH_OF_LAST
+    return [remedy for remedy in MISMATCH if remedy is not _FASTER or not known or max(known) < MOMENTA[0]]
 
 
 def label_skew(local_steps: int) -> list[Remedy]:
@@ -107,12 +126,25 @@ NO_RUNNING_STATISTICS = [
     Remedy("track_running_stats=True", "the layers then keep running statistics, and a test no longer sees its batch"),
     Remedy("strategy=staticbn", "trains without running statistics and re-estimates them before each test"),
 ]
-MISMATCH = [
+_FASTER = Remedy(
+    "bn-momentum=0.3", "running statistics follow the weights faster, with more noise; and train for more rounds"
+)
+_STEADIER = Remedy(
+    "bn-momentum=0.1", "running statistics are then a mean over many batches, not mostly those of the last ones"
+)
+MISMATCH = [_RECALIBRATE, _FASTER, _FIXBN]
+MISMATCH_OF_LAST = [_RECALIBRATE, _STEADIER, _FIXBN]
+MISMATCH_OF_UNMOVED = [_RECALIBRATE]
+UNMOVED_BY_MOMENTUM = [
+    Remedy("bn-momentum=0.1", "with momentum 0 no batch moves the running statistics"),
     _RECALIBRATE,
+]
+UNMOVED = [
     Remedy(
-        "bn-momentum=0.3", "running statistics follow the weights faster, with more noise; and train for more rounds"
+        "send and average the running statistics",
+        "with the weights: parameters() leaves them out, state_dict() has them; and load nothing over them",
     ),
-    _FIXBN,
+    _RECALIBRATE,
 ]
 COUNTERS = [
     Remedy(
@@ -156,6 +188,7 @@ DEAD_LAYER = [
     Remedy("gradient-clip-norm=1.0", "limits the step that throws gamma and beta so far"),
     Remedy("weight-decay=0.0", "for gamma near 0: weight decay on gamma pulls it there"),
 ]
+WEAK_LAYER = [DEAD_LAYER[2], *DEAD_LAYER[:2]]
 _SMALLER_STEPS = (
     Remedy("learning-rate ten times lower", "activations that explode come from steps that are too large"),
     Remedy("gradient-clip-norm=1.0", "limits single steps"),

@@ -11,6 +11,7 @@ from typing import TypeVar
 from fedbn_flwr.doctor import client_rules, data_rules, remedies
 from fedbn_flwr.doctor.findings import Finding, listed
 from fedbn_flwr.doctor.measured import Measured
+from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.thresholds import DEAD_SHARE
 from fedbn_flwr.norms.report import shown_path
 
@@ -122,21 +123,30 @@ def dead_layers(m: Measured) -> Finding | None:
     seen = {path: counts for path, counts in m.constant.items() if path not in m.starting}
     by_data = {path: counts for path, counts in seen.items() if counts[0] >= DEAD_SHARE * counts[1]}
     by_gamma = {path: counts for path, counts in m.gammas.items() if counts[0] >= DEAD_SHARE * counts[1]}
-    if not by_data and not by_gamma:
+    weak = {path: found for path, found in m.weak.items() if path not in {*by_data, *by_gamma}}
+    if not by_data and not by_gamma and not weak:
         return _dead_elsewhere(m)
     evidence = [
         f"{path}: {dead} of {all_} channels have the same output for every example (0 where a ReLU follows)."
         for path, (dead, all_) in _first(by_data)
     ]
     evidence += [f"{path}: gamma of {zero} of {all_} channels is 0." for path, (zero, all_) in _first(by_gamma)]
-    layers = sorted({*by_data, *by_gamma})
+    evidence += [_of_weak(path, *found) for path, found in _first(weak)]
+    layers = sorted({*by_data, *by_gamma, *weak})
     return Finding(
         "dead-layer",
         "A BatchNorm layer is dead." if len(layers) == 1 else f"{len(layers)} BatchNorm layers are dead.",
         evidence,
         {"layers": layers},
-        remedies.DEAD_LAYER,
+        remedies.DEAD_LAYER if by_data or by_gamma else remedies.WEAK_LAYER,
     )
+
+
+def _of_weak(path: str, size: float, usual: float, gap: Mismatch) -> str:
+    seen = f"loss is {gap.batch_loss:.4g}, not {gap.running_loss:.4g}"
+    if gap.running_accuracy is not None:
+        seen = f"accuracy is {gap.batch_accuracy:.3f}, not {gap.running_accuracy:.3f}"
+    return f"{path}: gamma is {size:.3g}. With a gamma of the usual size, {usual:.3g}, the {seen}."
 
 
 def _dead_elsewhere(m: Measured) -> Finding | None:
@@ -197,6 +207,7 @@ RULES: tuple[Callable[[Measured], Finding | None], ...] = (
     averaged_counters,
     name_filter,
     tested_by_batch,
+    data_rules.unmoved_statistics,
     data_rules.small_batch,
     dead_layers,
     extreme_variance,

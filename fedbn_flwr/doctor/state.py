@@ -32,6 +32,7 @@ __all__ = [
     "named",
     "read_state_file",
     "tiny_gammas",
+    "unmoved",
     "unusable_statistics",
     "variance_extremes",
     "zero_at_first",
@@ -168,6 +169,25 @@ def tiny_gammas(parts: Parts, state: TensorState) -> dict[str, tuple[int, int]]:
             gamma = state[layer.entries["weight"]].double().abs()
             if zero := int((gamma < TINY_GAMMA).sum()):
                 by_layer[layer.path] = (zero, gamma.numel())
+    return by_layer
+
+
+def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
+    """Return the layers with their first running statistics, mean 0 and variance 1, by path: to the batches counted.
+
+    A layer that has not counted a batch is left out.
+    """
+    by_layer = {}
+    for layer in parts.layers:
+        entries = layer.entries
+        if not {"running_mean", "running_var", "num_batches_tracked"} <= {*entries}:
+            continue
+        at_first = bool((state[entries["running_mean"]] == 0).all()) and bool(
+            (state[entries["running_var"]] == 1).all()
+        )
+        count = float(state[entries["num_batches_tracked"]])
+        if at_first and count > 0:
+            by_layer[layer.path] = round(count)
     return by_layer
 
 

@@ -7,8 +7,10 @@ __all__ = [
     "EXPLODING_VARIANCE",
     "LARGE_LOSS",
     "LEVEL",
+    "LOW_GAMMA",
     "MAX_CHANNELS",
     "MAX_CLIENTS_B",
+    "MAX_LAYERS_TRIED",
     "MIN_BELOW",
     "MIN_CENTRE",
     "MIN_CLIENTS",
@@ -24,6 +26,7 @@ __all__ = [
     "MIN_SHARE_BELOW",
     "MIN_SHIFT",
     "MIN_SKEW",
+    "MOMENTA",
     "NO_VARIANCE",
     "REGROUPINGS",
     "SMALL_BATCH",
@@ -75,6 +78,15 @@ Large images have many values per channel: with a lower noise their small batche
 
 TINY_GAMMA = 1e-4
 """Largest abs(gamma) that counts as 0: the channel's output is beta, whatever the input; gamma starts at 1."""
+
+MAX_LAYERS_TRIED = 8
+"""Layers with a small gamma that are tried, the smallest first: each is a pass over the test examples."""
+
+LOW_GAMMA = 0.2
+"""Median of abs(gamma) over that of the other layers below which it is tried what a gamma of their size gains."""
+
+MOMENTA = (0.3, 0.5)
+"""Below the first, a larger momentum follows the weights faster; from the second, the last batches decide."""
 
 DEAD_SHARE = 0.5
 """Share of a layer's channels with constant output from which the layer is dead; some dead channels are usual."""

@@ -16,6 +16,7 @@ from fedbn_flwr.batchnorm.averaging import State, average
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.client.saved_state import ABSENT, read_state
+from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.data_rules import train_test_mismatch
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
@@ -137,8 +138,9 @@ def _mismatch_of_clients(
 
     Where statistics stay with the clients these models are what is used; the average of their BatchNorm is not.
     """
-    evidence: dict[str, str] = {}
+    evidence, chosen = dict[str, str](), MISMATCH
     loss, generator = config.learning_task().loss, torch_generator(config.seed, "doctor-clients")
+    momenta = {path: layer.momentum for path, layer in layers_of(model).items()}
     for test in tests:
         if test.name not in kept or len(test) < 2:
             continue
@@ -146,13 +148,14 @@ def _mismatch_of_clients(
         load_state(of_client, {**of_client.state_dict(), **kept[test.name]})
         with threads(config.torch_threads):
             gap = mismatch(on_device(of_client, config), [test], loss, generator)
-        if finding := train_test_mismatch(Measured(gap=gap)):
+        if finding := train_test_mismatch(Measured(gap=gap, momenta=momenta)):
+            chosen = [*finding.remedies]
             evidence[test.name] = f"Client {test.name}, its own model on its own test examples: {finding.evidence[0]}"
     if not evidence:
         return []
     what = f"{_clients([*evidence])}: the running statistics do not fit the client's own model."
     lines, numbers = [*evidence.values()][:3], {"clients": [*evidence]}
-    return [Finding("train-test-mismatch", what, lines, numbers, MISMATCH)]
+    return [Finding("train-test-mismatch", what, lines, numbers, chosen)]
 
 
 def diagnose_model(
@@ -323,7 +326,7 @@ def training_of(config: Config, run: Path | None = None) -> Training:
     if Part.STATISTICS in methods.local:
         handled |= {"feature-shift", "clients-differ", "train-test-mismatch"}
     if methods.reestimates:
-        handled |= {"train-test-mismatch"}
+        handled |= {"train-test-mismatch", "unmoved-statistics"}
     if Part.REST in methods.local:
         handled |= {"label-skew"}
     return Training(steps, config.batch_size, config.title, frozenset(handled), tested)

@@ -227,6 +227,25 @@ def test_a_dead_layer(fault: str, layer: int, trained: nn.Module, loaders: Loade
     assert found.findings[0].numbers["layers"] == [str(layer)]
 
 
+@pytest.mark.parametrize("layer", [1, 4])
+@pytest.mark.parametrize("factor", [0.03, 0.01, 1e-3])
+def test_a_small_gamma_is_judged_by_what_it_costs(
+    factor: float, layer: int, trained: nn.Module, loaders: Loaders
+) -> None:
+    """The size alone says nothing: the layer behind it may make up for it."""
+    model = copy.deepcopy(trained)
+    with torch.no_grad():
+        model[layer].weight.mul_(factor)
+    found = diagnose(model, loaders())
+    assert first(found) == ("dead-layer", "weight-decay=0.0")
+    assert found.findings[0].numbers["layers"] == [str(layer)]
+    assert ", the accuracy is 0.99" in found.findings[0].evidence[0] or ", the accuracy is 1.0" in str(found)
+    with torch.no_grad():
+        model[layer].bias.mul_(factor)
+        model[layer + 2].weight.div_(factor)
+    assert "dead-layer" not in [f.id for f in diagnose(model, loaders()).findings]
+
+
 class _Shortcut(nn.Module):
     """relu(x + norm(x))."""
 
@@ -255,6 +274,7 @@ def test_a_network_that_is_dead_elsewhere(kind: str, blocked: str, digits) -> No
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm1d):
             layer.num_batches_tracked += 1
+            layer.running_mean += 0.01
     killed = {"an addition": getattr(middle[0], "norm", None), "a ReLU in front of BatchNorm": model[0]}
     killed |= {"a sigmoid": middle[0], "nothing behind it": middle[1]}
     nn.init.constant_(killed[kind].bias, -200.0)
@@ -358,6 +378,66 @@ def test_a_running_variance_that_does_not_fit_the_data(
     wanted = "4: of 32 channels 32 have a variance below eps (0 in the data)"
     assert found.findings[0].evidence[0].startswith(wanted) == bool(ids)
     assert found.findings[-1].evidence[1].startswith("In 4 the running variance is a factor of")
+
+
+def _trained_with(momentum: float | None, digits) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32, momentum=momentum), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for batch in torch.randperm(len(digits[0])).split(8):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(3 * digits[0][batch] - 5), digits[1][batch]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("cause", ["momentum 0", "not sent"])
+def test_statistics_that_never_moved_are_the_cause(cause: str, digits) -> None:
+    model = _trained_with(0.0 if cause == "momentum 0" else 0.1, digits)
+    if cause == "not sent":
+        model[1].running_mean.zero_()
+        model[1].running_var.fill_(1.0)
+    found = diagnose(model, [[(3 * digits[0][own] - 5, digits[1][own])] for own in torch.arange(800).chunk(4)])
+    assert [f.id for f in found.findings] == ["unmoved-statistics", "train-test-mismatch"]
+    wanted = "bn-momentum=0.1" if cause == "momentum 0" else "send and average the running statistics"
+    assert [r.setting for r in found.findings[0].remedies] == [wanted, "recalibrate=true"]
+    assert [r.setting for r in found.findings[1].remedies] == ["recalibrate=true"]
+    assert found.findings[0].evidence[0] == "1: mean 0 and variance 1, as at first, after 300 batches."
+    assert [f.id for f in diagnose_state(model.state_dict()).findings] == ["unmoved-statistics"]
+    fresh = nn.Sequential(nn.BatchNorm1d(2))
+    assert diagnose_state(fresh.state_dict(), model=fresh).findings == [], "no batch was counted"
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_momentum_of_0_is_named_where_it_harms(moved: bool, trained: nn.Module, loaders: Loaders) -> None:
+    """Statistics of another training, which this one left as they were."""
+    model = copy.deepcopy(trained)
+    model[1].momentum = 0.0
+    if moved:
+        model[1].running_mean += 3 * model[1].running_var.sqrt() * (-1) ** torch.arange(48)
+    ids = [f.id for f in diagnose(model, loaders()).findings]
+    assert ids == (["unmoved-statistics", "train-test-mismatch"] if moved else [])
+
+
+@pytest.mark.parametrize(
+    ("momentum", "advice"),
+    [
+        *((0.1, ["bn-momentum=0.3"]), (None, ["bn-momentum=0.3"]), (0.3, [])),
+        *((0.9, ["bn-momentum=0.1"]), (1.0, ["bn-momentum=0.1"])),
+    ],
+)
+def test_advice_on_momentum_fits_the_momentum(
+    momentum: float | None, advice: list[str], trained: nn.Module, loaders: Loaders
+) -> None:
+    model = copy.deepcopy(trained)
+    for layer in (model[1], model[4]):
+        layer.momentum = momentum
+    model[4].running_mean += 3 * model[4].running_var.sqrt() * (-1) ** torch.arange(32)
+    (found,) = diagnose(model, loaders()).findings
+    assert found.id == "train-test-mismatch"
+    settings = [remedy.setting for remedy in found.remedies]
+    assert settings == ["recalibrate=true", *advice, "strategy=fixbn lr-decay-at=freeze"]
 
 
 def test_eps_of_1_makes_no_variance_small(trained: nn.Module, digits) -> None:
