@@ -13,6 +13,8 @@ from contextlib import ContextDecorator, contextmanager
 from typing import Any
 
 __all__ = [
+    "MOD_ON_QUERIES",
+    "MOD_RAISED",
     "NOT_FINITE",
     "TOO_FEW_LEFT",
     "ClientPartError",
@@ -41,8 +43,16 @@ NOT_FINITE = "not-finite"
 """The code of a value that is NaN or infinite."""
 TOO_FEW_LEFT = "too-few-left"
 """The code of a synchronised step that has lost too many clients."""
+MOD_RAISED = "mod-raised"
+"""The code of an exception of a mod of the app."""
+MOD_ON_QUERIES = (
+    "A mod of the whole app meets the strategies' queries, too, whose config lacks entries of training messages: "
+    "give it to the training function alone, @app.train(mods=[...]) or client_app(..., train_mods=[...]), or let it "
+    "return call_next(message, context) where message.metadata.message_type begins with 'query'."
+)
+"""What to do with a mod that raises on a query."""
 _CLIENTS_CONFIG = "clients-config"  # of a ConfigError that has left a client
-_IN_TEXT = (NOT_FINITE, TOO_FEW_LEFT, _CLIENTS_CONFIG)
+_IN_TEXT = (NOT_FINITE, TOO_FEW_LEFT, MOD_RAISED, _CLIENTS_CONFIG)
 _CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})\] ")
 # A user's app may raise a ConfigError outside ``NamedConfigErrors``: then Flower's or Ray's text names the class.
 _CONFIG_ERROR = re.compile(rf"\[{_CLIENTS_CONFIG}\] |\bConfigError(?:: |'>:<')")

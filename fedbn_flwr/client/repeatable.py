@@ -6,12 +6,14 @@ The server knows the run's seed. Noise that followed it, as that of Flower's ``L
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, MessageType
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from fedbn_flwr.compat.flower import later_mods, with_mods
-from fedbn_flwr.messages.protocol import message_seed
+from fedbn_flwr.errors import MOD_ON_QUERIES, MOD_RAISED, ClientPartError, FedBNError, coded
+from fedbn_flwr.messages.protocol import merged_config, message_seed
 from fedbn_flwr.training.randomness import seed_generators, seed_secretly
 
 __all__ = ["repeatable"]
@@ -29,16 +31,46 @@ def repeatable(mod: Mod) -> Mod:
     def seeded_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         seed = message_seed(message, context)
         mods, function = later_mods(call_next)
+        of_function: list[Exception] = []
 
         def seeded(message: Message, context: Context) -> Message:
             seed_generators(seed)
             try:
                 return function(message, context)
+            except Exception as error:
+                of_function.append(error)
+                raise
             finally:
                 seed_secretly()
 
         if mods:
             seed_secretly()
+        if message.metadata.message_type.startswith(MessageType.QUERY):
+            mods = [_named(later, of_function) for later in mods]
         return mod(message, context, with_mods(seeded, mods))
 
     return seeded_mod
+
+
+def _named(mod: Mod, of_function: Sequence[Exception]) -> Mod:
+    """Return a mod whose exception on a query says which mod raised it, and what to do.
+
+    Exceptions ``of_function`` pass unchanged, and so do those of this package.
+    """
+
+    @functools.wraps(mod)
+    def named(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        kind, keys = message.metadata.message_type, sorted(merged_config(message))
+        try:
+            return mod(message, context, call_next)
+        except Exception as error:
+            if error in of_function or isinstance(error, FedBNError):
+                raise
+            text = (
+                f"the mod {getattr(mod, '__name__', type(mod).__name__)!r} of the app raised {type(error).__name__}: "
+                f"{error}, on a message of type {kind!r} whose config has {', '.join(keys) or 'no entry'}. "
+                f"{MOD_ON_QUERIES}"
+            )
+            raise ClientPartError(coded(MOD_RAISED, text)) from error
+
+    return named

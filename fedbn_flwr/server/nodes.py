@@ -16,7 +16,14 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import is_app_error, is_mod_refusal, lacks_function
-from fedbn_flwr.errors import ConfigError, EngineError, raise_shared_config_error
+from fedbn_flwr.errors import (
+    MOD_ON_QUERIES,
+    MOD_RAISED,
+    ConfigError,
+    EngineError,
+    raise_shared_config_error,
+    split_code,
+)
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.seeds import numpy_generator
 from fedbn_flwr.server.failures import MOD_ORDER
@@ -230,10 +237,10 @@ class NodeRegistry:
                 found[node_id] = Node(node_id, refusal=str(reply.error.reason), behind_mod=True)
             elif is_app_error(reply):  # the app has no answer to a query
                 lacks = lacks_function(reply, f"{MessageType.QUERY}.default")
-                found[node_id] = Node(node_id, failure="" if lacks else str(reply.error.reason))
+                found[node_id] = Node(node_id, failure="" if lacks else _failure(str(reply.error.reason)))
                 reasons.append(str(reply.error.reason))
                 if not lacks:
-                    logger.warning("%s: its answer to the query failed: %s", found[node_id], reply.error.reason)
+                    logger.warning("%s: its answer to the query failed: %s", found[node_id], found[node_id].failure)
             elif node_id in asked:  # the SuperLink answers for a lost node
                 self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
         if not self._nodes:
@@ -274,3 +281,9 @@ class NodeRegistry:
 def _node(node_id: int, said: NodeProperties) -> Node:
     of_data = said.partition_id, said.num_examples, said.batch_size
     return Node(node_id, *of_data, said.unusable, said.refusal, num_partitions=said.num_partitions)
+
+
+def _failure(reason: str) -> str:
+    """Return the error in an answer to the query; where no mod is named, one before ours may have raised it."""
+    code, text = split_code(reason)
+    return text if code == MOD_RAISED else f"{text}. If a mod raised it: {MOD_ON_QUERIES}"

@@ -33,7 +33,7 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.compat.flower import is_app_error, lacks_function
-from fedbn_flwr.errors import ClientPartError
+from fedbn_flwr.errors import ClientPartError, split_code
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, STATISTICS_QUERY
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.dispatch import address, in_order, raise_shared_test_error
@@ -113,7 +113,7 @@ def _refuse_apps_without_answer(run: Run, replies: Sequence[Message]) -> None:
             f"{run.methods.name!r} re-estimates statistics. Add to it a function with @app.query('statistics') that "
             "returns answer_statistics(msg, context, Net(), trainloader)."
         )
-    raise ClientPartError(f"no client could measure its statistics: {error_text(failed[0])}")
+    raise ClientPartError(f"no client could measure its statistics: {split_code(error_text(failed[0]))[1]}")
 
 
 _UNTOUCHED = "which keep the statistics that they have, mean 0 and variance 1 in a new model"

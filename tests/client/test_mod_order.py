@@ -97,6 +97,53 @@ def test_a_reply_to_a_wrong_message_is_reported_with_its_node_and_cause(run_app,
     assert "no reply" not in "".join(reasons)
 
 
+def reads(key: str) -> Any:
+    """A mod that reads an entry of the training messages' config in every message."""
+
+    def reading(message: Message, context: Context, call_next: Any) -> Message:
+        _ = message.content["config"][key]
+        return call_next(message, context)
+
+    return reading
+
+
+TOLD = "(?s)training examples .*{}.*train_mods=.* where .* begins with 'query'"
+NAMED = "the mod 'reading' of the app raised KeyError: 'server-round'.* of type 'query'"
+
+
+@pytest.mark.parametrize(
+    ("mods", "named"), [([local_bn, reads("server-round")], NAMED), ([reads("server-round"), local_bn], "server-round")]
+)
+def test_a_mod_that_raises_on_the_query_is_told_what_to_do(run_app, user_app, mods: Any, named: str) -> None:
+    """Behind a mod of this package it is named, too."""
+    with pytest.raises(ConfigError, match=TOLD.format(named)):
+        run_app(FedTAN(), user_app(hooked_loop, mods, query=True))
+
+
+def test_a_mod_of_a_client_app_that_raises_on_the_query_is_named(federate, mlp, datasets) -> None:
+    with pytest.raises(ConfigError, match=TOLD.format(NAMED)):
+        federate(FedTAN(), mlp, datasets, wrap=functools.partial(client_app, mods=[reads("server-round")]))
+
+
+def test_a_mod_that_raises_on_a_later_query_is_named(run_app, user_app) -> None:
+    app = user_app(hooked_loop, [local_bn, reads("fedbn-flwr.hooks")], query=True)
+    named = "the mod 'reading' of the app raised KeyError: 'fedbn-flwr.hooks', on a message of type 'query.statistics'"
+    with pytest.raises(ClientPartError, match=named):
+        run_app(StaticBN(), app)
+
+
+def test_an_error_of_the_app_itself_blames_no_mod(run_app, user_app, caplog) -> None:
+    app = user_app(hooked_loop, [local_bn, lambda message, context, call_next: call_next(message, context)])
+
+    @app.query()
+    def broken(message: Message, context: Context) -> Message:
+        raise KeyError("of the app")
+
+    with pytest.raises(ConfigError, match="of the app") as caught:
+        run_app(FedTAN(), app)
+    assert "the mod" not in str(caught.value)
+
+
 LOOKING = {name: getattr(mod, name) for name in mod.__all__ if name.endswith("_size_mod")}
 """Flower's mods that only look: they count the bytes of each record, and fail for an empty text or list."""
 METHODS: dict[str, Callable[[], Strategy]] = {

@@ -13,7 +13,7 @@ from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
 from fedbn_flwr.messages.protocol import NodeProperties
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.strategies import FedAvg
@@ -110,7 +110,7 @@ def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) 
     with caplog.at_level(logging.WARNING, logger="flwr"):
         assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [(11, 0), (13, None)]
     assert caplog.messages == [
-        "node 13: its answer to the query failed: lost",
+        f"node 13: its answer to the query failed: lost. If a mod raised it: {MOD_ON_QUERIES}",
         "node 12 did not say who it is (error 5: lost); asked again later",
     ]
     assert nodes.silent == {12: "error 5: lost"}
