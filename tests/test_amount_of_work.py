@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from flwr.app import Context, Message
+from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
@@ -34,7 +35,13 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, call)
 
     watch(loop, "take_step", "steps")
-    watch(numpy_client, "encode", "entries encoded by clients")
+    encode = numpy_client.to_record
+
+    def to_record(entries: Mapping[str, Any]) -> ArrayRecord:
+        counted["entries encoded by clients"] += len(entries)
+        return encode(entries)
+
+    monkeypatch.setattr(numpy_client, "to_record", to_record)
     watch(numpy_client, "decode", "entries copied from messages")
     real = in_process.stamped
 
