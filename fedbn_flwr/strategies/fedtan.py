@@ -53,6 +53,10 @@ further layer. The log says which of the two happened.
 Running variances take torch's $n/(n-1)$ correction with $n$ of the union (the paper's (2b) and (6) are biased). One SGD
 optimizer does all $E$ steps (the authors' code restarts it after the first).
 
+A client takes $n = n_i B / b_i$, with $b_i$ examples of $B$ in the union: the $n$ of all clients, unless an example has
+more elements at one client than at another (images of several sizes). Then running variances differ between clients by
+these factors until the round ends; the average of the models has $\sum_i p_i \, n/(n-1)$.
+
 ## Law
 
 With $E = 1$ and plain SGD the averaged model equals one centralized step on $\sum_i p_i F_i$.

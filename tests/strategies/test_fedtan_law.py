@@ -149,6 +149,26 @@ def test_equal_batches_of_unequal_clients_weigh_examples_by_p_over_b(run_step, e
     assert min(distances(done.tensors, plain, start)) > 1e-3, "the plain union is another step"
 
 
+@pytest.mark.parametrize("exchanges", MODES)
+def test_images_of_other_sizes_weigh_by_examples_and_average_the_factor_of_the_variance(run_step, exchanges) -> None:
+    """Examples of one client have more positions than those of another: there is no one n, and n/(n-1) is averaged."""
+    sizes, shapes = (6, 5, 9), ((2, 3), (4, 5), (6, 6))
+    data = [client_data((3, *shape), (size,), seed=size)[0] for size, shape in zip(sizes, shapes, strict=True)]
+    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)]
+    model = trained(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), *pool))
+    found = one_round(run_step, model, data, fedtan_exchanges=exchanges).state
+    total = sum(sizes)
+    means = [d.inputs.mean((0, 2, 3)) for d in data]
+    mean = sum(n / total * m for n, m in zip(sizes, means, strict=True))
+    squares = [(d.inputs - mean.view(1, 3, 1, 1)).square().mean((0, 2, 3)) for d in data]
+    var = sum(n / total * square for n, square in zip(sizes, squares, strict=True))
+    counts = [total * height * width for height, width in shapes]
+    factor = sum(n / total * count / (count - 1) for n, count in zip(sizes, counts, strict=True))
+    for name, batch in (("running_mean", mean), ("running_var", factor * var)):
+        wanted = 0.9 * model[0].get_buffer(name) + 0.1 * batch
+        torch.testing.assert_close(torch.from_numpy(found[f"0.{name}"]), wanted, rtol=1e-13, atol=1e-15)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_later_steps_are_local_and_share_one_optimizer(run_step, transport: str) -> None:
     """Three steps with momentum: the first by hand on the union, two local ones, then the average; slow and plain."""

@@ -68,7 +68,7 @@ class SynchronisedStep(TorchFunctionMode):
         if self.num_layers == 0:
             raise NormLayerError(
                 "no BatchNorm layer was called in train mode in the synchronised step: nothing was synchronised. Call "
-                "model.train() before it, and keep no BatchNorm in eval mode."
+                "model.train() before it, keep no BatchNorm in eval mode, and skip none at random or for some inputs."
             )
 
     def watch(self, path: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
