@@ -152,7 +152,14 @@ def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> 
 def _keep_own(reply: Message, key: str, config: TrainConfig, store: LocalState) -> None:
     """Keep the client's own entries, and remove them from the reply."""
     if local := config.local_entries:
-        state = reply.content.array_records.get(key, ArrayRecord())
+        records = reply.content.array_records
+        state = records.get(key, ArrayRecord())
+        if not state:
+            others = ", ".join(f"'{name}'" for name in records if name != key)
+            raise StateError(
+                f"the app's reply has no arrays in an ArrayRecord '{key}'{f', but in {others}' if others else ''}. Reply "
+                "with the whole state dict under this key."
+            )
         if missing := [name for name in local if name not in state]:
             raise StateError(
                 f"the app's reply lacks '{missing[0]}' ({len(missing)} such) in its ArrayRecord '{key}'. Reply with "

@@ -99,9 +99,9 @@ def to_legacy(
             "to_legacy(FedBN(), arrays), with the brackets"
         )
     if strategy.methods.whole.exchanges:
-        _refuse(strategy, "exchanges statistics with its clients inside a local step")
+        _refuse(strategy, "exchanges statistics with its clients inside a local step", _EXCHANGES)
     if strategy.methods.reestimates or RECALIBRATED in strategy.methods.tests:
-        _refuse(strategy, "re-estimates BN statistics from its clients before tests")
+        _refuse(strategy, "re-estimates BN statistics from its clients before tests", _STATISTICS)
     if after := strategy.prepare(initial_arrays, num_rounds, timeout):
         raise ConfigError(f"Flower's legacy loop starts with round 1 and cannot continue after round {after}.")
     config_fns = on_fit_config_fn, on_evaluate_config_fn
@@ -398,9 +398,18 @@ def _parameters(arrays: ArrayRecord) -> Parameters:
     return ndarrays_to_parameters(list(from_record(arrays).values()))
 
 
-def _refuse(strategy: Strategy, does: str) -> NoReturn:
+_EXCHANGES = (
+    "Keep the NumPyClient, with rules.step(...) around its steps and a get_properties that returns num-examples and "
+    "batch-size, and give it to fedbn_flwr.client_app(client_fn, mods=[local_bn])."
+)
+_STATISTICS = (
+    "No method of a NumPyClient measures statistics: make the client a TorchClient in fedbn_flwr.client_app(client_fn), "
+    "or the app one of the Message API with answer_statistics."
+)
+
+
+def _refuse(strategy: Strategy, does: str, client: str = "Give the NumPyClient to client_app(client_fn).") -> NoReturn:
     raise ConfigError(
-        f"strategy {strategy.name!r} {does}, and Flower's legacy loop has one fit and one evaluate a round. Keep the "
-        "NumPyClient, give it to fedbn_flwr.client_app(client_fn), and start the strategy from the Message API's "
-        "ServerApp."
+        f"strategy {strategy.name!r} {does}, and Flower's legacy loop has one fit and one evaluate a round. Start the "
+        f"strategy from the Message API's ServerApp. {client}"
     )

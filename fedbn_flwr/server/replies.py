@@ -85,6 +85,8 @@ class Terms:
         metrics = read_metrics(message, self.count_key)
         state, extras, sizes = read_arrays(message, self.arrays_key, self.extras)
         self._refuse_missing_part(state, message)
+        if self.expected and not state:
+            raise ReplyError(f"the ArrayRecord '{self.arrays_key}' of the reply has no arrays: return the model in it")
         check_state(state, self.expected, self.facts.parts)
         for key, extra in extras.items():
             check_finite(extra, f"record '{key}': ")

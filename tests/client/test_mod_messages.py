@@ -227,6 +227,23 @@ def test_a_reply_without_the_whole_model_is_rejected_with_advice(run_app, user_a
     assert all("Reply with the whole state dict" in why for why in strategy.reports[0].rejected.values())
 
 
+@pytest.mark.parametrize(("key", "why"), [("weights", "no arrays .*'arrays', but in 'weights'"), (None, "no arrays")])
+def test_a_reply_without_arrays_is_rejected_as_such(run_app, user_app, key: str | None, why: str) -> None:
+    def lose(message: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(message, context)
+        if "arrays" in reply.content:
+            arrays = reply.content.pop("arrays")
+            reply.content[key or "arrays"] = arrays if key else ArrayRecord()
+        return reply
+
+    for strategy in (FedBN(), FedAvg()):  # the mod says it, or the server
+        run_app(strategy, user_app(mods=(local_bn, lose)), rounds=1, fails=NothingTrainedError)
+        found = list(strategy.reports[0].rejected.values())
+        assert len(found) == len(SIZES)
+        assert all(re.search(why if isinstance(strategy, FedBN) else "arrays", reason) for reason in found)
+        assert "1.weight" not in "".join(found)
+
+
 def test_a_users_own_start_begins_the_method(user_app, mlp) -> None:
     """As in Flower's advanced example: a subclass whose ``start`` calls the hooks itself."""
 

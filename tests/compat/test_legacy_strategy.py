@@ -190,7 +190,10 @@ def test_every_strategy_is_supported_or_refused(mlp, wsconv_net) -> None:
     assert refused.keys() == {"fedtan", "fedtan2", "feddna", "staticbn"}
     for name in ("fedtan", "fedtan2", "feddna"):
         assert f"strategy '{name}' exchanges statistics with its clients inside a local step, and" in refused[name]
+        assert "num-examples and batch-size" in refused[name]
     assert "strategy 'staticbn' re-estimates BN statistics from its clients before tests, and" in refused["staticbn"]
+    assert "TorchClient" in refused["staticbn"]
+    assert "answer_statistics" in refused["staticbn"]
     supported = {make().name for make in SUPPORTED.values()}
     assert supported == STRATEGIES.keys() - refused.keys()
     with pytest.raises(ConfigError, match="'fedbs' re-estimates BN statistics"):

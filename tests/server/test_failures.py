@@ -85,7 +85,7 @@ def test_a_loss_of_the_servers_test_ends_the_run(federate, datasets, mlp, same_b
     assert run.error.diverged_at == 2
     said = "in round 2: loss is nan. Likely cause: the training steps are too large for the model."
     assert said in str(run.error)
-    assert "on-divergence=continue" in str(run.error)
+    assert "on_divergence='continue' as an argument of the strategy, on-divergence=continue in" in str(run.error)
     assert caplog.messages == [" ".join(["round 2 diverged: loss is nan.", *run.strategy.advice(2)])]
 
 
