@@ -22,7 +22,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
 
-__all__ = ["BatchNormLayer", "Part", "Parts", "entry_name", "fixed_entries", "learning_parts", "split_state"]
+__all__ = ["BatchNormLayer", "Part", "Parts", "affine_elsewhere", "entry_name", "fixed_entries"]
+__all__ += ["learning_parts", "split_state"]
 
 
 class Part(StrEnum):
@@ -199,6 +200,24 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
         entries = {leaf: entry_name(path, leaf) for leaf in (*_LEAF, *parametrized.get(path, ()))}
         layers.append(BatchNormLayer(path, {leaf: name for leaf, name in entries.items() if name in known}))
     return Parts(names, tuple(layers), by_names)
+
+
+def affine_elsewhere(parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """Return the entries of REST that may be gamma and beta of a BatchNorm layer without its own, by the layer's path.
+
+    They have one dimension and the layer's channels, and belong to the layer or to the module that owns it. Names do
+    not tell whether they are applied to its output.
+    """
+    found: dict[str, list[str]] = {}
+    for layer in parts.layers:
+        mean = layer.entries.get("running_mean")
+        if mean is None or any(_part_of_leaf(leaf) == Part.AFFINE for leaf in layer.entries):
+            continue
+        owners = (layer.path, layer.path.rpartition(".")[0])
+        near = [name for name in parts.rest if name.rpartition(".")[0] in owners and shapes[name] == shapes[mean]]
+        if near:
+            found[layer.path] = near
+    return found
 
 
 def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:

@@ -157,8 +157,8 @@ def _keep_own(reply: Message, key: str, config: TrainConfig, store: LocalState) 
         if not state:
             others = ", ".join(f"'{name}'" for name in records if name != key)
             raise StateError(
-                f"the app's reply has no arrays in an ArrayRecord '{key}'{f', but in {others}' if others else ''}. Reply "
-                "with the whole state dict under this key."
+                f"the app's reply has no arrays in an ArrayRecord '{key}'{f', but in {others}' if others else ''}. "
+                "Reply with the whole state dict under this key."
             )
         if missing := [name for name in local if name not in state]:
             raise StateError(

@@ -403,8 +403,8 @@ _EXCHANGES = (
     "batch-size, and give it to fedbn_flwr.client_app(client_fn, mods=[local_bn])."
 )
 _STATISTICS = (
-    "No method of a NumPyClient measures statistics: make the client a TorchClient in fedbn_flwr.client_app(client_fn), "
-    "or the app one of the Message API with answer_statistics."
+    "No method of a NumPyClient measures statistics: make the client a TorchClient in fedbn_flwr.client_app(client_fn)"
+    ", or the app one of the Message API with answer_statistics."
 )
 
 

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
-from fedbn_flwr.batchnorm.parts import Parts
+from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import is_default_aggregation
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
@@ -366,6 +366,9 @@ class Strategy(FlowerFedAvg):
             if problem.kind == "warn" and run.num_rounds:
                 logger.warning("%s", problem.text)
         run.begin()
+        treated = self.methods.whole.local | self.methods.whole.held
+        if Part.AFFINE in treated and Part.REST not in treated:
+            testing.warn_of_affine_elsewhere(run)
         if self.completes_tests:
             testing.warn_of_initial_values(run)
             overridden = getattr(self.aggregate_train, "__func__", None) is not Strategy.aggregate_train

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.batchnorm.parts import Part, affine_elsewhere
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.dispatch import NOTHING, Sent, address, in_order, raise_shared_test_error
 from fedbn_flwr.server.failures import losses_not_finite, note_losses
@@ -27,7 +27,7 @@ from fedbn_flwr.training.settings import share_of
 
 __all__ = ["address_tests", "completed", "completing_entries", "read_tests", "test_metrics"]
 __all__ += ["tested_by_server", "warn_of_initial_values", "warn_of_nothing_shared", "warn_of_own_start"]
-__all__ += ["warn_of_own_aggregation"]
+__all__ += ["warn_of_affine_elsewhere", "warn_of_own_aggregation"]
 __all__ += ["with_statistics"]
 
 logger = logging.getLogger("flwr")
@@ -110,6 +110,23 @@ def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
             "round %d: no client has shared its BN parts: they are not trained in the test of the global model", number
         )
     return completed(run, arrays)
+
+
+def warn_of_affine_elsewhere(run: Run) -> None:
+    """Warn, before the first round, of entries that may be gamma and beta and count as none."""
+    found = affine_elsewhere(run.parts, run.shapes)
+    if not found:
+        return
+    path, names = next(iter(found.items()))
+    logger.warning(
+        "BatchNorm layer %r has no gamma and beta of its own, and %s beside it has its channels (%d such layers). "
+        "Strategy %r treats them as any other weight. If they are its gamma and beta, give the strategy parts= in "
+        "which the layer's entries name them: docs/flower-projects.md shows it.",
+        path,
+        " and ".join(f"'{name}'" for name in names),
+        len(found),
+        run.methods.name,
+    )
 
 
 def warn_of_initial_values(run: Run) -> None:

@@ -385,7 +385,8 @@ class FreezingMethod(Method[W, Frozen]):
             f"Likely cause: the running statistics, frozen after round T*={state.frozen_after}, are far from those of "
             "the batches, so BN no longer keeps the activations small. What helped in small runs: a learning rate ten "
             "times lower from there on (lr-decay-at=freeze, or a smaller lr-decay-factor where it is set; in a loop of "
-            f"your own, where the message's config has {FROZEN}), or from the start (learning-rate). A later T* alone put the divergence off, but did not prevent it."
+            f"your own, where the message's config has {FROZEN}), or from the start (learning-rate). "
+            "A later T* alone put the divergence off, but did not prevent it."
         )
         return [cause, *known[1:]]
 

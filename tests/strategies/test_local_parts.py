@@ -6,6 +6,8 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,3 +186,42 @@ def test_a_global_model_without_the_clients_parts_ends_the_run(federate, points,
     said = r"^the model of round 2 lacks 5 entries that it had at the start \('1.weight', ...\): an aggregate_train"
     with pytest.raises(ConfigError, match=said):
         federate(Own(), mlp, [points(8), points(12, 1)])
+
+
+class Scaled(nn.Module):
+    """A layer that owns gamma and beta around BatchNorm without its own."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(channels, affine=False)
+        self.gamma, self.beta = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.power = nn.Parameter(torch.ones(channels + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bn(x) * self.gamma + self.beta
+
+
+def scaled_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), Scaled(4), nn.ReLU(), nn.Linear(4, 3)).double()
+
+
+@pytest.mark.parametrize(("make", "warned"), [(FedBN, 1), (SiloBN, 0), (FedAvg, 0), (Standalone, 0)])
+def test_gamma_and_beta_that_another_layer_owns_are_named(make: Any, warned: int, federate, points, caplog) -> None:
+    federate(make(), scaled_net, [points(8), points(12, 1)], rounds=2)
+    told = [text for text in caplog.messages if "no gamma and beta of its own" in text]
+    assert len(told) == warned
+    assert all("'1.bn'" in text and "'1.gamma' and '1.beta' beside it" in text and "parts=" in text for text in told)
+
+
+def test_with_parts_that_name_them_they_stay_with_the_clients(federate, points, caplog) -> None:
+    parts = split_state(scaled_net())
+    (layer,) = parts.layers
+    own = replace(layer, entries={**layer.entries, "weight": "1.gamma", "bias": "1.beta"})
+    run = federate(FedBN(parts=replace(parts, layers=(own,))), scaled_net, [points(8), points(12, 1)], rounds=2)
+    assert "no gamma and beta of its own" not in caplog.text
+    assert {"1.gamma", "1.beta"} <= run.local_state(0).keys()
+    assert run.state["1.gamma"].tolist() == [1, 1, 1, 1], "not trained at the server"
+    assert run.state["1.power"].tolist() == [1, 1, 1, 1, 1]
+    plain = federate(FedBN(), scaled_net, [points(8), points(12, 1)], rounds=2)
+    assert plain.state["1.gamma"].tolist() != [1, 1, 1, 1]
