@@ -6,6 +6,8 @@ cast of the input and back loses nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,7 +22,7 @@ _ENTRIES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracke
 _SHAPES = ((5, 4, 3), (5,), (5, 4), (5, 4, 3, 2))  # examples and positions; the channels come second
 
 
-def has_own_forward(layer: _BatchNorm, *, training: bool) -> bool:
+def has_own_forward(layer: _BatchNorm, *, training: bool, then_children: bool = False) -> bool:
     """Return whether a layer's output is something else than BatchNorm's.
 
     A layer with torch's forward pass is not tried. Another one is, on a copy with random entries: it is BatchNorm's if
@@ -29,6 +31,8 @@ def has_own_forward(layer: _BatchNorm, *, training: bool) -> bool:
     Args:
         layer: it does not change.
         training: whether the outputs in train mode count, too; else those in eval mode alone.
+        then_children: whether the outputs are compared with those of BatchNorm and then the layer's modules, in order
+            (timm's ``BatchNormAct2d`` has ``drop`` and ``act``).
     """
     if "forward" not in vars(layer) and type(layer).forward in _OF_TORCH:
         return False
@@ -38,7 +42,8 @@ def has_own_forward(layer: _BatchNorm, *, training: bool) -> bool:
     try:
         trial = _with_random_entries(layer)
         modes = (False, True) if training else (False,)
-        return any(_differs(trial.train(mode), _input(trial)) for mode in modes)
+        after = list(trial.children()) if then_children else []
+        return any(_differs(trial.train(mode), _input(trial), after) for mode in modes)
     except Exception:  # a forward pass of the user's own may raise anything, and a layer may refuse to be copied
         return True
 
@@ -55,6 +60,9 @@ def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
             trial.running_var.copy_(1 + torch.rand(trial.running_var.shape, generator=draw))
         if trial.num_batches_tracked is not None:
             trial.num_batches_tracked.zero_()
+        for child in trial.children():
+            for entry in (*child.parameters(), *child.buffers()):
+                entry.copy_(torch.rand(entry.shape, generator=draw))
     return trial
 
 
@@ -71,9 +79,11 @@ def _input(layer: _BatchNorm) -> Tensor:
 
 
 @torch.no_grad()
-def _differs(layer: _BatchNorm, x: Tensor) -> bool:
+def _differs(layer: _BatchNorm, x: Tensor, after: Iterable[nn.Module]) -> bool:
     by_batch = layer.training or layer.running_mean is None
     statistics = (None, None) if by_batch else (layer.running_mean, layer.running_var)
     expected = functional.batch_norm(x, *statistics, layer.weight, layer.bias, by_batch, 0.0, layer.eps)
+    for module in after:
+        expected = module(expected)
     output = layer(x)
     return output.shape != x.shape or not torch.allclose(output, expected, rtol=1e-4, atol=1e-5)

@@ -97,8 +97,8 @@ def divergence(report: RoundReport, advice: str) -> str:
     """Return the message for a run that diverged, given the report of its last round, and cause and remedies."""
     losses = "; ".join(report.diverged)
     return (
-        f"the run diverged in round {report.diverged_at}: {losses}. {advice} A run goes on with on_divergence='continue'"
-        " as an argument of the strategy, on-divergence=continue in a config."
+        f"the run diverged in round {report.diverged_at}: {losses}. {advice} A run goes on with "
+        "on_divergence='continue' as an argument of the strategy, on-divergence=continue in a config."
     )
 
 

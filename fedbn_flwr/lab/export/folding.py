@@ -2,7 +2,9 @@
 
 In eval mode BatchNorm is a scale and a shift per channel, y = a * x + b, a = gamma / sqrt(var + eps), b = beta - a *
 mean. After a layer x = W u + c both are one layer with the weight a * W and the bias a * c + b. Batch renormalisation
-is BatchNorm in eval mode. Filters that are derived from a weight (``norm=wsconv``, ``group+ws``) become plain weights.
+is BatchNorm in eval mode. A subclass that is BatchNorm and then its own modules, as timm's ``BatchNormAct2d`` with
+``drop`` and ``act``, leaves these modules in its place. Filters that are derived from a weight (``norm=wsconv``,
+``group+ws``) become plain weights.
 
 Which layer is before which is seen in a forward pass, never read from names: a BatchNorm is folded only if each of its
 inputs is the output of one layer, and nothing else uses this output, or the parameters and buffers of both. At the end
@@ -11,7 +13,7 @@ the outputs of both models are compared.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -94,7 +96,7 @@ def _fold(original: nn.Module, example: Tensor) -> tuple[nn.Module, Folding]:
         if layer is None or not isinstance(norm, _BatchNorm):
             left[path] = reason
         else:
-            new |= {layer: _fused(layer, norm), norm: nn.Identity()}
+            new |= {layer: _fused(layer, norm), norm: _what_follows(norm)}
             folded[path] = paths[layer]
     derived = [module for module in model.modules() if isinstance(module, DerivedWeightConv)]
     new |= {conv: _plain(conv) for conv in derived if conv not in new}
@@ -138,7 +140,7 @@ def _layer_before(norm: nn.Module, uses: _Uses, paths: Mapping[nn.Module, str]) 
     """Return the layer that a norm layer can be folded into; else None, and why."""
     if not isinstance(norm, _BatchNorm):
         return None, f"{type(norm).__name__} computes its statistics from each example"
-    if _unusual(norm) or has_own_forward(norm, training=False):
+    if _unusual(norm) or (_adds_modules(norm) and has_own_forward(norm, training=False, then_children=True)):
         return None, f"{type(norm).__name__} has hooks or a forward of its own"
     if norm.running_mean is None or norm.training:
         return None, "it has no running statistics in use"
@@ -154,6 +156,15 @@ def _layer_before(norm: nn.Module, uses: _Uses, paths: Mapping[nn.Module, str]) 
     if uses.after[layer] != {norm} or {layer, norm} & uses.shared:
         return None, f"the output or the weight of {paths[layer]} is used elsewhere, too"
     return layer, ""
+
+
+def _adds_modules(norm: _BatchNorm) -> bool:
+    return has_own_forward(norm, training=False)
+
+
+def _what_follows(norm: _BatchNorm) -> nn.Module:
+    """Return what a layer that can be folded does after BatchNorm."""
+    return nn.Sequential(OrderedDict(norm.named_children())) if _adds_modules(norm) else nn.Identity()
 
 
 def _unusual(layer: nn.Module) -> bool:

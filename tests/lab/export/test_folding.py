@@ -216,3 +216,69 @@ def test_tf32_is_off_while_outputs_are_compared(precision: str, monkeypatch: pyt
     folding = fold(model, images().float())[1]
     assert (len(folding.folded), folding.left) == (19, {})
     assert of_conv.fp32_precision == precision, "it is as before"
+
+
+class NormThenAct(nn.BatchNorm2d):
+    """BatchNorm with modules of its own after it, as timm's ``BatchNormAct2d``."""
+
+    def __init__(self, channels: int, act: nn.Module, drop: nn.Module | None = None) -> None:
+        super().__init__(channels)
+        self.drop = drop or nn.Identity()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.drop(super().forward(x)))
+
+
+class Scaling(NormThenAct):
+    """It does more than its modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.5
+
+
+class Disorderly(NormThenAct):
+    """Its modules are not in the order in which it calls them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.act(nn.BatchNorm2d.forward(self, x)))
+
+
+ACTS = [nn.ReLU(inplace=True), nn.PReLU(4), nn.Hardswish(), nn.Identity(), nn.Sequential(nn.SiLU(), nn.Tanh())]
+
+
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: type(act).__name__)
+def test_a_batchnorm_with_modules_of_its_own_leaves_these(act: nn.Module) -> None:
+    layers = nn.Conv2d(3, 4, 3), NormThenAct(4, act, nn.Dropout(0.5)), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+    model = trained(net(*layers), images())
+    new, report = fold(model, images())
+    assert dict(report.folded) == {"1": "0", "3": "2"}
+    assert report.left == {}
+    if type(act) is nn.Identity:
+        assert type(new[1]) is nn.Identity
+    else:
+        assert [(name, type(module)) for name, module in new[1].named_children()] == [
+            ("drop", nn.Dropout),
+            ("act", type(act)),
+        ]
+    with torch.no_grad():
+        torch.testing.assert_close(new(images()), model(images()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_batchnorm_that_does_more_than_its_modules_is_left() -> None:
+    for kind, drop in ((Scaling, None), (Disorderly, nn.Softplus())):
+        check(net(nn.Conv2d(3, 4, 3), kind(4, nn.ReLU(), drop)), images(), 0, "forward of its own")
+
+
+def test_timms_batchnorm_with_an_activation_is_folded() -> None:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    example = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    model = trained(timm.create_model("mixnet_s", pretrained=False, num_classes=3).double(), example)
+    new, report = fold(model, example)
+    layers = dict(model.named_modules())
+    kinds = {type(layers[path]).__name__ for path in report.folded}
+    assert kinds == {"BatchNormAct2d"}
+    assert {why for why in report.left.values() if "forward of its own" in why} == set()
+    with torch.no_grad():
+        torch.testing.assert_close(new(example), model(example), rtol=1e-9, atol=1e-12)
