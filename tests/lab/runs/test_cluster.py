@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from fedbn_flwr.lab.runs import cluster as cluster_module
 from fedbn_flwr.lab.runs import ray_cluster
 from fedbn_flwr.lab.runs.cluster import RaySession, user_modules
 from fedbn_flwr.lab.runs.cluster_clients import check_cluster, check_room
-from fedbn_flwr.lab.runs.ray_cluster import Machine, check_versions, connect
+from fedbn_flwr.lab.runs.ray_cluster import Machine, check_versions, connect, remove_dead
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.studies import parallel
 from fedbn_flwr.lab.studies.parallel import in_parallel
@@ -360,3 +363,52 @@ def test_a_sweep_on_a_cluster_gives_the_tables_of_one_in_series(
     if can_hide():
         with pytest.raises(ConfigError, match=r"out='.*' is not one folder for all machines"):
             sweep(study, scratch / "runs" / "sweep", in_parallel(ray_address=address))
+
+
+def naming(folder: Path) -> list[str]:
+    """Return the commands of the processes that have a path in the folder as an argument."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            if f"{folder}/".encode() in command:
+                found.append(command.decode(errors="replace"))
+    return found
+
+
+KILLED = """
+import time
+from fedbn_flwr.lab.runs.ray_cluster import connect
+with connect(num_cpus=1):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
+def test_a_killed_process_leaves_nothing_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's processes and their folder outlive a SIGKILL; those of a living process and of others stay."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as temp:
+        monkeypatch.setenv("TMPDIR", temp)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        others = Path(temp, "ray-others")
+        others.mkdir()
+        killed = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+        assert killed.stdout
+        assert killed.stdout.readline() == "ready\n"
+        (folder,) = [marker.parent for marker in Path(temp).glob("ray-*/fedbn-flwr")]
+        assert naming(folder)
+        remove_dead()
+        assert folder.exists(), "it is in use"
+        killed.kill()
+        killed.wait()
+        with ray_cluster._own_folder() as own:
+            remove_dead()
+            assert Path(own).exists()
+            assert not folder.exists()
+            assert others.exists()
+        for _ in range(100):
+            if not naming(folder):  # a killed process is there until its parent has asked for it
+                break
+            time.sleep(0.1)
+        assert naming(folder) == []
