@@ -141,8 +141,12 @@ def diagnose_clients(
     shared_keys: Collection[str] | None = None,
     seed: int = 0,
     notes: Sequence[str] = (),
+    own: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> Diagnosis:
-    """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go before its own."""
+    """Return what ``diagnose`` does, given the clients' data in memory; ``notes`` go before its own.
+
+    ``own`` has the entries that clients keep, by client: each is scored with its own model.
+    """
     plain = unwrap(model)
     m = _of_state(plain, _as_of(plain, state), training, local_keys, shared_keys)
     m.training_layers = [p for p, layer in layers_of(plain, every_path=True).items() if layer.training]
@@ -158,7 +162,7 @@ def diagnose_clients(
     if not seen:
         return Diagnosis(about, findings(m)[0], {"layers": _counts(m)}, lacking)
     loss = _chosen_loss(loss, [*clients, *tests])
-    measuring = Measuring(plain, clients, tests or clients, loss, seed, m)
+    measuring = Measuring(plain, clients, tests or clients, loss, seed, m, own or {})
     with seeded(seed):  # a forward pass may draw
         measures = measuring.everything()
     for path, counts in _counts(m).items():

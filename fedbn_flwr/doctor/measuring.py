@@ -48,6 +48,7 @@ from fedbn_flwr.doctor.thresholds import (
 )
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["Measuring"]
 
@@ -68,6 +69,7 @@ class Measuring:
         loss: returns the mean loss of a batch.
         seed: of the regroupings.
         measured: takes the measurements that the rules need.
+        own: entries of the state that clients keep, by client.
 
     Attributes:
         lacking: what could not be measured, and why.
@@ -82,9 +84,11 @@ class Measuring:
         loss: Loss,
         seed: int,
         measured: Measured,
+        own: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
         self.lacking, self.notes = list[str](), list[str]()
         self._model, self._clients, self._tests, self._loss = model, clients, tests, loss
+        self._own = own
         self._generator = torch.Generator().manual_seed(seed)
         self._layers = layers_of(model)
         self._rows: dict[str, Figures] = {path: {} for path in self._layers}  # figures by layer
@@ -296,8 +300,22 @@ class Measuring:
                 self._m.weak[path] = sizes[path], tried[path], gap
         return {}
 
+    def _scored(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return ``scores`` of all clients; a client that keeps entries is scored with its own model."""
+        if not self._own:
+            return scores(self._model, self._clients, self._loss, self._generator)
+        model, first, columns = copied(self._model), 0, []
+        shared = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        for client in self._clients:
+            load_state(model, {**shared, **self._own.get(client.name, {})})
+            losses, right, places = scores(model, [client], self._loss, self._generator)
+            columns.append((losses, torch.empty(0) if right is None else right, places + first))
+            first += len(client)
+        losses, right, places = (torch.cat(column) for column in zip(*columns, strict=True))
+        return losses, right if len(right) == len(losses) else None, places
+
     def _scores(self) -> Figures:
-        losses, right, places = scores(self._model, self._clients, self._loss, self._generator)
+        losses, right, places = self._scored()
         owner = _owners(self._clients)[places]
         self._m.loss = group_means(losses[:, None], owner)[:, 0].tolist()
         self._m.accuracy = [] if right is None else group_means(right[:, None], owner)[:, 0].tolist()

@@ -86,7 +86,8 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         diagnosis = replace(diagnosis, notes=notes)
     else:
         training = training_of(config, run)
-        diagnosis = _with_data(model, config, clients, tests, training=training, state=state, notes=notes)
+        own = kept if config.strategy != CENTRALIZED and config.methods().local else {}
+        diagnosis = _with_data(model, config, clients, tests, training=training, state=state, notes=notes, own=own)
     lines = read_metrics(run / STATISTICS_FILE)
     files = RunFiles.read(run)
     of_clients = _of_clients(model, kept, diagnosis.findings)

@@ -249,6 +249,22 @@ def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(tmp_pa
     assert found[0].evidence[0].startswith("Client 0, its own model on its own test examples: Accuracy ")
 
 
+def test_a_client_that_keeps_batchnorm_is_scored_with_its_own_model(tmp_path: Path, quick_config) -> None:
+    """Opposite faults of two clients cancel in the average, which no client uses."""
+    settings = {"strategy": "fedbn", "partition": "iid", "num-server-rounds": 4, "local-steps": 20}
+    run(quick_config(**settings), tmp_path / "run", workers=0)
+    for k, sign in ((0, 1), (2, -1)):
+        file = tmp_path / f"run/clients/client-{k}.safetensors"
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata()
+        entries = load_file(file)
+        entries["norm.running_mean"] += sign * 8 * (-1) ** torch.arange(30)
+        save_file(entries, file, about)
+    found = diagnose_run(tmp_path / "run", 200).measures
+    assert found["train-test-mismatch"]["running_accuracy"] > 0.8
+    assert max(found["accuracy"][0], found["accuracy"][2]) < 0.6 < 0.8 < found["accuracy"][1]
+
+
 def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(tmp_path: Path, quick_config) -> None:
     run(quick_config(strategy="silobn", partition="iid"), tmp_path / "run", workers=0)
     faults = {"model": {"norm.weight": torch.zeros(30)}}
