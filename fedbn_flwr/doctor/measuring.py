@@ -108,6 +108,10 @@ class Measuring:
         figures |= self._tried("mismatch of training and test", self._mismatch)
         figures |= self._tried("accuracy and loss of each client", self._scores)
         figures |= self._tried("layers with a small gamma", self._small_gammas)
+        each = self._m.each
+        by_name = {"scale": each.scale, "centre": each.centre, "class-mix": each.mix, "inputs": each.inputs}
+        by_name |= {"below": each.below, "loss-above": each.loss}
+        figures["each-client"] = {name: vars(one) for name, one in by_name.items() if one is not None}
         return figures
 
     def _batches(self) -> Figures:
@@ -158,10 +162,8 @@ class Measuring:
             eps = {path: self._layers[path].eps for path in layers}
             shared = classes is not None and overlap(classes, seen.owner) >= MIN_SHARE
             inputs = each_client.statistics(layers, seen.owner, eps, classes if shared else None)
-        each = self._m.each = replace(self._m.each, scale=scale, centre=centre, mix=mix, inputs=inputs)
-        names = {"scale": scale, "centre": centre, "class-mix": mix, "inputs": inputs}
-        names |= {"below": each.below, "loss-above": each.loss}
-        return {"each-client": {name: vars(one) for name, one in names.items() if one is not None}}
+        self._m.each = replace(self._m.each, scale=scale, centre=centre, mix=mix, inputs=inputs)
+        return {}
 
     def _examples(self) -> Features:
         seen = features(self._model, self._clients, self._generator)

@@ -93,6 +93,7 @@ def test_a_client_that_differs_from_the_others_is_named(
         settings = [remedy.setting for remedy in by_id["client-units"].remedies]
         assert settings == ["the same units at every client", "standardise=local", "strategy=fedbn"]
     assert "label-skew" not in by_id
+    assert {*found.measures["each-client"]} == {"scale", "centre", "class-mix", "inputs", "below"}
 
 
 @pytest.mark.parametrize(("clients", "alpha"), [(5, 0.0), (40, 0.0), (5, 0.3), (12, 0.3), (40, 2.0)])
