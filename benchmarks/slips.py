@@ -64,9 +64,8 @@ class Slip:
     new: str
     tests: str
 
-    @contextmanager
-    def made(self, root: Path) -> Iterator[None]:
-        """Make the slip in the block.
+    def place(self, root: Path) -> tuple[Path, str]:
+        """Return the file that has the old text, and the file's text.
 
         Raises:
             NotUniqueError: the old text is not in exactly one place.
@@ -76,7 +75,12 @@ class Slip:
         count = sum(text.count(self.old) for text in texts.values())
         if count != 1:
             raise NotUniqueError("not found" if count == 0 else f"ambiguous: {count} places")
-        ((file, text),) = ((file, text) for file, text in texts.items() if self.old in text)
+        return next((file, text) for file, text in texts.items() if self.old in text)
+
+    @contextmanager
+    def made(self, root: Path) -> Iterator[None]:
+        """Make the slip in the block; NotUniqueError as in ``place``."""
+        file, text = self.place(root)
         file.write_text(text.replace(self.old, self.new), encoding="utf-8")
         try:
             yield

@@ -221,3 +221,16 @@ def test_the_files_that_a_round_enters_are_found() -> None:
 
     found = files_of_a_round(ROOT)
     assert 20 < found["files of a FedAvg round: core"] < found["files of a FedAvg round"]
+
+
+def test_each_slip_of_the_list_can_be_made() -> None:
+    """Its old text is in one place: code that moved takes its slip along."""
+    import slips
+
+    wrong = []
+    for slip in slips.read_slips():
+        try:
+            slip.place(ROOT)
+        except slips.NotUniqueError as error:
+            wrong.append(f"{slip.name}: {error}")
+    assert wrong == []
