@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import diagnose
+from tests.support.trained import trained_network
 
 Data = tuple[Tensor, Tensor]
 
@@ -28,16 +29,7 @@ def digits() -> Data:
 @pytest.fixture(scope="module")
 def trained(digits: Data) -> nn.Module:
     """A network of two BatchNorm layers that has learned the digits of the sound clients."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.Linear(32, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
-        for batch in torch.randperm(len(digits[0])).split(64):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(digits[0][batch]), digits[1][batch]).backward()
-            optimizer.step()
-    return model.eval()
+    return trained_network(*digits, epochs=4, batch_size=64)
 
 
 def split(digits: Data, clients: int, seed: int = 0, alpha: float = 0.0) -> list[Data]:

@@ -26,6 +26,7 @@ from fedbn_flwr.doctor.state import named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.norms.renorm import use_batch_renorm
 from fedbn_flwr.training.freezing import hold_eval
+from tests.support.trained import trained_network
 
 NUM_CLIENTS = 4
 TWO_CLIENTS = "one client against the others: 2 clients, of 4 that it needs."
@@ -55,16 +56,7 @@ def loaders(digits) -> Loaders:
 @pytest.fixture(scope="module")
 def trained(digits) -> nn.Module:
     """A network of two BatchNorm layers that has learned the digits."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.Linear(32, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(12):
-        for batch in torch.randperm(len(digits[0])).split(40):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(digits[0][batch]), digits[1][batch]).backward()
-            optimizer.step()
-    return model.eval()
+    return trained_network(*digits, epochs=12, batch_size=40)
 
 
 def seed_of(number: int) -> torch.Generator:

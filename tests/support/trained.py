@@ -1,0 +1,20 @@
+"""A small network with BatchNorm that has learned some data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def trained_network(inputs: Tensor, targets: Tensor, epochs: int, batch_size: int) -> nn.Module:
+    """Return 64 -> 48 -> 32 -> 10 with BatchNorm after each hidden layer, trained with SGD, in eval mode."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(epochs):
+        for batch in torch.randperm(len(inputs)).split(batch_size):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+            optimizer.step()
+    return model.eval()
