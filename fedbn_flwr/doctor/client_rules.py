@@ -54,7 +54,7 @@ def client_classes(m: Measured) -> Finding | None:
         f"the median over the clients is {_median(mix):.2f}.{_score(m, k)}"
         for k in odd[:_SHOWN]
     ]
-    what = f"{clients_named(m.names, odd)}: the class mix is another than at the other clients."
+    what = f"{clients_named(m.names, odd)}: the class mix differs from that of the other clients."
     chosen = remedies.label_skew(m.training.local_steps)
     return Finding("client-classes", what, evidence, _numbers(m, odd, {"class-mix": mix}), chosen)
 
