@@ -1,4 +1,4 @@
-"""What the site needs beside Markdown: formulas as MathML, plain fences, links to source files, wide tables.
+"""What the site needs beside Markdown: the repository's address, formulas as MathML, links to sources, wide tables.
 
 Nothing is fetched when a page is opened, and no formula needs JavaScript.
 """
@@ -9,6 +9,7 @@ import html
 import posixpath
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,18 @@ _MATH = re.compile(r'<(span|div) class="arithmatex">\s*\\([(\[])(.*?)\\[)\]]\s*<
 _WIDE = re.compile(r"<table>.*?</table>", re.DOTALL)
 
 
+def on_config(config: Any) -> None:
+    """Take the addresses of the repository and of the site from ``[project.urls]``; without them there is no link."""
+    project = tomllib.loads((Path(config["docs_dir"]).parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    urls = project.get("urls", {})
+    config["repo_url"] = urls.get("Repository")
+    config["site_url"] = urls.get("Documentation")
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Take the tag off fences that are not run, and turn links to source files into links to copies of them."""
+    if page.file.src_uri.startswith("reference/"):
+        page.meta.setdefault("search", {"boost": 0.05})  # a guide comes before the interface
     root = Path(config["docs_dir"]).parent
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 

@@ -15,6 +15,7 @@ import yaml
 from doc_tables import changed, main
 
 import fedbn_flwr
+from fedbn_flwr.doctor.situations import SITUATIONS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -25,10 +26,9 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 NOT_RUN = {
     ("docs/guides/privacy.md", "needs a grid"),
     ("docs/results/which-method.md", "needs data, and takes from half an hour to hours"),
-    ("docs/index.md", "tests/apps/test_recipes.py runs every recipe"),
+    ("docs/index.md", "lines of an app, of which flower-projects.md has the tested diff"),
     ("docs/deployment.md", "needs a federation"),
     ("README.md", "installs torch, then takes minutes"),
-    ("README.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("README.md", "lines of an app, of which docs/flower-projects.md has the tested diff"),
     ("CONTRIBUTING.md", "installs the development tools and runs everything"),
     ("CONTRIBUTING.md", "writes into the checkout"),
@@ -209,9 +209,9 @@ def test_the_diffs_are_those_that_are_tested() -> None:
 
 def test_nothing_derived_is_stale() -> None:
     assert list(changed(ROOT)) == [], "run: make generate"
-    page = (ROOT / "README.md").read_text()
-    for name, strategy in STRATEGIES.items():
-        assert f"[`{name}`]({strategy.__module__.replace('.', '/')}.py)" in page
+    page = (ROOT / "docs/methods/index.md").read_text()
+    for name in STRATEGIES:
+        assert f"[`{name}`]({name}.md)" in page
     for name in NORMS:
         assert f"| `{name}` |" in page
 
@@ -226,6 +226,30 @@ def test_what_a_method_reached_stands_in_the_results() -> None:
             study = data["studies"][row["study"]]
             assert "here" not in row or str(row["here"]) in recorded[study.get("page", "README.md")], row
             assert ("here" in row) == ("how" in study), row
+
+
+def test_the_numbers_of_the_advice_are_recorded() -> None:
+    data = yaml.safe_load((ROOT / "docs/results/methods.yaml").read_text())
+    measured = [one for situation in SITUATIONS for one in situation.measured]
+    assert len(measured) > 4
+    for one in measured:
+        assert "how" in data["studies"][one.study], "no command and commit"
+        for method, accuracy in (("fedavg", one.fedavg), (one.method, one.accuracy)):
+            recorded = [str(row.get("here")) for row in data["methods"][method] if row["study"] == one.study]
+            assert accuracy in [text.partition(" ")[0] for text in recorded], one
+
+
+def test_the_numbers_of_the_first_screens_are_those_of_the_long_run() -> None:
+    """README and home name figures of round 48,000, with one decimal."""
+    folder = ROOT / "docs/results/fixbn-table-1"
+    for name in ("BN", "GN", "FedTAN", "centralized-BN"):
+        row = re.search(r"^48000,.*$", (folder / f"{name}.csv").read_text(), re.MULTILINE)
+        assert row is not None
+        shown = f"{100 * float(row[0].split(',')[4]):.1f}"
+        for page in ("README.md", "docs/index.md"):
+            assert shown in (ROOT / page).read_text(), (page, name)
+    assert "58 exchanges" in (ROOT / "docs/index.md").read_text()
+    assert "| FedTAN | 58," in (ROOT / "docs/choose.md").read_text()
 
 
 def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

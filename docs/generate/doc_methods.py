@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from doc_config import field_cells
-from doc_travels import travels_section
+from doc_travels import cost_of, travels_section
 
 from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.batchnorm.parts import Part
@@ -92,6 +92,7 @@ def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
     file = method.__module__.replace(".", "/") + ".py"
     first, body = _docstring(sys.modules[method.__module__])
     made = travels_section(METHODS[method.name](method.Params()))
+    head, when, body = _with_when(body)
     before, mark, after = body.partition("## Differs from the paper")
     lead = first.partition(": ")[2]
     kept = ", ".join(part.value for part in Part if part in method().local) or "nothing"
@@ -106,6 +107,10 @@ def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
             "| name | class | model entries that stay with the client | file |",
             "|---|---|---|---|",
             f"| `{method.name}` | `{method.__name__}` | {kept} | [{file}]({_UP}{file}) |",
+            "",
+            *_box(method, when, results),
+            "",
+            head,
             "",
             before.strip(),
             "",
@@ -127,6 +132,50 @@ def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _with_when(body: str) -> tuple[str, list[str], str]:
+    """Return what stands before the section "When", its two paragraphs, and the rest."""
+    head, _, rest = body.partition("## When\n")
+    when, mark, rest = rest.partition("## Problem")
+    return head.strip(), [" ".join(text.split()) for text in when.strip().split("\n\n")], mark + rest
+
+
+def _box(method: StrategyClass, when: list[str], results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the box at the head of a page: when, what was measured, cost, command."""
+    yield '!!! abstract "In short"'
+    use, against = when
+    lines = [use.replace("Use when:", "**Use when:**"), against.replace("Not when:", "**Not when:**")]
+    if measured := _measured(method, results):
+        lines.append(f"**Measured:** {measured}")
+    lines.append(f"**Cost:** {cost_of(METHODS[method.name](method.Params()))}")
+    lines.append(f"**Command:** `fedbn-flwr run {_recipe(method.name)} --out runs/{method.name}`")
+    for line in lines:
+        yield ""
+        yield f"    {line}"
+
+
+def _measured(method: StrategyClass, results: Mapping[str, Any]) -> str:
+    """Return a result of the method beside FedAvg's with BatchNorm in the same study; "" without one."""
+    if method.name == "fedavg":
+        return ""
+    order = list(results["studies"]).index
+    fedavg = {}
+    for row in results["methods"]["fedavg"]:
+        if "here" in row:
+            fedavg[row["study"], row.get("case", "BN").removeprefix("BN, ")] = row["here"]
+    rows = results["methods"].get(method.name, ())
+    for row in sorted(rows, key=lambda row: (not row.get("first"), order(row["study"]))):
+        case = row.get("case", "BN")
+        reference = fedavg.get((row["study"], case), fedavg.get((row["study"], "BN")))
+        if reference is not None and "here" in row:
+            return f"{row['here']} where FedAvg with BatchNorm has {reference} ({_setting(row, results)})."
+    return ""
+
+
+def _setting(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    title = results["studies"][row["study"]]["title"]
+    return ", ".join([title, *(str(row[key]) for key in ("case", "note") if key in row)])
 
 
 def _docstring(module: Any) -> tuple[str, str]:
@@ -194,8 +243,7 @@ def _reached(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> I
         study = results["studies"][row["study"]]
         page = study.get("page", "README.md")
         how = f"[{study['name']}](../results/{page}#{study['section']}), {study['how']}" if "how" in study else "-"
-        title = f"{study['title']}, {row['case']}" if "case" in row else study["title"]
-        yield f"| {title} | {row.get('here', 'not run')} | {row.get('paper', '-')} | {how} |"
+        yield f"| {_setting(row, results)} | {row.get('here', 'not run')} | {row.get('paper', '-')} | {how} |"
 
 
 def _combinations_page() -> str:

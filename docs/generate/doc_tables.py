@@ -13,13 +13,16 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import yaml
 from doc_config import config_page
 from doc_methods import method_pages, method_title
 from doc_privacy import privacy_table
 from doc_refusals import refusals_table
 
 from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.doctor.situations import SITUATIONS
 from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
@@ -30,6 +33,7 @@ from fedbn_flwr.strategies import METHODS, STRATEGIES
 __all__ = ["changed", "derived", "main"]
 
 _ROOT = Path(__file__).resolve().parents[2]
+_COLUMNS = ("BN", "GN", "FixBN", "FedTAN", "FedBN")
 _TOML_HEAD = "[tool.flwr.app.config]\n"
 
 
@@ -43,8 +47,9 @@ def derived(root: Path) -> dict[Path, str]:
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
     marked = {
-        "README.md": {"strategies": strategy_table("fedbn_flwr/strategies"), "norms": norm_table()},
-        "docs/methods/index.md": {"strategies": strategy_table(""), "norms": norm_table()},
+        "README.md": {"glance": glance_table(root)},
+        "docs/choose.md": {"situations": situation_table()},
+        "docs/methods/index.md": {"strategies": strategy_table(), "norms": norm_table()},
         "docs/reference/strategies.md": {"classes": class_list()},
         "docs/guides/privacy.md": {"protections": privacy_table(), "refusals": refusals_table()},
         "docs/reference/messages.md": {"keys": key_table()},
@@ -68,17 +73,48 @@ def changed(root: Path) -> dict[Path, str]:
     return stale | dict.fromkeys(sorted(pages - texts.keys()), "")
 
 
-def strategy_table(folder: str) -> str:
-    """Return a table of the strategies: name, what it does, which entries stay with the client, source.
+def glance_table(root: Path) -> str:
+    """Return the README's table of results; the rows and their numbers stand in ``docs/results/methods.yaml``.
 
-    Args:
-        folder: where the names lead to, the source files of this folder; "" for the methods' pages.
+    Raises:
+        LookupError: no such method and case in a row's study.
     """
+    results = yaml.safe_load((root / "docs/results/methods.yaml").read_text(encoding="utf-8"))
+    lines = [f"| setting | {' | '.join(_COLUMNS)} | made by |", "|---|" + "---|" * (len(_COLUMNS) + 1)]
+    for row in results["at-a-glance"]:
+        study = results["studies"][row["study"]]
+        cells = [_recorded(results, row["study"], *row[column]) if column in row else "" for column in _COLUMNS]
+        page = study.get("page", "README.md")
+        made = f"[{study['name']}](docs/results/{page}#{study['section']}), {study['how'].partition(', commit')[0]}"
+        lines.append("| " + " | ".join([row["title"], *cells, made]) + " |")
+    return "\n".join(lines)
+
+
+def _recorded(results: Mapping[str, Any], study: str, method: str, case: str | None = None) -> str:
+    for row in results["methods"][method]:
+        if row["study"] == study and row.get("case") == case:
+            return str(row["here"])
+    raise LookupError(f"methods.yaml has no {study} of {method} with case {case!r}")
+
+
+def situation_table() -> str:
+    """Return the table of ``docs/choose.md``: what a user sees, what to try, what it gained, what it costs."""
+    lines = ["| what you see | take first | then try | accuracy of FedAvg+BN -> with the first | cost |"]
+    lines.append("|---|---|---|---|---|")
+    for situation in SITUATIONS:
+        first, *later = (f"`{remedy.setting}`" for remedy in situation.tries)
+        gains = "; ".join(map(str, situation.measured)) or "-"
+        seen = f"[{situation.seen}](#{situation.section})"
+        lines.append(f"| {seen} | {first} | {', '.join(later)} | {gains} | {situation.cost} |")
+    return "\n".join(lines)
+
+
+def strategy_table() -> str:
+    """Return a table of the strategies: name, what it does, which entries stay with the client, source."""
     lines = ["| name | what it does | model entries that stay with the client | source |", "|---|---|---|---|"]
     for name, strategy in STRATEGIES.items():
-        file = f"{folder}/{strategy.__module__.rpartition('.')[2]}.py" if folder else f"{name}.md"
         kept = ", ".join(part.value for part in Part if part in strategy().local) or "nothing"
-        lines.append(f"| [`{name}`]({file}) | {METHODS[name].summary_line} | {kept} | {METHODS[name].source} |")
+        lines.append(f"| [`{name}`]({name}.md) | {METHODS[name].summary_line} | {kept} | {METHODS[name].source} |")
     return "\n".join(line.replace("||", "\\|\\|") for line in lines)
 
 

@@ -10,7 +10,7 @@ from fedbn_flwr.server.method import Method
 from fedbn_flwr.server.methods import declared
 from fedbn_flwr.server.travels import ALL, Exchanges, PartSet, Travels
 
-__all__ = ["travels_section"]
+__all__ = ["cost_of", "travels_section"]
 
 _WORDS = {
     Part.AFFINE: "gamma and beta",
@@ -39,6 +39,16 @@ def travels_section(method: Method[Any, Any]) -> list[str]:
         name = f"in phase *{phase.phase}*" if len(phases) > 1 else "per round"
         lines += [f"| | {name} |", "|---|---|", *(f"| {what} | {text} |" for what, text in _rows(phase)), ""]
     return [*lines, _SYMBOLS]
+
+
+def cost_of(method: Method[Any, Any]) -> str:
+    """Return the cost of a round, phase by phase."""
+    costs: dict[str, list[str]] = {}
+    for phase in declared(method):
+        costs.setdefault(_cost(phase), []).append(phase.phase)
+    if len(costs) == 1:
+        return f"{next(iter(costs))} a round."
+    return "; ".join(f"{cost} a round in phase *{'*, *'.join(phases)}*" for cost, phases in costs.items()) + "."
 
 
 def _rows(travels: Travels) -> Iterator[tuple[str, str]]:

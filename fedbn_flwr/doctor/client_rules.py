@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fedbn_flwr.doctor import remedies
+from fedbn_flwr.doctor import remedies, situations
 from fedbn_flwr.doctor.each_client import Compared
 from fedbn_flwr.doctor.findings import Finding, listed
 from fedbn_flwr.doctor.measured import Measured
@@ -55,7 +55,7 @@ def client_classes(m: Measured) -> Finding | None:
         for k in odd[:_SHOWN]
     ]
     what = f"{clients_named(m.names, odd)}: the class mix differs from that of the other clients."
-    chosen = remedies.label_skew(m.training.local_steps)
+    chosen = situations.label_skew(m.training.local_steps).remedies
     return Finding("client-classes", what, evidence, _numbers(m, odd, {"class-mix": mix}), chosen)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fedbn_flwr.doctor import remedies
+from fedbn_flwr.doctor import remedies, situations
 from fedbn_flwr.doctor.findings import Finding, listed, number_of
 from fedbn_flwr.doctor.heterogeneity import Shift, certain
 from fedbn_flwr.doctor.measured import Measured
@@ -69,7 +69,7 @@ def small_batch(m: Measured) -> Finding | None:
         numbers |= {"noise": m.noise[worst], "layer": worst}
     evidence += _of_gradients(m)
     # A larger batch is no remedy where clients have no more examples.
-    chosen = remedies.SMALL_BATCH[m.training.batch_size > SMALL_BATCH :]
+    chosen = situations.SMALL_BATCHES.remedies[m.training.batch_size > SMALL_BATCH :]
     return Finding("small-batch", "The batches are too small for BatchNorm.", evidence, numbers, chosen)
 
 
@@ -104,7 +104,7 @@ def label_skew(m: Measured) -> Finding | None:
         "clients": _far(m, skew.distances),
     }
     what = "The clients hold different classes (label skew), and BatchNorm's statistics differ with them."
-    return Finding("label-skew", what, evidence, numbers, remedies.label_skew(steps))
+    return Finding("label-skew", what, evidence, numbers, situations.label_skew(steps).remedies)
 
 
 def feature_shift(m: Measured) -> Finding | None:
@@ -129,7 +129,7 @@ def feature_shift(m: Measured) -> Finding | None:
             **{"shift": within.layers[worst], "by-chance": within.by_chance[worst], "layer": worst},
             "clients": _far(m, within.distances),
         },
-        remedies.FEATURE_SHIFT,
+        situations.FEATURE_SHIFT.remedies,
     )
 
 

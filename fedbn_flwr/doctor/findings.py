@@ -24,10 +24,17 @@ class Remedy:
     Attributes:
         setting: config keys of this package, or the call in a program: what to write.
         why: what it does.
+        expected: what it gained where that was measured, and what it costs.
     """
 
     setting: str
     why: str
+    expected: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return what it does, gained and costs."""
+        return f"{self.why}. {self.expected}" if self.expected else self.why
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ class Diagnosis:
             if one.evidence:
                 pieces.append(_bullets(one.evidence))
             if one.remedies:
-                tries = [remedy.format(place, r.setting, r.why) for place, r in enumerate(one.remedies, 1)]
+                tries = [remedy.format(place, r.setting, r.text) for place, r in enumerate(one.remedies, 1)]
                 pieces += ["Try, in order:", "\n".join(_wrapped(text, "   ") for text in tries)]
             blocks.append(gap.join(pieces))
         if table := _of_clients(self.measures):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fedbn_flwr.doctor.findings import Remedy
+from fedbn_flwr.doctor.situations import FEDBN, FIXBN, GROUP
 from fedbn_flwr.doctor.thresholds import MOMENTA
 
 __all__ = [
@@ -17,7 +18,6 @@ __all__ = [
     "DIVERGED",
     "EXTREME_INSIDE",
     "EXTREME_VARIANCE",
-    "FEATURE_SHIFT",
     "MISMATCH",
     "MISMATCH_OF_LAST",
     "MISMATCH_OF_UNMOVED",
@@ -25,39 +25,15 @@ __all__ = [
     "NOTHING_KEPT",
     "NOT_FINITE",
     "NO_RUNNING_STATISTICS",
-    "SMALL_BATCH",
     "TRAIN_MODE",
     "UNMOVED",
     "UNMOVED_BY_MOMENTUM",
     "UNUSABLE",
     "WEAK_LAYER",
     "WRONG_VARIANCE",
-    "label_skew",
     "mismatch",
 ]
 
-_FEDTAN = Remedy(
-    "strategy=fedtan",
-    "BatchNorm uses the statistics of all clients' batches, and the gradients through them (arXiv:2301.02982); "
-    "a round has 3 L + 1 exchanges for L layers. With E = 1 a round is one centralised step",
-)
-_FIXBN = Remedy(
-    "strategy=fixbn lr-decay-at=freeze",
-    "freezes the global statistics halfway (freeze-at=0.5) and trains on under them, at a lower learning rate "
-    "(arXiv:2303.06530); no further messages",
-)
-_FEDTAN2 = Remedy(
-    "strategy=fedtan2", "FedTAN at first, then frozen statistics: most of its gain, with few rounds of many exchanges"
-)
-_FEDWON = Remedy(
-    "strategy=fedwon norm=wsconv", "convolutions with standardised weights, and no BatchNorm at all (arXiv:2306.11879)"
-)
-_GROUP = Remedy("norm=group", "GroupNorm has no statistics of the batch; on its own it may reach less than BatchNorm")
-_FEDBN = Remedy(
-    "strategy=fedbn",
-    "each client keeps its BatchNorm layers, statistics, gamma and beta, and the rest is averaged (arXiv:2102.07623)",
-)
-_SILOBN = Remedy("strategy=silobn", "each client keeps its statistics only: gamma and beta are shared")
 _RECALIBRATE = Remedy(
     "recalibrate=true", "statistics are re-estimated from the clients' data, under fixed weights, before each test"
 )
@@ -73,29 +49,10 @@ def mismatch(unmoved: bool, momenta: Collection[float | None]) -> list[Remedy]:
     return [remedy for remedy in MISMATCH if remedy is not _FASTER or not known or max(known) < MOMENTA[0]]
 
 
-def label_skew(local_steps: int) -> list[Remedy]:
-    """Return the remedies, given E; 0 = not known.
-
-    With E = 1 FedTAN is centralised training, step by step. With more steps it synchronises the first step of a round
-    only, and FixBN acts in all of them.
-    """
-    first = [_FEDTAN, _FEDTAN2, _FIXBN] if local_steps == 1 else [_FIXBN, _FEDTAN2]
-    return [*first, _GROUP]
-
-
-FEATURE_SHIFT = [
-    _FEDBN,
-    _SILOBN,
-    _FEDWON,
-    Remedy(
-        "fedbn-flwr evaluate RUN --dataset NEW --bn adapt",
-        "for one model on data of a new site: statistics re-estimated from its inputs, without targets",
-    ),
-]
 CLIENTS_DIFFER = [
     Remedy("strategy=fedbn", "if each client is tested with its own model: it keeps its BatchNorm layers"),
     Remedy("strategy=fixbn lr-decay-at=freeze", "if one model is for all: the global statistics are frozen halfway"),
-    _GROUP,
+    GROUP,
 ]
 _LOOK = Remedy(
     "look at the client's examples",
@@ -104,19 +61,12 @@ _LOOK = Remedy(
 CLIENT_UNITS = [
     Remedy("the same units at every client", "and the same preprocessing: this is the cause, and all else treats it"),
     Remedy("standardise=local", "each client scales its features with its own mean and standard deviation"),
-    _FEDBN,
+    FEDBN,
 ]
-CLIENT_INPUTS = [_LOOK, _FEDBN]
+CLIENT_INPUTS = [_LOOK, FEDBN]
 CLIENT_BELOW = [
     _LOOK,
     Remedy("train without the client", "for comparison: the others gain where its examples do not fit theirs"),
-]
-SMALL_BATCH = [
-    Remedy("batch-size=16", "or more: the noise of a batch's statistics falls as 1 / sqrt(batch size)"),
-    _GROUP,
-    _FEDWON,
-    Remedy("norm=batch-renorm", "normalises by running statistics, corrected within limits (arXiv:1702.03275)"),
-    _FIXBN,
 ]
 TRAIN_MODE = [
     Remedy("model.eval()", "before every test (fedbn_flwr.training.evaluate does so); in a run eval-on=global"),
@@ -132,8 +82,8 @@ _FASTER = Remedy(
 _STEADIER = Remedy(
     "bn-momentum=0.1", "running statistics are then a mean over many batches, not mostly those of the last ones"
 )
-MISMATCH = [_RECALIBRATE, _FASTER, _FIXBN]
-MISMATCH_OF_LAST = [_RECALIBRATE, _STEADIER, _FIXBN]
+MISMATCH = [_RECALIBRATE, _FASTER, FIXBN]
+MISMATCH_OF_LAST = [_RECALIBRATE, _STEADIER, FIXBN]
 MISMATCH_OF_UNMOVED = [_RECALIBRATE]
 UNMOVED_BY_MOMENTUM = [
     Remedy("bn-momentum=0.1", "with momentum 0 no batch moves the running statistics"),

@@ -6,6 +6,12 @@ a summary of it were read, which say that SCAFFOLD's variates are extended to th
 of a client. No code was found. Every formula below that is not SCAFFOLD's is ours, the direct extension, and
 results with it are not the paper's.
 
+## When
+
+Use when: SCAFFOLD suits the run, and label skew also moves BatchNorm's statistics; it is an experiment.
+
+Not when: networks deeper than an MLP under two classes a client: it diverged or stayed behind there.
+
 ## Problem
 
 SCAFFOLD corrects a client's gradients. Its BatchNorm layers still normalise with the statistics of the client's own

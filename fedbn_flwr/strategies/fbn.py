@@ -4,6 +4,12 @@ Guerraoui, Pinot, Rizk, Stephan, Taiani 2024, "Overcoming the Challenges of Batc
 arXiv:2405.14670. Written after its abstract and introduction, one sentence on it in arXiv:2410.02006 and the baseline
 of that name in the public code of HBN: the full text was not read.
 
+## When
+
+Use when: label skew, batches of any size, and no good round to freeze at.
+
+Not when: the rate is high: statistics of the last round lag behind the weights, and ResNet-20 diverged.
+
 ## Problem
 
 In training a BN layer normalises with the statistics of a client's batch, which differ between clients. FixBN uses

@@ -3,6 +3,12 @@ r"""FedAvgM: momentum on the server, safe for BatchNorm.
 Hsu, Qi, Brown 2019, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
 arXiv:1909.06335, section 3.3.
 
+## When
+
+Use when: rounds zigzag, and more messages are no option.
+
+Not when: the trouble is BatchNorm's: its statistics are averaged as in FedAvg.
+
 ## Problem
 
 With different data in each client the average moves in another direction in each round. Momentum on the server

@@ -3,6 +3,12 @@ r"""FedBN: BN stays with the client: gamma, beta and running statistics.
 Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", arXiv:2102.07623,
 Algorithm 1.
 
+## When
+
+Use when: clients have the same classes and other cameras, scanners or styles, and each is served its own model.
+
+Not when: one model must know classes that a client lacks, or most clients never train.
+
 ## Problem
 
 The clients see different features: other cameras, scanners or styles. One set of BN parameters and statistics does not

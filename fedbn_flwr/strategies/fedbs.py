@@ -3,6 +3,12 @@ r"""FedBS: FedAvg weighted by the clients' losses, then FedProx with equal weigh
 Idrissi, Berrada, Noubir 2021, "FEDBS: Learning on Non-IID Data in Federated Learning using Batch Normalization",
 ICTAI 2021, Algorithm 1.
 
+## When
+
+Use when: some of many clients fall behind, and weights by size do not help them.
+
+Not when: a loss may not leave a client.
+
 ## Problem
 
 With different data some clients fall behind, and weights by size do not help them. Clients with a larger loss get more

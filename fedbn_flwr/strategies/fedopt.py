@@ -2,6 +2,12 @@ r"""FedOpt: an adaptive optimizer on the server, safe for BatchNorm: FedAdagrad,
 
 Reddi et al. 2021, "Adaptive Federated Optimization", arXiv:2003.00295, Algorithms 1 and 2.
 
+## When
+
+Use when: entries of the model need steps of different size, as with rare features.
+
+Not when: there is no time to tune the server's rate; BatchNorm's statistics are averaged as in FedAvg.
+
 ## Problem
 
 Entries of the model need steps of different size, and the plain average gives all of them the same. An optimizer on

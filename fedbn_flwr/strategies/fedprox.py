@@ -2,6 +2,12 @@ r"""FedProx: FedAvg with a proximal term in the local loss.
 
 Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv:1812.06127, Algorithm 2.
 
+## When
+
+Use when: clients do many local steps and drift apart.
+
+Not when: the trouble is BatchNorm's: the penalty does not touch its statistics.
+
 ## Problem
 
 With different data and many local steps the clients drift away from the global model, each in its own direction. A

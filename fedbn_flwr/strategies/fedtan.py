@@ -3,6 +3,13 @@ r"""FedTAN: in the first local step of each round all clients act as one batch, 
 Wang, Shi, Chang 2023, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", arXiv:2301.02982,
 Algorithms 1-3.
 
+## When
+
+Use when: label skew with few local steps, and all clients of a round answer at the same time. With one step a round is
+a step of one machine.
+
+Not when: each message is dear and no channel can be opened, or clients often drop out.
+
 ## Problem
 
 A BN layer makes the output for one sample depend on the whole batch. With different data in each client the local

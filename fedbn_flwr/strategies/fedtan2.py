@@ -2,6 +2,12 @@ r"""FedTAN-II: FedTAN for M rounds, then FedAvg with the BN statistics frozen.
 
 Wang, Shi, Chang 2023, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", arXiv:2301.02982, 5.4.
 
+## When
+
+Use when: as FedTAN, where its messages can be paid for a part of the rounds only, and with many local steps.
+
+Not when: the rate cannot be lowered when the statistics freeze.
+
 ## Problem
 
 FedTAN needs many exchanges in every round. After some rounds the statistics are good, and frozen ones need no exchange.

@@ -3,6 +3,12 @@ r"""FedWon: FedAvg of a network without normalisation, its convolutions with sta
 Zhuang, Lyu 2024, "FedWon: Triumphing Multi-domain Federated Learning Without Normalization", arXiv:2306.11879; AGC of
 Brock et al. 2021, arXiv:2102.06171.
 
+## When
+
+Use when: the network is made of convolutions, and batches are very small.
+
+Not when: the network is given, pretrained with BatchNorm, or has few convolutions; the rate cannot be tuned.
+
 ## Problem
 
 BN statistics differ between domains, and with small batches they are noise. A network without BN has no statistics to

@@ -2,6 +2,12 @@ r"""FixBN: FedAvg with BN until round T*, then with BN statistics frozen at thei
 
 Zhong et al. 2023, "Making Batch Normalization Great in Federated Deep Learning", arXiv:2303.06530, Algorithm 1, B.6.
 
+## When
+
+Use when: label skew with many local steps, or no more messages than FedAvg sends. Lower the rate after T*.
+
+Not when: the run is so short that the statistics at T* are still far from good.
+
 ## Problem
 
 In training a BN layer normalises with the statistics of a client's batch; in the test it uses the averaged ones. With

@@ -4,6 +4,12 @@ Chen, Xu, Wu, Kittler 2025, "Hybrid Batch Normalisation: Resolving the Dilemma o
 Learning", ICML, PMLR 267:9500-9515, arXiv:2505.21877. Written after the abstract, the figure of the layer and the
 public code (HybridBN, commit 1c0e151); the full text was not read.
 
+## When
+
+Use when: label skew or small batches, clients that take part often, and a further pass over the data is affordable.
+
+Not when: clients come once: alpha stays with each.
+
 ## Problem
 
 A batch's statistics differ between clients, and from those of the test. Global statistics alone, as in FBN and FixBN,

@@ -3,6 +3,12 @@ r"""MTFL: gamma and beta stay with the client, BN statistics are shared.
 Mills et al. 2022, "Multi-Task Federated Learning for Personalised Deep Neural Networks in Edge Computing",
 arXiv:2007.09236, the variant "yb".
 
+## When
+
+Use when: each client has a task or class mix of its own, and privacy or size speaks against sharing gamma and beta.
+
+Not when: one global model is wanted.
+
 ## Problem
 
 Each client has a task of its own, and one model serves none of them well. Private gamma and beta make the shared

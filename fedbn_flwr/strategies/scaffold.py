@@ -3,6 +3,12 @@ r"""SCAFFOLD: local steps corrected by control variates, aware of BatchNorm.
 Karimireddy et al. 2020, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", arXiv:1910.06378,
 Algorithm 1, option II.
 
+## When
+
+Use when: gradients differ between clients, most of them take part in each round, and twice the floats are affordable.
+
+Not when: clients are seen once or twice, or BatchNorm's statistics are the trouble.
+
 ## Problem
 
 With different data each client's gradient points away from the common one, and local steps drift. Each client knows

@@ -2,6 +2,12 @@ r"""SiloBN: BN statistics stay with the client, gamma and beta are shared.
 
 Andreux et al. 2020, "Siloed Federated Learning for Multi-Centric Histopathology Datasets", arXiv:2008.07424, section 3.
 
+## When
+
+Use when: as FedBN, where a client has too few examples to learn a gamma and beta of its own.
+
+Not when: one model must know classes that a client lacks.
+
 ## Problem
 
 Hospitals have different scanners, and so different statistics in the BN layers. The average of these statistics fits

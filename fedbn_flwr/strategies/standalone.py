@@ -2,6 +2,12 @@
 
 The lower reference of FedWon (arXiv:2306.11879, "Standalone") and FedTAN (arXiv:2301.02982, "SingleNet").
 
+## When
+
+Use when: a lower reference is needed: a federation must beat it at each client, in the same test.
+
+Not when: a shared model is wanted.
+
 ## Problem
 
 A federation is useful only where it beats what each client reaches without it. This method measures that.

@@ -3,6 +3,13 @@ r"""StaticBN: clients train on batch statistics alone; the running statistics ar
 Diao, Ding, Tarokh 2021, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
 Clients", arXiv:2010.01264, "static Batch Normalization" (sBN).
 
+## When
+
+Use when: the running statistics of the final model are the trouble, not training; all clients can be asked once more
+before a test.
+
+Not when: training itself is biased by the batches' statistics: label skew with few local steps.
+
 ## Problem
 
 Running statistics are collected while the weights still change, and each client collects its own. Their average fits

@@ -17,6 +17,7 @@ from torchvision.models import resnet18
 from typer.testing import CliRunner
 
 from fedbn_flwr.doctor import Finding, remedies
+from fedbn_flwr.doctor.situations import SITUATIONS, SMALL_BATCHES
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
@@ -128,7 +129,7 @@ def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> Non
 def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
     """A remedy that reads ``key=value ...`` is a config that can run; the others are calls or sentences."""
     lists = [value for value in vars(remedies).values() if isinstance(value, list) and value != remedies.__all__]
-    lists += [remedies.label_skew(steps) for steps in (1, 2)]
+    lists += [situation.remedies for situation in SITUATIONS]
     keys = {field.alias or name for name, field in Config.model_fields.items()}
     tried = set()
     for setting in {remedy.setting for found in lists for remedy in found}:
@@ -139,7 +140,7 @@ def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
     assert tried >= {"strategy", "norm", "batch-size", "recalibrate", "bn-momentum", "gradient-clip-norm"}
 
 
-ACCUSED = [Finding("a", "", [], {}, remedies.MISMATCH), Finding("b", "", [], {}, remedies.SMALL_BATCH)]
+ACCUSED = [Finding("a", "", [], {}, remedies.MISMATCH), Finding("b", "", [], {}, SMALL_BATCHES.remedies)]
 EVERY = ["recalibrate=true", "bn-momentum=0.3", "strategy=fixbn lr-decay-at=freeze", "batch-size=16", "norm=group"]
 
 

@@ -56,7 +56,8 @@ def _findings(run: RunFiles) -> Iterator[Block]:
     for finding in findings:
         yield Heading(finding["what"])
         yield Listing(finding["evidence"])
-        yield Table(["what to try, in order", "what it does"], [[r["setting"], r["why"]] for r in finding["remedies"]])
+        tries = [[r["setting"], r["why"], r.get("expected", "")] for r in finding["remedies"]]
+        yield Table(["what to try, in order", "what it does", "gain where measured, cost"], tries)
     for title, key in (("What the doctor could not measure", "not-measured"), ("Notes of the doctor", "notes")):
         if diagnosis.get(key):
             yield Heading(title)
