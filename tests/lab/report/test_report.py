@@ -378,13 +378,13 @@ def test_sums_are_over_the_same_layers_in_every_round(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["doctor.json", "doctor/doctor.json"])
 def test_the_findings_of_the_doctor(folder: Path, name: str) -> None:
-    finding = {"what": "A layer is dead.", "evidence": [EVIL], "remedies": [{"setting": "norm=group", "why": "no BN"}]}
+    remedy = {"setting": "norm=group", "why": "no BN", "expected": "Cost: less"}
+    finding = {"what": "A layer is dead.", "evidence": [EVIL], "remedies": [remedy]}
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(json.dumps({"findings": [finding]}))
     text = Html(write_report(folder)).text
-    assert (
-        f"The doctor has 1 finding. A layer is dead. {EVIL} what to try, in order what it does norm=group no BN" in text
-    )
+    table = "what to try, in order what it does gain where measured, cost norm=group no BN Cost: less"
+    assert f"The doctor has 1 finding. A layer is dead. {EVIL} {table}" in text
     (folder / name).write_text(json.dumps({"findings": [], "not-measured": ["B_i: no data."], "notes": [EVIL]}))
     said = f"The doctor has no findings. What the doctor could not measure B_i: no data. Notes of the doctor {EVIL}"
     text = Html(write_report(folder)).text
