@@ -27,12 +27,19 @@ from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
+from fedbn_flwr.server.methods import declared
 from fedbn_flwr.server.options import OPTIONS
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 
 __all__ = ["changed", "derived", "main"]
 
 _ROOT = Path(__file__).resolve().parents[2]
+_GROUPS = (
+    "Statistics synchronised or frozen",
+    "BN stays with the client",
+    "Averages and local training",
+    "Server optimizers",
+)
 _COLUMNS = ("BN", "GN", "FixBN", "FedTAN", "FedBN")
 _TOML_HEAD = "[tool.flwr.app.config]\n"
 
@@ -51,13 +58,13 @@ def derived(root: Path) -> dict[Path, str]:
         "docs/choose.md": {"situations": situation_table()},
         "docs/methods/index.md": {"strategies": strategy_table(), "norms": norm_table()},
         "docs/reference/strategies.md": {"classes": class_list()},
-        "docs/guides/privacy.md": {"protections": privacy_table(), "refusals": refusals_table()},
+        "docs/guides/privacy.md": {"protections": privacy_table()},
+        "docs/reference/privacy-refusals.md": {"refusals": refusals_table()},
         "docs/reference/messages.md": {"keys": key_table()},
     }
     for name, blocks in marked.items():
         texts[Path(name)] = _filled(root / name, blocks)
-    pages = "\n".join(f"      - {method_title(method)}: methods/{name}.md" for name, method in STRATEGIES.items())
-    texts[Path("mkdocs.yml")] = _filled(root / "mkdocs.yml", {"methods": pages}, "      # {}")
+    texts[Path("mkdocs.yml")] = _filled(root / "mkdocs.yml", {"methods": method_menu()}, "      # {}")
     return texts
 
 
@@ -116,6 +123,33 @@ def strategy_table() -> str:
         kept = ", ".join(part.value for part in Part if part in strategy().local) or "nothing"
         lines.append(f"| [`{name}`]({name}.md) | {METHODS[name].summary_line} | {kept} | {METHODS[name].source} |")
     return "\n".join(line.replace("||", "\\|\\|") for line in lines)
+
+
+def method_menu() -> str:
+    """Return the methods' entries in the menu of the site, by group."""
+    groups: dict[str, list[str]] = {group: [] for group in _GROUPS}
+    for name, strategy in STRATEGIES.items():
+        groups[_group_of(name)].append(f"          - {method_title(strategy)}: methods/{name}.md")
+    lines = []
+    for group, entries in groups.items():
+        lines += [f"      - {group}:", *entries]
+    return "\n".join(lines)
+
+
+def _group_of(name: str) -> str:
+    """Return the group of a method, by what it declares."""
+    method = METHODS[name](METHODS[name].Params())
+    phases = declared(method)
+    statistics = any(
+        phase.exchanges or phase.held or "moments" in {one.size for one in phase.beside} for phase in phases
+    )
+    if method.role == "server-step":
+        return "Server optimizers"
+    if any(phase.local for phase in phases):
+        return "BN stays with the client"
+    if statistics:
+        return "Statistics synchronised or frozen"
+    return "Averages and local training"
 
 
 def norm_table() -> str:
