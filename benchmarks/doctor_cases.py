@@ -53,8 +53,8 @@ CASES = {
     "label skew, E = 20": Case(
         {**HEALTHY, "partition": "classes", "local-steps": 20},
         "label-skew",
-        "strategy=fixbn lr-decay-at=freeze",
-        {"strategy": "fixbn", "lr-decay-at": "freeze"},
+        "strategy=fedtan",
+        {"strategy": "fedtan"},
     ),
     "feature-shifted domains": Case(
         {**DOMAINS, "eval-on": "personal-global"},
