@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,14 @@ def test_the_demo_ends_with_a_table(short_demo: dict[str, Any], tmp_path: Path, 
     assert (short_demo["app"], short_demo["study"]) == (ROOT, ROOT / "apps/main/recipes/demo.yaml")
     assert short_demo["federation"] == {"num-supernodes": 5, "client-resources-num-cpus": 1}
     said = capsys.readouterr().out
-    for method in ("FedAvg+BN (flwr run)", "FedAvg+BN", "FedAvg+GN", "FixBN", "FedBN personalised", "centralized"):
+    for method in ("FedAvg+BN (flwr run)", "FedAvg+BN", "FedAvg+GN", "FixBN", "FedTAN", "one machine"):
         assert method in said
-    for column in ("accuracy, %", "rounds", "MB of floats"):
+    for column in ("accuracy, %", "rounds", "exchanges", "MB of floats"):
         assert column in said
+    accuracy = {name: float(value) for name, value in re.findall(r"│ (\S[^│]*?) +│ +([\d.]+) +│", said)}
+    behind = accuracy["one machine"] - accuracy["FedTAN"]
+    (shown,) = re.findall(r"behind one machine, in points: .*FedTAN (-?[\d.]+)", said)
+    assert abs(float(shown) - behind) < 0.06, "both are rounded"
     assert "flwr run and in process end in the same bits: yes" in said
     for line in said.splitlines()[-3:]:
         assert Path(line.strip()).is_file(), "the paths of the results come last"
