@@ -50,7 +50,7 @@ AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm": ("group", {}),
     "norm-groups": (1, {"norm": "group"}),
-    "wsconv-gain": (False, {"norm": "wsconv", "model": "lenet"}),
+    "wsconv-gain": (True, {"norm": "wsconv", "model": "lenet"}),
     "activation": ("identity", {"norm": "wsconv", "model": "lenet"}),
     "renorm-rmax": (300.0, {"norm": "batch-renorm"}),
     "renorm-dmax": (500.0, {"norm": "batch-renorm"}),

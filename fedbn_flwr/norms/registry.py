@@ -92,7 +92,7 @@ def replace_norm(model: nn.Module, kind: str, **options: object) -> tuple[nn.Mod
         model: any module, also a BatchNorm layer itself.
         kind: a key of ``NORMS``.
         **options: options of this norm: ``groups`` (2) of ``group`` and ``group+ws``; ``rmax`` (3), ``dmax`` (5) and
-            ``warmup_steps`` (1000) of ``batch-renorm``; ``activation`` ("relu") and ``gain`` (True) of ``wsconv``.
+            ``warmup_steps`` (1000) of ``batch-renorm``; ``activation`` ("relu") and ``gain`` (False) of ``wsconv``.
 
     Raises:
         ConfigError: the kind or an option is unknown, or an option is out of range.

@@ -4,17 +4,17 @@ Instead of a filter W of N weights (N = in channels per group times positions), 
 
     W' = gain * gamma * (W - mean) / (sqrt(var + 1e-6) * sqrt(N)),    var = sum (W - mean)^2 / N.
 
-gamma is a constant of the activation (1 / the standard deviation of its output for a standard normal input). gain is a
-learnable number per out channel and starts at 1. Every BatchNorm becomes ``nn.Identity``. A layer without a bias before
-a BatchNorm with beta gets a bias, which starts at 0: any convolution, and a linear layer. Nothing else of a linear
-layer changes.
+gamma is a constant of the activation (1 / the standard deviation of its output for a standard normal input). gain is 1,
+or with ``gain=True`` a learnable number per out channel that starts at 1. Every BatchNorm becomes ``nn.Identity``. A
+layer without a bias before a BatchNorm with beta gets a bias, which starts at 0: any convolution, and a linear layer.
+Nothing else of a linear layer changes.
 
 Sources: FedWon, eq. (3); Brock et al. 2021a, arXiv:2101.08692. 1e-6 is inside the root as in timm's
 ``ScaledStdConv2d``; with the same gamma both layers are equal.
 
-Ours: gamma is exact (for ReLU 1.71286; the NFNets code has the sampled constant 1.71396). The gain is Brock's, not in
-FedWon's eq. (3); ``gain=False`` leaves it out. 1d and 3d convolutions are changed too. The weights of transposed
-convolutions, and filters of one weight, which would become zero, are not changed. Layers keep a bias that they have.
+Ours: gamma is exact (for ReLU 1.71286; the NFNets code has the sampled constant 1.71396). The learnable gain is
+Brock's; eq. (3) has none. 1d and 3d convolutions are changed too. The weights of transposed convolutions, and filters
+of one weight, which would become zero, are not changed. Layers keep a bias that they have.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ScaledConv3d(_Scaled, nn.Conv3d):
 
 
 def use_wsconv(
-    model: nn.Module, *, activation: str = "relu", gain: bool = True
+    model: nn.Module, *, activation: str = "relu", gain: bool = False
 ) -> tuple[nn.Module, tuple[Replacement, ...]]:
     """Remove every BatchNorm and make every convolution a scaled standardised one, in place.
 

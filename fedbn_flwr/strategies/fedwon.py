@@ -1,6 +1,6 @@
 r"""FedWon: FedAvg of a network without normalisation, its convolutions with standardised weights, gradients clipped.
 
-Zhuang, Lyu 2024, "FedWon: Triumphing Multi-domain Federated Learning Without Normalization", arXiv:2306.11879; AGC of
+Zhuang, Lyu 2024, "FedWon: Triumphing Multi-domain Federated Learning Without Normalization", arXiv:2306.05879; AGC of
 Brock et al. 2021, arXiv:2102.06171.
 
 ## When
@@ -19,7 +19,7 @@ average; standardised weights and clipped gradients keep its training stable.
 The network is made by `model, report = replace_norm(model, "wsconv")`. Each convolution uses, per output channel with
 mean $\mu_W$ and standard deviation $\sigma_W$ of its weights,
 
-$$\hat{W} = \text{gain} \cdot \gamma \, \frac{W - \mu_W}{\sigma_W \sqrt{\text{fan-in}}}, \qquad
+$$\hat{W} = \gamma \, \frac{W - \mu_W}{\sigma_W \sqrt{\text{fan-in}}}, \qquad
 \gamma = \sqrt{\frac{2}{1 - 1/\pi}} \text{ for ReLU}$$
 
 After the backward pass, and before weight decay and momentum, each gradient $G$ is clipped against its weights $W$,
@@ -32,7 +32,8 @@ $\lambda$ is `agc`, a setting of every strategy. The server averages as FedAvg.
 
 ## Differs from the paper
 
-The gain per channel of wsconv is Brock's (`wsconv-gain`).
+None known. The learnable gain per channel of Brock et al. is an option: `wsconv-gain=true`, or
+`replace_norm(model, "wsconv", gain=True)`.
 
 ## Law
 
@@ -62,7 +63,7 @@ class FedWonMethod(Method[FedWonParams]):
 
     name = "fedwon"
     summary_line = "no normalisation: norm=wsconv and adaptive gradient clipping"
-    source = "Zhuang 2024, arXiv:2306.11879"
+    source = "Zhuang 2024, arXiv:2306.05879"
     alone = "fedwon is norm=wsconv and agc: set these two with the other strategy"
     Params = FedWonParams
 

@@ -50,7 +50,7 @@ def test_all_layers_of_a_torchvision_model(named: tuple[str, nn.Module], kind: s
     gone = set() if kind == "batch-renorm" else {"running_mean", "running_var", "num_batches_tracked"}
     gone |= {"weight", "bias"} if kind in ("none", "wsconv") else set()
     norm_entries = {f"{row.path}.{leaf}" for row in norm_rows for leaf in gone}
-    added = {f"{row.path}.{leaf}" for row in report if kind == "wsconv" for leaf in ("gain", "bias")}
+    added = {f"{row.path}.{leaf}" for row in report if kind == "wsconv" for leaf in ("bias",)}
     kept = [key for key in model.state_dict() if key not in norm_entries | added]
     assert kept == [key for key in new.state_dict() if key not in added]
     with torch.no_grad():

@@ -72,7 +72,7 @@ def test_timms_layer_is_the_same_at_equal_gamma(groups: int, gamma: float) -> No
     layers = pytest.importorskip("timm.layers")
     conv = nn.Conv2d(4, 8, 3, padding=1, stride=2, groups=groups).double()
     activation = {RELU: "relu", 1.0: "identity"}[gamma]
-    new, _ = replace_norm(conv, "wsconv", activation=activation)
+    new, _ = replace_norm(conv, "wsconv", activation=activation, gain=True)
     theirs = layers.ScaledStdConv2d(4, 8, 3, padding=1, stride=2, groups=groups, gamma=gamma).double()
     with torch.no_grad():
         new.gain.normal_()
@@ -190,12 +190,12 @@ def test_dtype_device_mode_and_requires_grad() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False, dtype=torch.bfloat16), nn.BatchNorm2d(4))
     model[0].weight.requires_grad_(False)
     model[0].eval()
-    layer = replace_norm(model, "wsconv")[0][0]
+    layer = replace_norm(model, "wsconv", gain=True)[0][0]
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in layer.parameters())
     assert not layer.training
     assert layer.derived_weight().dtype == torch.bfloat16
-    on_meta = replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1, device="meta")), "wsconv")[0]
+    on_meta = replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1, device="meta")), "wsconv", gain=True)[0]
     assert on_meta[0].gain.is_meta
 
 
@@ -203,7 +203,7 @@ def test_shared_and_tied_convolutions_stay_shared_and_tied() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
     model[1].weight = model[0].weight
     model.append(model[0])
-    new, report = replace_norm(model, "wsconv")
+    new, report = replace_norm(model, "wsconv", gain=True)
     assert [row.path for row in report] == ["0", "1", "2"]
     assert new[0] is new[2]
     assert new[0].weight is new[1].weight
@@ -212,7 +212,7 @@ def test_shared_and_tied_convolutions_stay_shared_and_tied() -> None:
 
 @pytest.mark.parametrize(("conv", "shape"), [(nn.Conv1d, (2, 3, 5)), (nn.Conv3d, (2, 3, 4, 4, 4))])
 def test_other_dimensions(conv: type[nn.Conv1d], shape: tuple[int, ...]) -> None:
-    new, _ = replace_norm(conv(3, 4, 2).double(), "wsconv")
+    new, _ = replace_norm(conv(3, 4, 2).double(), "wsconv", gain=True)
     torch.testing.assert_close(new.derived_weight(), reference(new.weight, new.gain, RELU), rtol=1e-12, atol=1e-12)
     assert new(torch.zeros(shape, dtype=torch.float64)).shape[1] == 4
 
@@ -230,7 +230,8 @@ def test_the_memory_format_of_a_model_reaches_its_activations(norm: str, channel
 
 
 def test_copies_pickles_and_description() -> None:
-    new, _ = replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "wsconv", activation="identity")
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    new, _ = replace_norm(model, "wsconv", activation="identity", gain=True)
     x = torch.randn(1, 3, 2, 2)
     for again in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
         assert torch.equal(again(x), new(x))

@@ -57,7 +57,7 @@ class Fields(MethodSettings):
     strategy: str = _key("what", "fedavg", "method; `fedbn-flwr list strategies`")
     norm: str = _key("what", "batch", "normalisation of the model; `fedbn-flwr list norms`")
     norm_groups: int = _key("what", 2, "groups of `norm=group`", ge=1)
-    wsconv_gain: bool = _key("what", True, "learnable gain per channel of `norm=wsconv`")
+    wsconv_gain: bool = _key("what", False, "learnable gain per channel of `norm=wsconv` (Brock 2021; FedWon has none)")
     activation: str = _key("what", "relu", "activation for which `norm=wsconv` scales: relu or identity")
     renorm_rmax: float = _key("what", 3.0, "r_max of `norm=batch-renorm`", ge=1)
     renorm_dmax: float = _key("what", 5.0, "d_max of `norm=batch-renorm`", ge=0)

@@ -107,11 +107,11 @@ def test_norms_on_large_models(name: str, kind: str) -> None:
 
 def test_options_of_norms_reach_the_layers_that_take_them() -> None:
     settings = {"num_classes": 10, "channels": 1, "size": 28}
-    options = {"gain": False, "activation": "tanh", "rmax": 2.0, "dmax": 1.0, "warmup_steps": 7}
+    options = {"gain": True, "activation": "tanh", "rmax": 2.0, "dmax": 1.0, "warmup_steps": 7}
     model = build_model("lenet", norm="batch-renorm", norm_options=options, **settings)
     assert (model.norm1.rmax, model.norm1.dmax, model.norm1.warmup_steps) == (2.0, 1.0, 7)
     model = build_model("lenet", norm="wsconv", norm_options=options, **settings)
-    assert model.conv1.gain is None
+    assert model.conv1.gain is not None
     assert model.conv1.gamma == pytest.approx(1.5925, abs=1e-4)
     assert build_model("lenet", norm="group+ws", norm_options=options, norm_groups=1, **settings).norm1.num_groups == 1
     with pytest.raises(ConfigError, match="'rmax'"):
