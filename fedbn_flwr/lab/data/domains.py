@@ -19,6 +19,7 @@ from fedbn_flwr.lab.data.folders import Files, files_of_classes, hold_files, roo
 from fedbn_flwr.lab.data.readers import IDX_FILES, Loaded, Reader, as_samples, is_there, read_idx, read_torchvision
 from fedbn_flwr.lab.data.samples import Examples, Samples
 from fedbn_flwr.lab.data.shapes import Shape, reshaped
+from fedbn_flwr.seeds import numpy_generator
 
 __all__ = [
     "DIGITS_FIVE",
@@ -57,6 +58,8 @@ DOMAINNET10 = (
 DIGITS_FIVE = ("mnist", "svhn", "usps", "synth-digits", "mnist-m")
 """Domains of Digits-Five, in the order of FedBN's authors."""
 
+_USPS_PARTS, _USPS_TEST, _SEED = (7291, 2007), 1860, 0
+
 
 def read_domains(names: Sequence[str], domains: Sequence[str], classes: Sequence[str]) -> Reader:
     """Return the reader of ``ROOT/DOMAIN.npz`` or ``ROOT/DOMAIN/CLASS/*``; ROOT is a named subfolder or the folder.
@@ -84,7 +87,8 @@ def read_domains(names: Sequence[str], domains: Sequence[str], classes: Sequence
 def read_digits_five(folder: Path, shape: Shape) -> Loaded:
     """Return the domains of ``DIGITS_FIVE`` that are there: as published, or as the only npz file in ``FOLDER/NAME/``.
 
-    Nothing is downloaded. Images of all domains get the requested shape, so that one tensor holds them all.
+    Nothing is downloaded. Images of all domains get the requested shape, so that one tensor holds them all. The two
+    published parts of USPS are pooled and split anew, see ``_split_anew``.
 
     Raises:
         DataError: no domain is present, or one is damaged.
@@ -99,9 +103,27 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
             parts[domain] = read_archive(archives[0], 10)
         elif published and all(is_there(folder / name) for name in names):  # so that nothing is downloaded
             parts[domain] = published(folder, shape)[:2]
+    if "usps" in parts:
+        parts["usps"] = _split_anew(parts["usps"])
     if not parts:
         raise DataError(f"none of the domains {', '.join(DIGITS_FIVE)} is present")
     return merged(parts, shape)
+
+
+def _split_anew(usps: tuple[Examples, Examples]) -> tuple[Examples, Examples]:
+    """Return USPS with 7,438 training and 1,860 test images: 80 and 20 % of its two published parts together.
+
+    So FedBN's authors have it, whose other domains are cut to 7,438 images. Which images are for testing is ours: drawn
+    with a fixed seed, the same in every run. Parts of other sizes are returned as they are: somebody's own split.
+    """
+    train, test = usps
+    if not isinstance(train, Samples) or not isinstance(test, Samples) or (len(train), len(test)) != _USPS_PARTS:
+        return usps
+    inputs, targets = torch.cat([train.inputs, test.inputs]), torch.cat([train.targets, test.targets])
+    order = torch.from_numpy(numpy_generator(_SEED, "digits-five", "usps").permutation(len(targets)))
+    chosen = (order[_USPS_TEST:].sort().values, order[:_USPS_TEST].sort().values)
+    new_train, new_test = (Samples(inputs[indices], targets[indices]) for indices in chosen)
+    return new_train, new_test
 
 
 def merged(parts: Mapping[str, tuple[Examples, Examples]], shape: Shape) -> Loaded:

@@ -165,6 +165,26 @@ def test_digits_five_takes_the_domains_that_are_present(tmp_path: Path, monkeypa
     assert np.array_equal(of_group(original, "synth-digits", "train")[0].permute(2, 3, 1, 0).numpy(), synth)
 
 
+def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path: Path) -> None:
+    """80 and 20 % of 9,298, as FedBN's authors have it, with each image once and its own label; the same each time."""
+    numbers = np.arange(9298)
+    images = (numbers[:, None, None] >> np.array([[0, 8], [0, 8]])).astype(np.uint8)
+    (tmp_path / "usps").mkdir()
+    parts = {"x_train": images[:7291], "y_train": numbers[:7291] % 10}
+    np.savez(tmp_path / "usps/usps.npz", x_test=images[7291:], y_test=numbers[7291:] % 10, **parts)
+    data = load_dataset("digits-five", tmp_path, size=2)
+    assert (len(data.train), len(data.test)) == (7438, 1860)
+    found = {}
+    for split in SPLITS:
+        inputs, targets = of_group(data, "usps", split)
+        found[split] = inputs[:, 0, 0, 0].long() + 256 * inputs[:, 0, 0, 1].long()
+        assert torch.equal(targets, found[split] % 10)
+    assert torch.equal(torch.cat([*found.values()]).sort().values, torch.from_numpy(numbers))
+    assert 300 < int((found["test"] >= 7291).sum()) < 500, "a fifth of each published part is for testing"
+    loading._load.cache_clear()
+    assert torch.equal(load_dataset("digits-five", tmp_path, size=2).test.inputs, data.test.inputs)
+
+
 def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="mnist, svhn, usps, synth-digits, mnist-m"):
         load_dataset("digits-five", tmp_path)
@@ -178,8 +198,8 @@ def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
 def test_real_digits_files() -> None:
     data = load_dataset("digits-five", real("mnist_m"))
     assert data.group_names == ("mnist", "usps", "mnist-m")
-    assert torch.bincount(data.train.groups).tolist() == [60_000, 7_291, 8_000]
-    assert torch.bincount(data.test.groups).tolist() == [10_000, 2_007, 2_000]
+    assert torch.bincount(data.train.groups).tolist() == [60_000, 7_438, 8_000]
+    assert torch.bincount(data.test.groups).tolist() == [10_000, 1_860, 2_000]
     inputs, _ = of_group(data, "mnist", "test")
     mnist = load_dataset("mnist", SHARED)
     assert torch.equal(inputs[:, 1], mnist.test.inputs[:, 0])

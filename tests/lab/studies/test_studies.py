@@ -17,8 +17,8 @@ from fedbn_flwr.lab.studies.sweep import sweep
 
 FOLDER = Path(__file__).parents[3] / "studies"
 FULL = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.endswith("-small"))
-OF_A_DOMAIN = {"digits-five": 7291, "office-caltech10": 112}  # training examples of the smallest domain
-LONGER = {"fedwon-table-1-office-small"}  # it has results, so it stays as it is
+OF_A_DOMAIN = {"digits-five": 7438, "office-caltech10": 112}  # training examples of the smallest domain
+LONGER = {"fedwon-table-1-office-small", "fedwon-office-agc-small", "fedwon-table-2-small"}  # as many rounds, tuned
 SIZES = {"imagenet": 1281167, "tiny-imagenet": 100000, "cityscapes": 2975, "office-caltech10": 2021}
 
 
