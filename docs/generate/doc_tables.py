@@ -19,6 +19,7 @@ import yaml
 from doc_config import config_page
 from doc_methods import method_pages, method_title
 from doc_privacy import privacy_table
+from doc_references import references_page
 from doc_refusals import refusals_table
 
 from fedbn_flwr.batchnorm.parts import Part
@@ -51,6 +52,7 @@ def derived(root: Path) -> dict[Path, str]:
         root: the checkout. What is not derived in a file is taken from there.
     """
     texts = {Path("docs/config.md"): config_page()} | method_pages(root)
+    texts[Path("docs/references.md")] = references_page(root)
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
     marked = {

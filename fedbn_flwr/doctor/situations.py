@@ -90,7 +90,7 @@ FIXBN = Remedy(
     "(arXiv:2303.06530); no further messages",
 )
 FEDWON = Remedy(
-    "strategy=fedwon norm=wsconv", "convolutions with standardised weights, and no BatchNorm at all (arXiv:2306.11879)"
+    "strategy=fedwon norm=wsconv", "convolutions with standardised weights, and no BatchNorm at all (arXiv:2306.05879)"
 )
 GROUP = Remedy("norm=group", "GroupNorm has no statistics of the batch; on its own it may reach less than BatchNorm")
 _FEDTAN = Remedy(

@@ -2,7 +2,7 @@ r"""Pairwise masks that cancel in a sum, and the secrets with which those of los
 
 Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4; the neighbours
 of a client are those of Bell et al. 2020, "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead",
-arXiv (IACR ePrint) 2020/704.
+IACR ePrint 2020/704.
 
 ## Algorithm
 

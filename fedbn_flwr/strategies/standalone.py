@@ -1,6 +1,6 @@
 """Standalone: every client alone; nothing is shared.
 
-The lower reference of FedWon (arXiv:2306.11879, "Standalone") and FedTAN (arXiv:2301.02982, "SingleNet").
+The lower reference of FedWon (arXiv:2306.05879, "Standalone") and FedTAN (arXiv:2301.02982, "SingleNet").
 
 ## When
 
@@ -40,7 +40,7 @@ class StandaloneMethod(Method):
 
     name = "standalone"
     summary_line = "every client alone: nothing is shared"
-    source = "reference of arXiv:2306.11879"
+    source = "reference of arXiv:2306.05879"
     alone = "standalone shares nothing that another method could change"
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:

@@ -220,14 +220,14 @@ _INFOS = (
     PartitionInfo(
         "dirichlet",
         "each class split in proportions drawn from Dirichlet(partition-alpha), unequal sizes",
-        "Yurochkin et al. 2019 (arXiv 1905.12022); flwr-datasets DirichletPartitioner",
+        "Yurochkin et al. 2019 (arXiv:1905.12022); flwr-datasets DirichletPartitioner",
         split_dirichlet,
         by_class=True,
     ),
     PartitionInfo(
         "dirichlet-equal",
         "each client draws its class mix from Dirichlet(partition-alpha), equal sizes",
-        "Hsu, Qi & Brown 2019 (arXiv 1909.06335)",
+        "Hsu, Qi & Brown 2019 (arXiv:1909.06335)",
         split_dirichlet_equal,
         by_class=True,
     ),

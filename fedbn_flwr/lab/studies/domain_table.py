@@ -1,4 +1,4 @@
-"""A study's metrics by domain, as Table 1 of FedWon (arXiv:2306.11879): the domains and their plain average."""
+"""A study's metrics by domain, as Table 1 of FedWon (arXiv:2306.05879): the domains and their plain average."""
 
 from __future__ import annotations
 

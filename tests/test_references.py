@@ -1,0 +1,81 @@
+"""Citations: the numbers are those of ``docs/references.yaml``, with its authors, years and titles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PAPERS = yaml.safe_load((ROOT / "docs/references.yaml").read_text())["papers"]
+KINDS = ("*.md", "*.py", "*.yaml", "*.cff", "*.toml")
+FOLDERS = ("apps", "benchmarks", "docs", "fedbn_flwr", "studies", "tests")
+NUMBER = r"arXiv:(?P<number>\d{4}\.\d{5})"
+NAMED = re.compile(
+    r"(?P<first>[A-Z][a-z]\w+)(?P<others>(?: et al\.|(?:(?:,| &) [A-Z][\w'-]+)+)?)"
+    r",? (?P<year>20\d\d|19\d\d)[ab]?,?"
+    r'(?: "(?P<title>[^"]+)",)?(?: [A-Z][A-Za-z]+,(?: PMLR [\d:-]+,)?)? ' + NUMBER
+)
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yield the name of each file of the project with text, and the text on one line."""
+    files = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *ROOT.glob("*.toml")]
+    for folder in FOLDERS:
+        files += [path for kind in KINDS for path in (ROOT / folder).rglob(kind)]
+    for path in files:
+        if path != Path(__file__):
+            yield str(path.relative_to(ROOT)), re.sub(r"\n# |\s+", " ", path.read_text())
+
+
+def wrong_numbers(text: str) -> list[str]:
+    """Return the arXiv numbers of a text that are not those of a known paper, or are written in another way."""
+    found = re.findall(r"(?i)(arxiv[^\d\w]{0,3}(?:abs/)?\d{4}\.\d{4,5})", text)
+    known = {f"arXiv:{number}" for number in PAPERS} | {f"arxiv.org/abs/{number}" for number in PAPERS}
+    return [number for number in found if number not in known]
+
+
+def wrong_names(text: str) -> list[str]:
+    """Return the citations of a text whose authors, year or title are not those of the number beside them."""
+    wrong = []
+    for cited in NAMED.finditer(text):
+        paper = PAPERS[cited["number"]]
+        authors = paper["authors"].split(", ")
+        named = [cited["first"], *re.findall(r"[A-Z][\w'-]+", cited["others"])]
+        short = cited["others"] in ("", " et al.")
+        same = named == (authors[:1] if short else authors) and int(cited["year"]) == paper["year"]
+        if not same or cited["title"] not in (None, paper["title"]):
+            wrong.append(cited[0])
+    return wrong
+
+
+def test_every_number_is_that_of_a_known_paper() -> None:
+    assert {name: numbers for name, text in texts() if (numbers := wrong_numbers(text))} == {}
+
+
+def test_authors_year_and_title_are_those_of_the_number() -> None:
+    assert {name: cited for name, text in texts() if (cited := wrong_names(text))} == {}
+
+
+def test_every_known_paper_is_cited() -> None:
+    everything = " ".join(text for name, text in texts() if not name.startswith("docs/references"))
+    assert [number for number in PAPERS if f"arXiv:{number}" not in everything] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "name"),
+    [
+        ("FedWon (arXiv:2306.05879)", True, False),
+        ("Hsu, Qi & Brown 2019 (arXiv 1909.06335)", True, False),
+        ("Zhuang 2023, arXiv:2306.05879", False, True),
+        ("Zhuang, Liu 2024, arXiv:2306.05879", False, True),
+        ('Li et al. 2021, "FedBN: Federated Learning via Local Batch Normalization", arXiv:2102.07623', False, True),
+        ("Zhuang 2024, arXiv:2306.05879", False, False),
+        ("Wang, Shi & Chang 2023, arXiv:2301.02982", False, False),
+    ],
+)
+def test_a_wrong_citation_is_found(text: str, number: bool, name: bool) -> None:
+    assert (bool(wrong_numbers(text)), bool(wrong_names(text))) == (number, name)
