@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from doc_config import config_page
 from doc_methods import method_pages, method_title
+from doc_papers import papers_page
 from doc_privacy import privacy_table
 from doc_references import references_page
 from doc_refusals import refusals_table
@@ -53,6 +54,7 @@ def derived(root: Path) -> dict[Path, str]:
     """
     texts = {Path("docs/config.md"): config_page()} | method_pages(root)
     texts[Path("docs/references.md")] = references_page(root)
+    texts[Path("docs/results/papers.md")] = papers_page(root)
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
     marked = {

@@ -111,6 +111,57 @@ def test_a_head_that_names_t_star_has_a_method_that_freezes() -> None:
         assert "T* = R/2" not in head_of(path) or methods & {"fixbn", "fedtan2"}, path.name
 
 
+PAPERS = yaml.safe_load((FOLDER.parent / "docs/results/papers.yaml").read_text())["papers"]
+CAPTIONS = {
+    "FedTAN": {"Fig.": range(1, 15), "Table": range(1, 6)},
+    "FixBN": {"Fig.": [*range(1, 7), *"GHIJKLMN"], "Table": [*range(1, 6), *"FGHI"]},
+    "FedWon": {"Fig.": range(1, 7), "Table": range(1, 7)},
+    "FedBS": {"Fig.": range(1, 7), "Table": []},
+}
+
+
+def studies_of(entry: dict[str, Any]) -> list[str]:
+    named = entry.get("study", [])
+    return [named] if isinstance(named, str) else named
+
+
+def test_every_table_and_figure_of_the_papers_is_listed_once() -> None:
+    listed = {paper["name"]: [entry["of"] for entry in paper["shows"]] for paper in PAPERS}
+    for paper, kinds in CAPTIONS.items():
+        expected = [f"{kind} {number}" for kind, numbers in kinds.items() for number in numbers]
+        assert sorted(listed.pop(paper)) == sorted(expected)
+    assert not listed
+
+
+def results_of() -> dict[str, str]:
+    """Return the last cell of each study's row on the page, by study."""
+    page, cells = (FOLDER / "README.md").read_text(), {}
+    for path in FULL:
+        row = next(line for line in page.splitlines() if f"[{path.stem}]({path.name}) | [small]" in line)
+        cells[path.stem] = row.removesuffix(" |").split(" | ")[7]
+    return cells
+
+
+def test_the_state_of_a_table_or_figure_is_that_of_its_studies() -> None:
+    """A study without results in its row of the page is not run."""
+    cells = results_of()
+    for entry in (entry for paper in PAPERS for entry in paper["shows"]):
+        state, results = entry.get("state"), [cells[name] for name in studies_of(entry)]
+        if results:
+            several = all(cell.startswith("full, [seeds") for cell in results)
+            some = any(cell != "not run" for cell in results)
+            assert state == ("done" if several else "partly" if some else "not run"), entry["of"]
+        assert ("results" in entry) == (state in ("done", "partly")), entry["of"]
+        assert "why" in entry or state == "not run", entry["of"]
+
+
+def test_every_study_is_of_a_table_or_figure_or_asks_what_our_results_raise() -> None:
+    listed = {name for paper in PAPERS for entry in paper["shows"] for name in studies_of(entry)}
+    ours = (FOLDER / "README.md").read_text().partition("Questions that our results raise")[2]
+    for path in FULL:
+        assert (path.stem in listed) != (f"]({path.name}) | [small]" in ours), path.name
+
+
 def test_every_small_twin_has_its_study() -> None:
     assert {path.stem for path in FOLDER.glob("*-small.yaml")} == {f"{path.stem}-small" for path in FULL}
 
