@@ -1,11 +1,12 @@
-"""What brings FedTAN closer to centralized training on MNIST: pixels, initial weights, eps or the learning rate.
+"""What brings FedTAN closer to centralized training on MNIST: the start, the rate, the local steps, the tests.
 
     python benchmarks/mnist_start.py --data-dir DIR                               # every variant, seed 0
     python benchmarks/mnist_start.py --data-dir DIR --variant "lr 0.1" --seeds 0,1,2
 
 The setting of ``studies/fedtan-figure-6.yaml`` (FedTAN's paper, arXiv:2301.02982, 6.3), two classes a client, one
 thing changed at a time. "centralized" is FedAvg with one client that holds everything: without momentum that is the
-same plain loop. Both are tested with the running statistics and with those of the test batches (500 images).
+same plain loop. Both are tested with the running statistics and with those of the test batches (500 images). Variants
+of fewer local steps have as many more rounds, so that all train for the same number of steps.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data.subset import Subset
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.seeds import torch_generator
+from fedbn_flwr.seeds import numpy_generator, torch_generator
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
 
 Scalar = bool | int | float | str
@@ -64,9 +66,16 @@ def larger_eps(model: nn.Module, generator: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs from the setting: config keys, mean and deviation of the pixels, the model."""
+    """What differs from the setting: config keys, those of centralized alone, pixels, the model, the clients' sizes.
+
+    ``pixels`` are mean and deviation; ``each`` is the number of images of every client, so that all p_i are equal.
+    With ``reestimated`` the running statistics of the test are those of all training images under the final weights.
+    """
 
     keys: Mapping[str, Scalar] = field(default_factory=dict)
+    centralized: Mapping[str, Scalar] = field(default_factory=dict)
+    each: int = 0
+    reestimated: bool = False
     pixels: tuple[float, float] | None = None
     change: Callable[[nn.Module, torch.Generator], None] | None = None
 
@@ -79,12 +88,38 @@ VARIANTS: Mapping[str, Variant] = {
     "eps 1e-3": Variant(change=larger_eps),
     "lr 0.1": Variant({"learning-rate": 0.1}),
     "lr 0.05 from round 251": Variant({"lr-decay-at": "0.5"}),
+    "E = 1": Variant({"local-steps": 1}),
+    "E = 1, centralized on 640": Variant({"local-steps": 1}, {"batch-size": 640}),
+    "E = 2": Variant({"local-steps": 2}),
+    "E = 10": Variant({"local-steps": 10}),
+    "centralized on 640": Variant(centralized={"batch-size": 640}),
+    "momentum 0.9, lr 0.05": Variant({"sgd-momentum": 0.9, "learning-rate": 0.05}),
+    "without replacement": Variant({"sampling": "without-replacement"}),
+    "10,000 images each": Variant(each=10_000),
+    "statistics of all training images": Variant(reestimated=True),
+    "GroupNorm, FedAvg": Variant({"norm": "group", "strategy": "fedavg"}),
+    "no norm, FedAvg": Variant({"norm": "none", "strategy": "fedavg"}),
 }
+
+
+def reestimate(model: nn.Module, images: Subset) -> None:
+    """Set the running statistics to the mean over batches of 500 of the images."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_running_stats()
+            module.momentum = None  # the plain mean
+    model.train()
+    with torch.no_grad():
+        for positions in torch.arange(len(images)).split(500):
+            model(images.batch(positions)[0])
 
 
 def accuracies(config: Config, variant: Variant) -> tuple[float, float]:
     """Train, and return the test accuracy in per cent with running statistics, and with the test batches' own."""
     data = partitioned_data(config, config.num_clients)
+    if variant.each and config.num_clients > 1:
+        rng = numpy_generator(config.seed, "mnist-start", "each")
+        data = replace(data, train=tuple(rng.permutation(indices)[: variant.each] for indices in data.train))
     if variant.pixels:
         mean, std = variant.pixels
         data = replace(data, dataset=replace(data.dataset, mean=(mean,), std=(std,)))
@@ -110,6 +145,8 @@ def accuracies(config: Config, variant: Variant) -> tuple[float, float]:
         raise RuntimeError(f"a client was refused: {refused[0]}")
     final.load_state_dict(tensors(from_record(result.arrays)))
     test = data.test_view()
+    if variant.reestimated:
+        reestimate(final, data.train_view())
     running = evaluate(final, test)
     with without_running_statistics(final):
         own = evaluate(final, test)
@@ -131,9 +168,12 @@ def main(
         found: list[list[float]] = [[] for _ in columns]
         for seed in map(int, seeds.split(",")):
             both: list[float] = []
-            for method in METHODS.values():
-                keys = {**SETTING, **method, **VARIANTS[name].keys, "data-dir": data_dir, "seed": seed}
-                both += accuracies(Config.make({**keys, "num-server-rounds": rounds}), VARIANTS[name])
+            for method, own in METHODS.items():
+                keys = {**SETTING, **own, **VARIANTS[name].keys, "data-dir": data_dir, "seed": seed}
+                if method == "centralized":
+                    keys |= VARIANTS[name].centralized
+                keys["num-server-rounds"] = rounds * int(SETTING["local-steps"]) // int(keys["local-steps"])
+                both += accuracies(Config.make(keys), VARIANTS[name])
             for values, value in zip(found, both, strict=True):
                 values.append(value)
         print(f"| {name} | {' | '.join(map(_cell, found))} |", flush=True)

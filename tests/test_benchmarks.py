@@ -234,3 +234,22 @@ def test_each_slip_of_the_list_can_be_made() -> None:
         except slips.NotUniqueError as error:
             wrong.append(f"{slip.name}: {error}")
     assert wrong == []
+
+
+def test_the_terms_of_theorem_1_are_those_of_the_gradients() -> None:
+    """Of a network without BatchNorm: B is 0, and the other terms are those of plain gradients of uneven clients."""
+    import torch
+    from theorem_1 import terms
+    from torch import nn
+    from torch.nn import functional
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    batches = [(torch.randn(size, 4, dtype=torch.float64), torch.randint(3, (size,))) for size in (6, 2)]
+    b, v, gradient = terms(model, batches)
+    own = [torch.autograd.grad(functional.cross_entropy(model(x), y), [*model.parameters()]) for x, y in batches]
+    flat = [torch.cat([part.flatten() for part in parts]) for parts in own]
+    union = 0.75 * flat[0] + 0.25 * flat[1]
+    assert b == pytest.approx(0, abs=1e-20)
+    assert v == pytest.approx(float(0.75 * (flat[0] - union).square().sum() + 0.25 * (flat[1] - union).square().sum()))
+    assert gradient == pytest.approx(float(union.square().sum()))

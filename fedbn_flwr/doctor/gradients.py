@@ -1,9 +1,12 @@
-"""FedTAN's gradient deviation B_i (Assumption 1), measured on one batch of each client.
+"""FedTAN's gradient deviation B_i and heterogeneity V_i (Assumptions 1 and 4), measured on one batch of each client.
 
 B_i = || g_i(S_i, dS_i) - g_i(S, dS) ||, the norm over all trainable parameters, in one step from the same weights.
 g_i is the gradient of client i's own batch loss. S_i are the statistics of its batch, and dS_i the gradients through
 them, as in plain training; S and dS are those of all batches together, as in FedTAN's synchronised step (``sync``) with
 weights p_i in proportion to the batch sizes. Without BatchNorm B_i is 0; with equal data it is the noise of a batch.
+
+V_i = || g_i(S, dS) - G ||, G = sum p_j g_j(S, dS), the gradient of all batches together. So sum p_i V_i^2 + ||G||^2 =
+sum p_i ||g_i(S, dS)||^2.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Deviation:
-    """The gradient deviation of one client: B_i, and the norm of its synchronised gradient."""
+    """The gradient deviation of one client: B_i, the norm of its synchronised gradient, and V_i."""
 
     absolute: float
     norm: float
+    heterogeneity: float
 
     @property
     def relative(self) -> float:
@@ -54,8 +58,10 @@ def deviations(model: nn.Module, batches: Sequence[Batch], loss: Loss) -> list[D
     with threads(1):
         local = [_gradient(_training_copy(model), batch, loss) for batch in batches]
         together = _synchronised_gradients(model, batches, loss)
+    sizes = torch.tensor([len(inputs) for inputs, _ in batches], dtype=torch.float64)
+    union = sizes / sizes.sum() @ torch.stack(together)
     return [
-        Deviation(float((alone - shared).norm()), float(shared.norm()))
+        Deviation(float((alone - shared).norm()), float(shared.norm()), float((shared - union).norm()))
         for alone, shared in zip(local, together, strict=True)
     ]
 

@@ -90,9 +90,11 @@ def test_gradient_deviation_against_the_oracle(resnet: nn.Module, batches: list[
     before = {name: value.clone() for name, value in resnet.state_dict().items()}
     found = deviations(resnet, batches, default_loss)
     own, shared = _gradients(resnet, batches, union=False), _gradients(resnet, batches, union=True)
+    union = (SIZES[0] * shared[0] + SIZES[1] * shared[1]) / sum(SIZES)
     for one, alone, together in zip(found, own, shared, strict=True):
         assert one.absolute == pytest.approx(float((alone - together).norm()), rel=1e-9)
         assert one.norm == pytest.approx(float(together.norm()), rel=1e-9)
+        assert one.heterogeneity == pytest.approx(float((together - union).norm()), rel=1e-9)
         assert one.relative > 0.05
     assert all(torch.equal(value, before[name]) for name, value in resnet.state_dict().items())
 
