@@ -19,7 +19,8 @@ TEST_BN = "-test-bn"
 RECALIBRATED = "recalibrated"
 """The name of the test with re-estimated statistics in ``eval-on``."""
 EVALUATIONS = (
-    *("global", "global-batch-statistics", "personal-own", "personal-global", str(SHARED_BN), RECALIBRATED),
+    *("global", "global-train", "global-batch-statistics", "personal-own", "personal-global", "personal-domains"),
+    *(str(SHARED_BN), RECALIBRATED),
     *(f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}"),
 )
 """The names of tests in ``eval-on``. A strategy itself acts on averaged-bn and recalibrated, the recorder on all."""
@@ -84,7 +85,9 @@ class Params(Settings):
     eval_every: int = setting(1, "evaluate after every so many rounds, and after the last", "rounds", ge=1)
     eval_on: str = setting(
         "",
-        "comma list of tests; empty = global, or personal-own for a method with local parts. averaged-bn: clients of "
+        "comma list of tests; empty = global, or personal-own for a method with local parts. global-train: the global "
+        "model on the training examples of all clients. personal-domains: each client's model on each domain, by "
+        "client in metrics.jsonl. averaged-bn: clients of "
         "fedbn, silobn, mtfl share their BN parts, and the tested and saved global model holds their average (without "
         "it, the saved model has no entries of these parts). "
         "recalibrated: the global model with re-estimated statistics (see recalibrate). global-test-bn, "

@@ -598,6 +598,7 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
     ("keys", "words"),
     [
         ({"eval-on": "personal-own"}, "eval-on=personal-own reports results on the clients' data"),
+        ({"eval-on": "global,global-train"}, "eval-on=global-train reports results on the clients' data"),
         ({"strategy": "fedbn"}, "eval-on=personal-own reports"),
         ({"held-out-clients": "1"}, "held-out-clients reports"),
         ({"validation-share": 0.2}, "validation-share reports"),

@@ -86,6 +86,10 @@ def _of_data(config: Values) -> list[str]:
     classes = info.num_classes if info and not is_own(config.dataset) else 0
     moved = augment.each if augment and info and info.task.by_pixel else ()
     problems += wrong(
+        (
+            split(config.eval_on)[:1] == ["personal-domains"],
+            "eval-on=personal-domains has no mean, which a run's main metric needs: name another test before it",
+        ),
         (asked and not config.test_bn, f"eval-on={asked} needs test-bn: {', '.join(TEST_BN_MODES)}"),
         (
             config.partition in ("", "classes") and classes and config.classes_per_client > classes,

@@ -53,9 +53,9 @@ def mask_problems(config: Values) -> list[str]:
 def _uncovered(config: Values, metrics: str, protects: str) -> list[str]:
     """Return what tells of the clients' data beside their updates; the setting ``metrics`` may publish some."""
     withheld = getattr(config, metrics.replace("-", "_")) == "withheld"
-    personal = ",".join(name for name in config.evaluations() if name.startswith("personal"))
+    told = ",".join(n for n in config.evaluations() if n.startswith("personal") or n == "global-train")
     of_clients = {
-        f"eval-on={personal}": personal,
+        f"eval-on={told}": told,
         "validation-share": config.validation_share,
         "held-out-clients": config.held_out_clients,
     }

@@ -18,6 +18,7 @@ EPSILON = "epsilon"  # in metrics.jsonl, see privacy.differential
 _TESTS = (
     "test",
     "test-batch",
+    "test-global-train",
     "personal-own",
     "personal-global",
     "test-averaged-bn",

@@ -27,8 +27,11 @@ __all__ = ["GLOBAL_TESTS", "GlobalTests", "headlines"]
 logger = logging.getLogger("flwr")
 
 _COMPLETED = (SHARED_BN, RECALIBRATED)  # tests of the global model with some BN entries replaced
+_ON_TRAINING_DATA = "global-train"
 GLOBAL_TESTS = {"global": "test", "global-batch-statistics": "test-batch"}
-GLOBAL_TESTS |= {name: f"test-{name}" for name in (*_COMPLETED, f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}")}
+GLOBAL_TESTS |= {
+    name: f"test-{name}" for name in (*_COMPLETED, _ON_TRAINING_DATA, f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}")
+}
 """Each test of the global model, and the prefix of its metrics."""
 
 
@@ -41,7 +44,8 @@ def headlines(config: Config) -> list[str]:
 class GlobalTests:
     """The tests of ``eval-on`` with the global model, on the whole test set and each domain's.
 
-    The first test of ``eval-on`` is done on the validation examples of all clients, too.
+    ``global-train`` is on the training examples of all clients instead, as they are, without augmentation. The first
+    test of ``eval-on`` is done on the validation examples of all clients, too.
 
     Args:
         config: the settings of the run.
@@ -63,6 +67,7 @@ class GlobalTests:
         self._task, self._domains = config.test_task(), domains
         self._test = (data.test_view() if data else None) or None
         self._validation = data.validation_view() if data else None
+        self._train = data.train_view() if data else None
         self._names = [name for name in config.evaluations() if name in GLOBAL_TESTS]
         self._first = config.evaluations()[0]
         untrained = [name for name in config.evaluations() if name.startswith("global")]
@@ -113,6 +118,9 @@ class GlobalTests:
                 load_state(self._model, tensors({**state, **entries}))
             prefix = GLOBAL_TESTS[name] + "-"
             test = functools.partial(evaluate_adapted, self._model, by=self._statistics(name), task=self._task)
+            if name == _ON_TRAINING_DATA and self._train:
+                tested |= test(self._train).named(prefix)
+                continue
             tested |= test(self._test).named(prefix)
             if self._validation and name == self._first:
                 tested |= test(self._validation).named(f"{VALIDATION}-")

@@ -73,6 +73,8 @@ def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: b
         return "each figure by domain: test-...: pooled over its test set, personal-...: plain mean over its clients"
     if key.startswith("train-"):
         return "mean over the clients, weighted by their training examples" if federated else "mean over the examples"
+    if key.startswith("test-global-train-"):
+        return "pooled over the training examples of all clients, without augmentation"
     if key.startswith("test-"):
         but = " but for the held-out clients' examples" if HELD_OUT in line else ""
         return f"pooled over the whole test set{but}, {num_tested} examples"

@@ -32,7 +32,15 @@ from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.setup import pick_device
 from fedbn_flwr.seeds import derive_seed
 
-__all__ = ["PartitionedData", "count_clients", "load_data", "partitioned_data", "put_aside", "whole_data"]
+__all__ = [
+    "PartitionedData",
+    "count_clients",
+    "domain_test",
+    "load_data",
+    "partitioned_data",
+    "put_aside",
+    "whole_data",
+]
 
 DEFAULT_CLIENTS = 5  # of num-clients=0 in process, which has no federation to count
 _SPLIT_KEYS = (
@@ -122,6 +130,11 @@ class PartitionedData:
         groups = self.test_view(partition_id).groups
         numbers = [] if groups is None else torch.unique(groups).tolist()
         return self.dataset.group_names[numbers[0]] if len(numbers) == 1 else None
+
+
+def domain_test(domain: str) -> str:
+    """Return the name of a client's test on a domain, without the comma that separates the names of tests."""
+    return f"domain-{domain.replace(',', ';')}"
 
 
 def count_clients(config: Config) -> int:

@@ -19,7 +19,13 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.lab.data import Scale, Subset, is_own, listed, load_local_dataset
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, load_data, partitioned_data, whole_data
+from fedbn_flwr.lab.partitioned.partitioned_data import (
+    PartitionedData,
+    domain_test,
+    load_data,
+    partitioned_data,
+    whole_data,
+)
 from fedbn_flwr.lab.partitioned.report import data_report
 from fedbn_flwr.lab.runs.start_checks import Checked
 from fedbn_flwr.lab.setup import local_training, pick_device, ready_to_train, training_model
@@ -118,10 +124,11 @@ class RunClients:
         """Return a node's training data, its test sets, its validation data if any, and its own scale if it has one."""
         config = self._config
         if DATA_PATH in context.node_config:
-            if config.data_on_nodes() and "personal-global" in config.evaluations():
+            shared = {"personal-global", "personal-domains"} & {*config.evaluations()}
+            if config.data_on_nodes() and shared:
                 raise DataError(
-                    "eval-on=personal-global needs a test set that all nodes hold; a node with a data-path has the "
-                    "test set own alone. Use eval-on=personal-own."
+                    f"eval-on={','.join(sorted(shared))} needs a test set that all nodes hold; a node with a data-path "
+                    "has the test set own alone. Use eval-on=personal-own."
                 )
             split, client = _own_data(config, context)[0], 0
             tests = {"own": split.test_view(0)}
@@ -129,6 +136,8 @@ class RunClients:
             client, num_clients = _part(context)
             split = self._split(num_clients)
             tests = {"own": split.test_view(client), "global": split.test_view()}
+            if "personal-domains" in config.evaluations():
+                tests |= {domain_test(name): view for name, view in split.domain_views().items()}
         validation = split.validation_view(client) if config.validation_share else None
         scale = split.scales[client] if split.scales else None
         return split.train_view(client), tests, validation, scale

@@ -25,7 +25,7 @@ from fedbn_flwr.lab.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, Run
 from fedbn_flwr.lab.output.global_tests import GLOBAL_TESTS
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
 from fedbn_flwr.lab.output.run_notes import StatisticsLog, log_feature_norm, log_initial, report_data
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, domain_test, partitioned_data
 from fedbn_flwr.lab.partitioned.report import refuse_no_tests
 from fedbn_flwr.lab.runs.node_queries import REPLY_WAIT, agreed_scale, count_nodes
 from fedbn_flwr.lab.runs.start_checks import Checked, moved_buffers, refuse_too_few_clients
@@ -124,7 +124,7 @@ def _serve(
             initial_arrays=initial,
             num_rounds=config.num_server_rounds,
             timeout=timeout,
-            evaluate_config=ConfigRecord({TEST_SETS: ",".join(_tests_of_clients(config))}),
+            evaluate_config=ConfigRecord({TEST_SETS: ",".join(_tests_of_clients(config, data))}),
             evaluate_fn=test,
         )
         manager.after_run(recorder.stopping)
@@ -162,14 +162,24 @@ def _strategy(config: Config, out: Path, model: nn.Module) -> Strategy:
     # Nodes that split into another number would train on the examples of held-out clients.
     strategy.num_partitions = config.num_clients if config.held_out_clients else 0
     strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
-    if not _tests_of_clients(config):
+    if not any(name.startswith("personal-") for name in config.evaluations()):
         strategy.fraction_evaluate = 0.0
     return strategy
 
 
-def _tests_of_clients(config: Config) -> list[str]:
-    """Return the test sets that the clients are asked for."""
+def _tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
+    """Return the test sets that the clients are asked for; ``data`` know the domains.
+
+    Raises:
+        ConfigError: the domains are asked for, and the server has no data with domains.
+    """
     tests = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
+    if "domains" in tests:
+        tests.remove("domains")
+        domains = data.domain_views() if data else {}
+        if not domains:
+            raise ConfigError(f"eval-on=personal-domains: dataset={config.dataset} has no domains here. Leave it out.")
+        tests += map(domain_test, domains)
     if tests and config.validation_share and config.evaluations()[0].startswith("personal"):
         tests.append(VALIDATION)
     return tests

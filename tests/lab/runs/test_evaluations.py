@@ -226,6 +226,42 @@ def test_any_size_of_a_test_batch_gives_the_same_figures(quick_run, strategy: st
             assert small["final"][name] == value or "batch-statistics" not in name, name
 
 
+@pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
+def test_the_loss_on_all_training_examples_is_that_of_plain_torch(quick_run, quick_config, strategy: str) -> None:
+    """Of the model after the round, without the augmentation of the training."""
+    keys = {"strategy": strategy, "eval-on": "global,global-train", "augment": "flip"}
+    summary, out = quick_run(**keys)
+    config = quick_config(**keys)
+    images = partitioned_data(config, 3).train_view()
+    model = make_model(config).eval()
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    inputs, targets = images.batch(torch.arange(len(images)))
+    with torch.no_grad():
+        logits = model(inputs).double()
+    loss = float(nn.functional.cross_entropy(logits, targets))
+    assert summary["final"]["test-global-train-loss"] == pytest.approx(loss, rel=1e-5)
+    assert summary["final"]["test-global-train-accuracy"] == float((logits.argmax(1) == targets).double().mean())
+
+
+def test_each_clients_model_is_tested_on_each_domain(quick_run) -> None:
+    """By client; the mean over the domains, weighted by their examples, is the test on all of them."""
+    keys = {"dataset": "digits-domains", "model": "lenet", "partition": "natural", "num-clients": 5}
+    _, out = quick_run(strategy="fedbn", **keys, **{"eval-on": "personal-own,personal-global,personal-domains"})
+    domains = ("inverted", "blurred", "noisy", "coloured", "rotated")
+    for client, tests in read_metrics(out / "metrics.jsonl")[-1]["clients"].items():
+        scores = [tests[f"domain-{name}-accuracy"] for name in domains]
+        assert sum(scores) / 5 == pytest.approx(tests["global-accuracy"])
+        assert scores[int(client)] == pytest.approx(tests["own-accuracy"])
+        assert len({*scores}) > 1
+
+
+def test_domains_are_tested_beside_another_test_of_data_that_have_some(quick_run) -> None:
+    with pytest.raises(ConfigError, match="personal-domains has no mean"):
+        Config.make({"eval-on": "personal-domains"})
+    with pytest.raises(ConfigError, match="dataset=digits has no domains"):
+        quick_run(strategy="fedbn", **{"eval-on": "personal-own,personal-domains"})
+
+
 def test_test_time_bn_keeps_its_batches(quick_config) -> None:
     keys = {"test-bn": "mix", "eval-on": "global-test-bn", "test-batch-size": 7}
     assert quick_config(**keys).test_bn_settings().batch_size == 500
