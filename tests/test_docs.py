@@ -255,7 +255,7 @@ def test_the_numbers_of_the_first_screens_are_those_of_the_long_run() -> None:
 def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("README.md", "pyproject.toml", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("docs", "apps/main/recipes"):
+    for name in ("docs", "apps/main/recipes", "studies"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace("\nseed = 0", "\nseed = 1"))
     (tmp_path / "docs/methods/fedtan.md").unlink()

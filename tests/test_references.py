@@ -15,7 +15,7 @@ KINDS = ("*.md", "*.py", "*.yaml", "*.cff", "*.toml")
 FOLDERS = ("apps", "benchmarks", "docs", "fedbn_flwr", "studies", "tests")
 NUMBER = r"arXiv:(?P<number>\d{4}\.\d{5})"
 NAMED = re.compile(
-    r"(?P<first>[A-Z][a-z]\w+)(?P<others>(?: et al\.|(?:(?:,| &) [A-Z][\w'-]+)+)?)"
+    r"(?P<first>[A-Z][a-z][\w-]*)(?P<others>(?: et al\.|(?:(?:,| &) [A-Z][\w'-]+)+)?)"
     r",? (?P<year>20\d\d|19\d\d)[ab]?,?"
     r'(?: "(?P<title>[^"]+)",)?(?: [A-Z][A-Za-z]+,(?: PMLR [\d:-]+,)?)? ' + NUMBER
 )

@@ -44,7 +44,7 @@ def without_effect(config: Values) -> dict[str, tuple[Any, str]]:
     if config.strategy == CENTRALIZED:
         unused |= dict.fromkeys(_OF_A_FEDERATION, "strategy=centralized has no clients")
         if not all(name.startswith("global") for name in config.evaluations()):
-            unused["eval_on"] = "strategy=centralized has no clients: use a test whose name begins with global"
+            unused["eval_on"] = "strategy=centralized has no clients: use global, or one whose name begins so"
         used: set[str] = set()
     else:
         unused |= {problem.key: problem.text for problem in config.problems("unused")}
