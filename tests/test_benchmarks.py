@@ -253,3 +253,18 @@ def test_the_terms_of_theorem_1_are_those_of_the_gradients() -> None:
     assert b == pytest.approx(0, abs=1e-20)
     assert v == pytest.approx(float(0.75 * (flat[0] - union).square().sum() + 0.25 * (flat[1] - union).square().sum()))
     assert gradient == pytest.approx(float(union.square().sum()))
+
+
+def test_the_window_rule_is_calibrated_where_the_start_has_left_the_window() -> None:
+    """Deltas that fall for ten rounds and then swing by 0.1 around 1: a variance of 0.01."""
+    from window_rule import calibrated, picked, variances
+
+    deltas = [3 - 0.2 * k for k in range(10)] + [1.1, 0.9] * 15
+    assert variances(deltas, 4)[4] == pytest.approx(0.05)  # 3.0, 2.8, 2.6, 2.4
+    assert calibrated(deltas, 4) == pytest.approx(0.01)
+    assert picked(deltas, 4, 0.011) == 14, (
+        "the last falling delta is the tenth: round 14 has the first window without it"
+    )
+    assert picked(deltas, 4, 0.001) is None
+    with pytest.raises(ValueError, match="window of 30"):
+        calibrated(deltas, 30)
