@@ -50,6 +50,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/images.py --write docs/performance.md
 	$(BIN)/python benchmarks/sweep.py --write docs/performance.md
 	$(BIN)/python benchmarks/methods.py --write docs/performance.md
+	$(BIN)/python benchmarks/inference.py --write docs/performance.md
 	$(BIN)/python benchmarks/scale.py --write docs/scale.md
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 		then $(BIN)/python benchmarks/gpu.py --write docs/performance.md; \

@@ -262,9 +262,7 @@ def test_the_window_rule_is_calibrated_where_the_start_has_left_the_window() -> 
     deltas = [3 - 0.2 * k for k in range(10)] + [1.1, 0.9] * 15
     assert variances(deltas, 4)[4] == pytest.approx(0.05)  # 3.0, 2.8, 2.6, 2.4
     assert calibrated(deltas, 4) == pytest.approx(0.01)
-    assert picked(deltas, 4, 0.011) == 14, (
-        "the last falling delta is the tenth: round 14 has the first window without it"
-    )
+    assert picked(deltas, 4, 0.011) == 14, "the first window without a falling delta ends in round 14"
     assert picked(deltas, 4, 0.001) is None
     with pytest.raises(ValueError, match="window of 30"):
         calibrated(deltas, 30)
