@@ -256,8 +256,8 @@ class MaskedSums(Protection):
         """
         if not replies:
             return self._inner.pool(run, replies, before)
-        moved = run.report.train
-        moved.up, moved.counters_up = moved.up + moved.counters_up, 0  # masked floats
+        moved, floats = run.report.train, sum(reply.state[MASKED].nbytes for reply in replies)
+        moved.up, moved.counters_up = moved.up + floats, moved.counters_up - floats
         vectors = self._masks_or_raise.by_number([(reply.node, reply.state) for reply in replies])
         try:
             average = self._average(run, vectors)

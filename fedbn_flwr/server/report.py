@@ -29,14 +29,16 @@ logger = logging.getLogger("flwr")
 
 @dataclass
 class Traffic:
-    """Bytes of the arrays in the messages, without headers; integer entries (int64 counters) are counted separately.
+    """Bytes of the arrays in the messages, without headers; counts are listed apart, as in the papers.
+
+    Counts are integer entries (int64 counters), and the examples per element in exchanges (``batchnorm.sync``).
 
     Attributes:
         exchanges: round trips between the server and its clients.
         down: bytes of floats that the server sent; one broadcast of the same arrays counts once, as in the papers.
         up: bytes of floats that all clients sent.
-        counters_down: bytes of integer entries that the server sent; a broadcast counts once.
-        counters_up: bytes of integer entries that all clients sent.
+        counters_down: bytes of counts that the server sent; a broadcast counts once.
+        counters_up: bytes of counts that all clients sent.
     """
 
     exchanges: int = 0

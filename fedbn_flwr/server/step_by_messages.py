@@ -10,10 +10,11 @@ import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
+from fedbn_flwr.batchnorm.sync import exchange_bytes
 from fedbn_flwr.compat.flower import lacks_function
 from fedbn_flwr.errors import NOT_FINITE, FedBNError, ReplyError
 from fedbn_flwr.messages.protocol import ATTEMPT, EXCHANGE, EXCHANGE_QUERY, STEP_ONLY, UNION
-from fedbn_flwr.messages.records import from_record, num_bytes, tensors, to_record
+from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.synchronised_step import Enough, Limits, StepResult, send_until, with_config
 from fedbn_flwr.transport import Member
@@ -67,8 +68,9 @@ def step_by_messages(
             continue
         answer = to_record({tag: total})
         traffic.exchanges += 1
-        traffic.down += num_bytes(answer)[0]
-        traffic.up += sum(t.numel() * t.element_size() for _, t in sent.values())
+        traffic.count_down(exchange_bytes(tag, total))
+        for _, tensor in sent.values():
+            traffic.count_up(exchange_bytes(tag, tensor))
     return StepResult(failed, traffic, (), dropped)
 
 

@@ -125,7 +125,8 @@ def _run(grid: Grid, messages: Sequence[Message], barrier: Barrier, limits: Limi
         return seconds > limits.reply_timeout or all(i in replies or i in barrier.dropped for i in barrier.members)
 
     replies = send_until(grid, messages, enough)
-    moved, members = Traffic(barrier.exchanges, barrier.bytes_down, barrier.bytes_up), barrier.finished_with()
+    sizes = barrier.bytes_down, barrier.bytes_up, barrier.apart_down, barrier.apart_up
+    moved, members = Traffic(barrier.exchanges, *sizes), barrier.finished_with()
     dropped = {i: reason for i, reason in barrier.dropped.items() if i not in members or reason != ENDED}
     return StepResult(list(replies.values()), moved, members, dropped)
 

@@ -78,12 +78,14 @@ class Exchanges:
         backward: the same, where the layer's input needs a gradient.
         read: "mean" = the server needs weighted sums alone (3L+1), "each" = more than these (2L+1).
         link: how they travel.
+        apart: numbers each way beside the channels, for a call of a BN layer.
     """
 
     forward: tuple[int, int]
     backward: tuple[int, int] = (0, 0)
     read: Literal["mean", "each"] = "mean"
     link: LinkSettings = LinkSettings()
+    apart: int = 0
 
     def cost(self, gradient: bool = True) -> tuple[int, int]:
         """Return a BN call's exchanges and rows of channels each way; ``gradient``: its input needs a gradient."""

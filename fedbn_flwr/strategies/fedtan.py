@@ -60,9 +60,10 @@ further layer. The log says which of the two happened.
 Running variances take torch's $n/(n-1)$ correction with $n$ of the union (the paper's (2b) and (6) are biased). One SGD
 optimizer does all $E$ steps (the authors' code restarts it after the first).
 
-A client takes $n = n_i B / b_i$, with $b_i$ examples of $B$ in the union: the $n$ of all clients, unless an example has
-more elements at one client than at another (images of several sizes). Then running variances differ between clients by
-these factors until the round ends; the average of the models has $\sum_i p_i \, n/(n-1)$.
+With the variance a client sends $b_i / n_i$, its examples per element, one number for each layer. All clients take $n =
+B / \sum_i p_i b_i / n_i$, with $B$ examples in the union, and have equal running statistics, to the bit. This is the
+number of elements in the union, unless an example has more elements at one client than at another (images of several
+sizes).
 
 ## Law
 
@@ -186,14 +187,15 @@ class FedTANMethod(Method[FedTANParams]):
     def exchanges(self) -> Exchanges:
         """Return what a BN call exchanges: mean, variance and two gradients.
 
-        2L+1 sends mean and variance together, and what rounding took from the mean.
+        2L+1 sends mean and variance together, and what rounding took from the mean. With the variance goes a column of
+        the examples per element.
         """
         p = self.params
         link = LinkSettings(p.fedtan_transport, p.fedtan_timeout, p.fedtan_bind, p.fedtan_address, p.fedtan_tls_dir)
         backward = (1, 2) if self.backward == "global" else (0, 0)
         if p.fedtan_exchanges == "2L+1":
-            return Exchanges((1, 3), backward, "each", link)
-        return Exchanges((2, 2), backward, "mean", link)
+            return Exchanges((1, 3), backward, "each", link, apart=3)
+        return Exchanges((2, 2), backward, "mean", link, apart=1)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask the clients to synchronise their first step."""

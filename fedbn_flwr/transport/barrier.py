@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.sync import Combine, combine
+from fedbn_flwr.batchnorm.sync import Combine, combine, exchange_bytes
 from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, FedBNError, coded, split_code
 from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport.through_user_code import Dropped, Reducer, RetryStep
@@ -84,6 +84,8 @@ class Barrier:
         exchanges: answered exchanges of all attempts.
         bytes_down: bytes of the answers; each broadcast counts once.
         bytes_up: bytes of the members' tensors.
+        apart_down: bytes of the columns beside the answers' rows of channels, likewise.
+        apart_up: bytes of the columns beside those of the members' tensors.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Barrier:
         self._dropped_in: dict[int, int] = {}
         self.dropped: dict[int, str] = {}
         self.never_began: list[str] = []
-        self.exchanges = self.bytes_down = self.bytes_up = 0
+        self.exchanges = self.bytes_down = self.bytes_up = self.apart_down = self.apart_up = 0
 
     def reducer(self, node_id: int) -> Reducer:
         """Return the reducer of a member."""
@@ -191,7 +193,8 @@ class Barrier:
         exchange.sent[node_id] = (tag, tensor)
         if self._in_turns or not exchange.deadline:
             self._set_deadline(exchange)
-        self.bytes_up += tensor.numel() * tensor.element_size()
+        size, apart = exchange_bytes(tag, tensor)
+        self.bytes_up, self.apart_up = self.bytes_up + size, self.apart_up + apart
         self._answer_if_complete()
         return exchange
 
@@ -288,13 +291,15 @@ class Barrier:
             self._drop(odd)
             return
         weights = [self.members[i].weight for i in left]
+        tag, _ = exchange.sent[left[0]]
         try:
-            exchange.answer = self._answer(exchange.sent[left[0]][0], [exchange.sent[i][1] for i in left], weights)
+            exchange.answer = self._answer(tag, [exchange.sent[i][1] for i in left], weights)
         except FedBNError as error:  # all members sent the same unusable tensor
             self._drop(dict.fromkeys(left, f"sent what cannot be combined: {error}"))
             return
         self.exchanges += 1
-        self.bytes_down += exchange.answer.numel() * exchange.answer.element_size()
+        size, apart = exchange_bytes(tag, exchange.answer)
+        self.bytes_down, self.apart_down = self.bytes_down + size, self.apart_down + apart
         self._exchange = _Exchange(exchange.attempt)
         self._end(exchange)
 

@@ -34,14 +34,14 @@ def branches() -> nn.Module:
 # By messages a client repeats its step for each of the 58 exchanges; a smaller model below shows the same bytes.
 @pytest.mark.parametrize("transport", ["barrier", "channel", pytest.param("messages", marks=pytest.mark.slow)])
 def test_the_traffic_of_fedtan_with_resnet20_is_table_3(run_step, transport: str) -> None:
-    """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counters apart; measured, and as ``inspect`` predicts it."""
+    """Five clients, 32-bit floats, 1 MB = 2^20 bytes; the counts apart; measured, and as ``inspect`` predicts it."""
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
     data = client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
     report = run_step(synchronised(FedTAN, transport), model, data, transport=transport).strategy.reports[0].train
     assert round(report.megabytes, 4) == 6.2679
     assert report.exchanges == 3 * 19 + 1 == 58
     assert (report.down, report.up) == (4 * (271098 + 2 * 1376), 5 * 4 * (271098 + 2 * 1376))
-    assert (report.counters_down, report.counters_up) == (19 * 8, 5 * 19 * 8)
+    assert (report.counters_down, report.counters_up) == (19 * (8 + 4), 5 * 19 * (8 + 4))
     config = Config.make({"strategy": "fedtan", "dataset": "cifar10", "model": "resnet20"})
     assert report == inspect_model(model, "fedtan", 5, config).first
 
@@ -56,16 +56,20 @@ def test_the_traffic_of_fedavg_with_resnet20_is_table_3(run_step) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "exchanges", "rows", "count"),
-    [(FedTAN, "3L+1", 4, 16), (FedTAN, "2L+1", 5, 11), (FedDNA, "3L+1", 2, 11), (FedDNA, "2L+1", 3, 6)],
+    ("strategy", "exchanges", "rows", "apart", "count"),
+    [(FedTAN, "3L+1", 4, 1, 16), (FedTAN, "2L+1", 5, 3, 11), (FedDNA, "3L+1", 2, 1, 11), (FedDNA, "2L+1", 3, 3, 6)],
 )
 def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
-    run_step, same_bits, strategy, exchanges: str, rows: int, count: int
+    run_step, same_bits, strategy, exchanges: str, rows: int, apart: int, count: int
 ) -> None:
-    """Five calls of BatchNorm with four channels: mean, variance and two gradients; fused, a rest of the mean."""
+    """Five calls of BatchNorm with four channels: mean, variance and two gradients; fused, a rest of the mean.
+
+    Apart, the examples per element.
+    """
     model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
     state = sum(value.nbytes for value in model.state_dict().values() if value.is_floating_point())
     counters = sum(value.nbytes for value in model.state_dict().values() if not value.is_floating_point())
+    counters += 5 * apart * 8
     ends = []
     for transport in TRANSPORTS:
         run = run_step(

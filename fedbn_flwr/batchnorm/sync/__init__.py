@@ -6,7 +6,16 @@ average of the clients' models equals one centralised step on the loss ``sum p_i
 """
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
-from fedbn_flwr.batchnorm.sync.reduction import BACKWARDS, EXCHANGES, Backward, Combine, Exchanges, Reduce, combine
+from fedbn_flwr.batchnorm.sync.reduction import (
+    BACKWARDS,
+    EXCHANGES,
+    Backward,
+    Combine,
+    Exchanges,
+    Reduce,
+    combine,
+    exchange_bytes,
+)
 from fedbn_flwr.batchnorm.sync.step import synchronised
 from fedbn_flwr.batchnorm.sync.trial import refuse_batch_renorm, try_synchronised_step
 
@@ -19,6 +28,7 @@ __all__ = [
     "Reduce",
     "SynchronisedStep",
     "combine",
+    "exchange_bytes",
     "refuse_batch_renorm",
     "synchronised",
     "try_synchronised_step",

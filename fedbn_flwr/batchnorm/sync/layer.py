@@ -50,12 +50,20 @@ def mean_square(centred: Tensor) -> Tensor:
     return centred.square().mean(other_axes(centred))
 
 
+def _with_share(rows: Tensor, share: float) -> Tensor:
+    """Return ``rows``, (C,) or (3, C), with a further column: ``share`` in the first row, else 0."""
+    column = rows.new_zeros(*rows.shape[:-1], 1)
+    column.view(-1)[0] = share
+    return torch.cat([rows, column], -1)
+
+
 class BatchNormCall:
     """One BatchNorm call of a synchronised step, connected to the same call on the other clients.
 
     Args:
         exchange: ``exchange(tag, local)`` returns the server's answer to a tensor of this client.
         call: k/path, the number of the call in the forward pass and the path of its layer.
+        batch_size: b_i, the examples of this client's batch.
         layer: the layer, for errors.
         fused: mean and variance travel in one exchange.
         keeps_gradients: the gradients are not exchanged.
@@ -63,16 +71,25 @@ class BatchNormCall:
     Attributes:
         mean: (C,), of all clients' batches; known after ``moments``.
         var: (C,), biased, likewise.
+        share: sum p_i b_i / n_i, the examples per element of a channel, likewise.
     """
 
     mean: Tensor
     var: Tensor
+    share: float
 
     def __init__(
-        self, exchange: Callable[[str, Tensor], Tensor], call: str, layer: str, fused: bool, keeps_gradients: bool
+        self,
+        exchange: Callable[[str, Tensor], Tensor],
+        call: str,
+        batch_size: int,
+        layer: str,
+        fused: bool,
+        keeps_gradients: bool,
     ) -> None:
         self._exchange = exchange
         self._call = call
+        self._batch_size = batch_size
         self._layer = layer
         self._fused = fused
         self._keeps_gradients = keeps_gradients
@@ -84,16 +101,20 @@ class BatchNormCall:
         ``var`` is taken about mean + rest. ``rest`` is the rounding error of mean; 0 if ``var`` is taken about mean.
         """
         centred, centre, error = local_mean(y)
+        share = self._batch_size / elements_per_channel(y)
         if self._fused:
-            local = local_moments(centred, centre, error)
-            self.mean, rest, self.var = self._exchange(f"moments/{self._call}", local)
+            local = _with_share(local_moments(centred, centre, error), share)
+            answer = self._exchange(f"moments/{self._call}", local)
+            self.mean, rest, self.var = answer[:, :-1]
+            self.share = float(answer[0, -1])
             # The order matters: centre - mean is small and exact, and rest is far smaller than both.
             centred += per_channel(centre - self.mean - rest, y)
         else:
             self.mean = self._exchange(f"mean/{self._call}", centre + error)
             rest = torch.zeros_like(self.mean)
             centred += per_channel(centre - self.mean, y)
-            self.var = self._exchange(f"variance/{self._call}", mean_square(centred))
+            answer = self._exchange(f"variance/{self._call}", _with_share(mean_square(centred), share))
+            self.var, self.share = answer[:-1], float(answer[-1])
         return centred, self.mean, rest, self.var
 
     def gradients(self, local: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class SynchronisedStep(TorchFunctionMode):
         layer = f"the functional batch_norm of call {number}" if path is None else f"BatchNorm layer {path!r}"
         _refuse_checkpoint(layer)
         batch_size, union_batch_size = self._sizes
-        union = elements_per_channel(arguments.y) * union_batch_size / batch_size
+        union = elements_per_channel(arguments.y) * union_batch_size / batch_size  # if all clients' inputs are alike
         if not union:
             raise NormLayerError(
                 f"{layer} gets no rows of this client's batch (input {tuple(arguments.y.shape)}), as an expert that no "
@@ -119,13 +119,14 @@ class SynchronisedStep(TorchFunctionMode):
                 f"(input {tuple(arguments.y.shape)} here); more than 1 is needed. Use larger batches."
             )
         call = BatchNormCall(
-            self.exchange, f"{number}/{path}" if path else number, layer, self.fused, self.keeps_gradients
+            self.exchange, f"{number}/{path}" if path else number, batch_size, layer, self.fused, self.keeps_gradients
         )
         self.num_layers += 1
         x: Tensor = Normalise.apply(arguments.y, arguments.weight, arguments.bias, arguments.eps, call)
         with torch.no_grad():
+            n = union_batch_size / call.share  # the same float on all clients
             _update(arguments.running_mean, call.mean, arguments.momentum)
-            _update(arguments.running_var, call.var * (union / (union - 1)), arguments.momentum)
+            _update(arguments.running_var, call.var * (n / (n - 1)), arguments.momentum)
         return x
 
     def exchange(self, tag: str, local: Tensor) -> Tensor:

@@ -7,9 +7,13 @@ channels.
 | kind | sent by client i | shape | answer |
 |---|---|---|---|
 | ``mean`` | mean_i, eq. (39) | (C,) | mean = sum p_i mean_i |
-| ``variance`` | E_i[(y - mean)^2], eq. (40) | (C,) | var = sum p_i of it |
-| ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C) | mean; rest; var = sum p_i (var_i + (m_i - m)^2) |
+| ``variance`` | E_i[(y - mean)^2], eq. (40) | (C + 1,) | var = sum p_i of it |
+| ``moments`` | mean_i; rest_i; var_i = E_i[(y - m_i)^2] | (3, C + 1) | mean; rest; sum p_i (var_i + (m_i - m)^2) |
 | ``gradients`` | dF_i/dvar; dF_i/dmean, eq. (41) | (2, C) | sum p_i of both |
+
+The last column of ``variance`` and ``moments`` has b_i / n_i, the client's examples per element of a channel, in the
+first row: with the answer, sum p_i b_i / n_i, all clients take one n for the running variance, n = B / answer. It is
+1 / (h w) for images of h x w positions. The ledger lists this column apart, like the counters.
 
 The tensors are float64 for a float64 layer input, else float32. A rest is the part of a mean that rounding to that type
 removed: m_i = mean_i + rest_i and m = mean + rest = sum p_i m_i.
@@ -27,6 +31,7 @@ from torch import Tensor
 from fedbn_flwr.errors import ReplyError, unknown_name
 
 __all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Combine", "Exchanges", "Reduce", "check_names", "combine"]
+__all__ += ["exchange_bytes"]
 
 Exchanges = Literal["3L+1", "2L+1"]
 """``3L+1``: first the mean, then the variance, as in the paper. ``2L+1``: both together, with the same mathematics.
@@ -51,6 +56,7 @@ Combine = Callable[[str, Sequence[Tensor], Sequence[float]], Tensor]
 """``combine(tag, tensors, weights)`` returns the server's answer to the tensors of an exchange."""
 
 _KINDS = ("mean", "variance", "moments", "gradients")
+_WITH_SHARE = ("variance", "moments")
 
 
 def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -85,6 +91,12 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
     if kind == "moments":
         result = _pooled(wide, shares, tensors[0].dtype)
     return result.to(tensors[0].dtype)
+
+
+def exchange_bytes(tag: str, tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of a tensor's rows of channels, and those of the column beside them."""
+    apart = tensor[..., -1:].numel() if tag.partition("/")[0] in _WITH_SHARE else 0
+    return (tensor.numel() - apart) * tensor.element_size(), apart * tensor.element_size()
 
 
 def _pooled(moments: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype) -> Tensor:

@@ -187,7 +187,7 @@ def traffic_section(run: RunFiles) -> Section:
         counters = sum(totals.get(f"{prefix}counter-{key}", 0) for key in ("bytes-down", "bytes-up"))
         sizes = [size(number) for number in (down, up, down + up, (down + up) / rounds, counters)]
         rows.append([what, f"{totals[f'{prefix}exchanges']:,}", *sizes])
-    head = ["messages of", "exchanges", "floats down", "floats up", "floats, sum", "per round", "integer counters"]
+    head = ["messages of", "exchanges", "floats down", "floats up", "floats, sum", "per round", "counts"]
     text = (
         "Sizes of the arrays, without headers. An exchange is a round trip between the server and its clients; one "
         "broadcast counts once, and the answers of all clients are added. KiB, MiB and GiB are powers of 1024."

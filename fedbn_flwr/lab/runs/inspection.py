@@ -198,7 +198,9 @@ class _Costs:
         costs = [(channels, *exchanges.cost(gradient)) for channels, gradient in calls] if exchanges else []
         width = next(model.parameters()).element_size() if costs else 0
         size = width * sum(channels * rows for channels, _, rows in costs)
-        return Traffic(sum(number for _, number, _ in costs), size, self._num_clients * size)
+        apart = width * exchanges.apart * len(calls) if exchanges else 0
+        exchanged = sum(number for _, number, _ in costs)
+        return Traffic(exchanged, size, self._num_clients * size, apart, self._num_clients * apart)
 
     def reestimation(self) -> Phase | None:
         """Return what re-estimated statistics add in each round with a test; None without them."""

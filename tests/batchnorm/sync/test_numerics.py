@@ -123,6 +123,26 @@ def test_a_low_precision_model_keeps_its_types(dtype):
     torch.testing.assert_close(layer.running_var, plain.running_var, rtol=0.02, atol=0.0)
 
 
+@pytest.mark.parametrize("exchanges", MODES)
+@pytest.mark.parametrize("positions", [1, 3, 49, 784, 50_176])
+def test_equal_positions_give_the_unions_n_in_float32_too(positions, exchanges):
+    """The examples per element travel in float32, as 1/784; n/(n-1) has the bits as from whole numbers."""
+    sizes, union, answers = (3, 5), 8, {}
+
+    def reduce(tag: str, tensor: Tensor) -> Tensor:
+        answers[tag] = combine(tag, [tensor, tensor], sizes)
+        return answers[tag]
+
+    for size in sizes:
+        layer = nn.BatchNorm1d(1, momentum=1.0)
+        x = torch.randn(size, 1, positions, generator=torch.Generator().manual_seed(size))
+        with synchronised(layer, reduce, batch_size=size, union_batch_size=union, exchanges=exchanges):
+            layer(x)
+        var = answers["variance/0"][:1] if exchanges == "3L+1" else answers["moments/0"][2, :1]
+        n = union * positions
+        assert torch.equal(layer.running_var, var * (n / (n - 1)))
+
+
 @pytest.mark.parametrize(("dtype", "ulp"), [(torch.float32, 8.0), (torch.float64, 2.0**-26)])
 def test_fused_moments_do_not_cancel(dtype, ulp):
     """Against fractions: means differ by some ulps, each has its own rest, variances are about one ulp squared."""

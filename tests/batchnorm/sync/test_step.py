@@ -59,7 +59,9 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
         kind, _, path = tag.split("/")
         channels = {"1": 5, "4": 3}[path]
         rows = {"moments": (3,), "gradients": (2,)}.get(kind, ())
-        assert tensor.shape == (*rows, channels)
+        per_element = {"variance": [1.0], "moments": [1.0, 0.0, 0.0]}.get(kind, [])  # examples: a column beside
+        assert tensor.shape == (*rows, channels + bool(per_element))
+        assert tensor[..., channels:].flatten().tolist() == per_element
         return tensor
 
     with synchronised(
