@@ -25,7 +25,7 @@ from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.single_examples import SingleExamples, named_layer
 from fedbn_flwr.training.step_rule import StepRule, Stream
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.training.wrappers import load_state, unwrap
+from fedbn_flwr.training.wrappers import load_state, named_compiler, unwrap
 
 __all__ = ["TrainResult", "train"]
 
@@ -81,7 +81,8 @@ def train(
     Raises:
         DataError: there is no data, every batch has one example and was dropped, or outputs or targets do not fit the
             task.
-        NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the message names the layer.
+        NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the message names the layer. Or a
+            compiler fails at an operation in place between layers that a hook computes.
     """
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
@@ -107,7 +108,7 @@ def train(
                 if rule.may_drop and len(positions) == 1 and singles.drop(step, inputs):
                     continue
                 compute = functools.partial(rule.compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
-                with named_layer(bare, len(positions)):
+                with named_layer(bare, len(positions)), named_compiler(model):
                     loss, outputs = _computed(compute, hooks, step, bare, len(positions))
                 if settings.gradient_clip_norm:
                     nn.utils.clip_grad_norm_(bare.parameters(), settings.gradient_clip_norm)  # not HBN's alpha

@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import NormLayerError, StateError
 
-__all__ = ["load_state", "loads_by_copy", "no_tensors", "not_compiled", "unwrap", "view_with_names", "wrapper_prefix"]
+__all__ = ["compiled_modules", "load_state", "loads_by_copy", "no_tensors", "not_compiled", "unwrap", "view_with_names"]
+__all__ += ["named_compiler", "wrapper_prefix"]
 
 _WRAPPERS = ("_orig_mod", "module")  # torch.compile; DistributedDataParallel, DataParallel, AveragedModel
 _OF_TORCH = ("torch._dynamo.", "torch.nn.parallel.", "torch.optim.", "torch.distributed.")
@@ -84,6 +86,37 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
     seconds, and the function is returned.
     """
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function  # type: ignore[no-untyped-call]
+
+
+def compiled_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules in a model that are compiled by themselves, in place or in ``torch.compile``'s wrapper."""
+    found = []
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            found.append(module)
+        if isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+            found.append(inner)
+    return found
+
+
+@contextmanager
+def named_compiler(model: nn.Module) -> Iterator[None]:
+    """Name the compiler where the backward pass of the block fails because of it.
+
+    Raises:
+        NormLayerError: in place of autograd's error about an operation in place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error) or not compiled_modules(model):
+            raise
+        raise NormLayerError(
+            "the backward pass of a compiled model failed at an operation in place. A method that computes BatchNorm "
+            "by itself ends a compiled part at each layer, and some compilers (inductor, aot_eager) then fail at an "
+            "activation in place, as SiLU(inplace=True). Build the model with inplace=False, use "
+            "torch.compile(model, backend='eager'), or do not compile it."
+        ) from error
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.mods import answer_query, bn_rules, local_bn
-from fedbn_flwr.strategies import FedBN, FedProx, FedTAN, FixBN, Scaffold, Standalone
+from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedBN, FedProx, FedTAN, FixBN, Scaffold, Standalone
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix
 
@@ -114,6 +114,33 @@ def test_a_wrapped_model_on_the_client_changes_no_bit(federate, points, mlp, sam
     same_bits(wrapped.state, plain.state)
     assert wrapped.strategy.run.kept.hashes == plain.strategy.run.kept.hashes
     assert [report.rejected for report in wrapped.strategy.reports] == [{}, {}]
+
+
+class InPlace(nn.Module):
+    """A network whose graph ends at a layer, and goes on with an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.act(self.norm(self.first(x))))
+        return out
+
+
+@pytest.mark.parametrize("make", [FBN, HBN, BNScaffold])
+def test_a_compiler_that_fails_between_layers_that_a_method_computes_is_named(federate, points, make: Any) -> None:
+    """Inductor's kind, without a C++ compiler: it changes an activation's input after the graph has saved it."""
+    torch.compiler.reset()
+
+    class Compiling(TorchClient):
+        def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            super().__init__(torch.compile(model, backend="aot_eager"), *args, **kwargs)
+
+    options = {"rounds": 1, "grid_options": {"threads": 1}, "client": Compiling}
+    with pytest.raises(ConfigError, match=r"inplace=False, use torch\.compile\(model, backend='eager'\)"):
+        federate(make(), lambda: InPlace().double(), [points(n, i) for i, n in enumerate((6, 8))], **options)
 
 
 @pytest.mark.parametrize("make", [FedBN, Scaffold], ids=["fedbn", "scaffold"])

@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
 from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce, check_names
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.training.wrappers import unwrap
+from fedbn_flwr.training.replaced_method import replace_method
+from fedbn_flwr.training.wrappers import compiled_modules, not_compiled, unwrap
 
 __all__ = ["synchronised"]
 
@@ -52,7 +53,8 @@ def synchronised(
     repeat the step.
 
     Every client must run the same model from the same state, so that the k-th BatchNorm call is the same layer on all:
-    the tag has the layer's path, by which the server sees a client whose k-th call is another one.
+    the tag has the layer's path, by which the server sees a client whose k-th call is another one. A compiled model
+    runs uncompiled in the block.
     Calls without gradient (``torch.no_grad``) are synchronised too: a centralised step would see the union there. A
     loss scale must be the same on all clients, because gradients are averaged as they are.
 
@@ -60,7 +62,7 @@ def synchronised(
         model: The model; its BatchNorm layers are named in tags and errors. The block changes nothing else in it.
         reduce: Sends a tensor to the server and returns the answer over all clients of the round.
         batch_size: b_i, the examples of this client's batch.
-        union_batch_size: B, the examples of all clients' batches; layers see n_i * B / b_i elements per channel.
+        union_batch_size: B, the examples of all clients' batches.
         exchanges: Mean and variance one after the other, or together.
         backward: ``global`` for FedTAN, ``own`` for FedDNA.
 
@@ -83,6 +85,9 @@ def synchronised(
     with ExitStack() as stack:
         stack.callback(step.close)
         stack.enter_context(_watched_layers(model, step))
+        # Some compilers end a graph at each exchange, and then fail in the backward pass of an activation in place.
+        for module in (unwrap(model), *compiled_modules(model)):
+            stack.callback(replace_method(module, "forward", not_compiled(module.forward)))
         # Otherwise autograd runs every backward pass on a GPU in one thread, which the first client to wait would hold.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(step)

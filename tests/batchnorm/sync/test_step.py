@@ -360,19 +360,52 @@ def test_the_trial_names_a_layer_that_is_skipped_at_random():
         try_synchronised_step(StochasticDepth(), torch.randn(2, 3), 2)
 
 
-@pytest.mark.parametrize("method", ["function", "in place"])
-def test_a_compiled_model_is_synchronised(method):
+class InPlace(nn.Module):
+    """A network whose graph ends at a layer, and goes on with an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.act, self.last = small()[:2], nn.SiLU(inplace=True), nn.Linear(5, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.body[1](self.body[0](x))))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", ["function", "in place", "layer", "layer in place"])
+def test_a_compiled_model_is_synchronised(way, backend):
+    """Also by compilers that change an activation's input after their graph has saved it."""
     torch.compiler.reset()
-    model, reference, tags = small(), small(), []
-    step(reference)
-    if method == "in place":
-        model.compile(backend="eager")
-        step(model, lambda tag, t: tags.append(tag) or alone(tag, t))
-    else:
-        step(torch.compile(model, backend="eager"), lambda tag, t: tags.append(tag) or alone(tag, t))
-    assert tags == ["mean/0/1", "variance/0/1", "mean/1/4", "variance/1/4", "gradients/1/4", "gradients/0/1"]
+    model, tags = nn.Sequential(InPlace()), []
+    step(reference := copy.deepcopy(model))
+    called = torch.compile(model, backend=backend) if way == "function" else model
+    if way.endswith("in place"):
+        (model if way == "in place" else model[0]).compile(backend=backend)
+    elif way == "layer":
+        called = nn.Sequential(torch.compile(model[0], backend=backend))
+    step(called, lambda tag, t: tags.append(tag) or alone(tag, t))
+    path = "0._orig_mod.body.1" if way == "layer" else "0.body.1"
+    assert tags == [f"{kind}/0/{path}" for kind in ("mean", "variance", "gradients")]
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_steps_that_are_not_synchronised_stay_compiled():
+    """In more rounds than torch's compiler bears new graphs."""
+    torch.compiler.reset()
+    graphs, runs, model = [], [], small()
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return lambda *args: runs.append(1) or graph.forward(*args)
+
+    fast = torch.compile(model, backend=backend)
+    for rounds in range(1, 11):
+        with synchronised(model, alone, batch_size=4, union_batch_size=8):
+            fast(inputs()).sum().backward()
+        assert len(runs) == rounds - 1
+        fast(inputs()).sum().backward()
+        assert (len(graphs), len(runs)) == (1, rounds)
 
 
 def test_combine_weighs_in_the_given_order_and_keeps_the_type():
