@@ -34,7 +34,8 @@ def has_own_forward(layer: _BatchNorm, *, training: bool, then_children: bool = 
         then_children: whether the outputs are compared with those of BatchNorm and then the layer's modules, in order
             (timm's ``BatchNormAct2d`` has ``drop`` and ``act``).
     """
-    if "forward" not in vars(layer) and type(layer).forward in _OF_TORCH:
+    of_torch = type(layer).forward in _OF_TORCH and type(layer).__call__ is nn.Module.__call__
+    if of_torch and "forward" not in vars(layer):
         return False
     entries = {*layer._parameters, *layer._buffers}
     if "forward" in vars(layer) or layer._modules.get("parametrizations") or not entries <= _ENTRIES:

@@ -51,15 +51,14 @@ def _walk(module: nn.Module, path: str, parent: nn.Module | None, name: str) -> 
 def swap_batchnorm(model: nn.Module, make: LayerMaker) -> tuple[nn.Module, tuple[Replacement, ...]]:
     """Replace each BatchNorm layer of ``model`` by ``make(layer, path)``, in place.
 
-    ``make`` is called once per layer object, with its first path; the new layer gets the old mode, but not the forward
-    hooks.
+    ``make`` is called once per layer object, with its first path; the new layer gets the old mode.
 
     Returns:
         The model (the new layer, if the model itself was a BatchNorm) and one row per place.
 
     Raises:
-        NormLayerError: a subclass of BatchNorm contains layers (a fused activation) or has a forward pass of its own,
-            which would be lost, or TorchScript holds a layer.
+        NormLayerError: a layer contains layers (a fused activation), has a forward pass of its own or forward hooks,
+            which would be lost, or TorchScript holds it.
     """
     refuse_scripted(model, "another norm")
     places = batchnorm_places(model)
@@ -98,10 +97,13 @@ def _refuse_more_than_norms(places: tuple[Place, ...]) -> None:
             lost.append(f"{shown_path(path)} ({type(layer).__name__} holds {', '.join(children)})")
         elif has_own_forward(layer, training=True):
             lost.append(f"{shown_path(path)} ({type(layer).__name__} has a forward pass of its own)")
+        elif layer._forward_hooks or layer._forward_pre_hooks:
+            lost.append(f"{shown_path(path)} ({type(layer).__name__} has forward hooks)")
     if lost:
         raise NormLayerError(
-            "replacing these BatchNorm subclasses would lose what they do beside normalising (an activation, a scale): "
-            f"{', '.join(lost)}. Move it into a layer after the norm layer, or use norm='batch'."
+            "replacing these BatchNorm layers would lose what they do beside normalising (an activation, a scale): "
+            f"{', '.join(lost)}. Move it into a layer after the norm layer, register hooks after the replacement, or "
+            "use norm='batch'."
         )
 
 

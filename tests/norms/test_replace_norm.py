@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,22 @@ def patched(channels: int) -> nn.BatchNorm2d:
     plain = layer.forward
     layer.forward = lambda input: plain(input).relu()  # type: ignore[method-assign]
     return layer
+
+
+def hooked(channels: int, before: bool = False) -> nn.BatchNorm2d:
+    layer = nn.BatchNorm2d(channels)
+    if before:
+        layer.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+    else:
+        layer.register_forward_hook(lambda _, inputs, output: output.relu())
+    return layer
+
+
+class Called(nn.BatchNorm2d):
+    """BatchNorm that adds something where it is called, and not in its forward pass."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs).relu()
 
 
 class Twice(nn.Module):
@@ -313,7 +330,11 @@ def test_a_batchnorm_with_layers_of_its_own_is_refused_by_name(kind: str) -> Non
 @pytest.mark.parametrize("kind", REPLACING)
 @pytest.mark.parametrize(
     "make",
-    [Relu, Scaled, Leaky, Dropped, Gated, Conditional, ChannelsLast, patched, lambda c: weight_norm(Cast(c), dim=None)],
+    [
+        *(Relu, Scaled, Leaky, Dropped, Gated, Conditional, ChannelsLast, patched, Called, hooked),
+        lambda c: hooked(c, before=True),
+        lambda c: weight_norm(Cast(c), dim=None),
+    ],
 )
 @pytest.mark.parametrize("gamma", [0.0, 1.0])
 def test_what_a_batchnorm_does_beside_normalising_is_not_lost(make, kind: str, gamma: float) -> None:
@@ -323,7 +344,7 @@ def test_what_a_batchnorm_does_beside_normalising_is_not_lost(make, kind: str, g
         layer.bias.zero_()
         if gamma == 0.0:
             layer.weight.zero_()
-    with pytest.raises(NormLayerError, match=r"1\.0 \(.*forward pass of its own|1\.0 \(.* holds"):
+    with pytest.raises(NormLayerError, match=r"1\.0 \(.*(forward pass of its own|forward hooks| holds)"):
         replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(layer)), kind)
 
 
