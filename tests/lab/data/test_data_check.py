@@ -90,6 +90,21 @@ def test_measurements_that_all_differ_are_no_ids(name: str, values: list[Any], f
     assert found(**{name: values}) == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("patient_id", np.repeat(shuffled(range(5000, 900000, 900)[: N // 2]), 2).tolist()),
+        ("SubjectID", [f"P{at}" for at in shuffled([k // 2 for k in range(N)])]),
+    ],
+    ids=["numbers", "texts"],
+)
+def test_ids_of_patients_with_several_rows_are_found_by_their_name(name: str, values: list[Any], found: Found) -> None:
+    lines = found(**{name: values})
+    assert any(line.startswith(f"column {name!r}: 30 different values in 60 rows") for line in lines)
+    assert found(**{name: [k % 12 for k in range(N)]}) == (), "few values are no ids"
+    assert found({"group_column": name}, **{name: values}) == (), "it is no feature"
+
+
 def test_texts_that_all_differ_are_found(found: Found, tmp_path: Path) -> None:
     rows = [f"{SOUND['level'][k]},p{k},{SOUND['sick'][k]}" for k in range(24)]
     (tmp_path / "names.csv").write_text("\n".join(["level,name,sick", *rows]))
@@ -193,9 +208,11 @@ def test_names_that_look_alike_are_found(other: str, found: Found) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "count"), [(-99, 5), (999, 3), (-1, 4), (-9, 3), (0, 12)], ids=["-99", "999", "-1", "-9", "0"]
+    ("code", "count"),
+    [(-99, 5), (999, 3), (-1, 4), (-9, 3), (0, 12), (999.9, 3), (99.99, 2)],
+    ids=["-99", "999", "-1", "-9", "0", "999.9", "99.99"],
 )
-def test_a_number_that_stands_for_a_missing_value_is_found(code: int, count: int, found: Found) -> None:
+def test_a_number_that_stands_for_a_missing_value_is_found(code: float, count: int, found: Found) -> None:
     column = [*SOUND["age"]]
     for at in range(count):
         column[at * 4] = code

@@ -32,6 +32,8 @@ _CHANCE_APART = 0.05  # the same, where two clients have no category in common
 _ALMOST = 0.99  # AUROC, or share of the rows, from which a column separates the targets
 _CODES = 10  # different whole numbers that may be categories
 _OF_PATIENTS = ("patient", "subject", "study", "person", "record", "case", "row", "sample", "mrn")
+_REPEATED = 0.25  # different ids in a row, of a column that is called so
+_IDS = {"id", "ids", "uid", "mrn"}
 _OF_NUMBERS = {"id", "ids", "nr", "no", "num", "number", "nummer", "index", "idx", "uid", "key"}
 
 
@@ -48,7 +50,7 @@ def _findings(request: OwnData, records: Records) -> Iterator[str]:
     for column in columns:
         yield from _of_one_client(column)
         if len(column.values) >= _FEWEST:
-            yield from filter(None, [_as_ids(column), _separates(column, len(columns))])
+            yield from filter(None, [_as_ids(column) or _as_repeated_ids(column), _separates(column, len(columns))])
         if column.categories and column.name in stated:
             continue
         if column.categories:
@@ -171,6 +173,18 @@ def _as_ids_in_text(column: _Column) -> str:
     )
 
 
+def _as_repeated_ids(column: _Column) -> str:
+    """Return that a column which is called an id has many of them, as of patients with several rows; "" if not."""
+    known = column.values[~np.isnan(column.values)]
+    kinds, words = len(np.unique(known)), _words(column.name)
+    if not _IDS & {*words} or kinds < max(_FEWEST, _REPEATED * len(known)) or (known % 1 != 0).any():
+        return ""
+    return (
+        f"column {column.name!r}: {kinds} different values in {len(known)} rows, and a name as of ids. Leave it out of "
+        "feature-columns; group-column keeps the rows of a patient together"
+    )
+
+
 def _parts(column: _Column) -> list[Any]:
     """Return the rows of each client with enough of them; without any, all rows."""
     parts = [np.flatnonzero(column.clients == client) for client in np.unique(column.clients)]
@@ -178,8 +192,11 @@ def _parts(column: _Column) -> list[Any]:
 
 
 def _is_called_so(name: str) -> bool:
-    words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name))
-    return any(word.lower() in _OF_NUMBERS or word.lower().startswith(_OF_PATIENTS) for word in words)
+    return any(word in _OF_NUMBERS or word.startswith(_OF_PATIENTS) for word in _words(name))
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
 
 
 def _separates(column: _Column, num_columns: int) -> str:
@@ -294,7 +311,7 @@ def _of_one_client(column: _Column) -> Iterator[str]:
 
 
 def _far_outside(column: _Column) -> str:
-    """Return the numbers that may stand for a missing value: whole, repeated, and far from all others; "" if none."""
+    """Return the numbers that may stand for a missing value: as 999, repeated, and far from all others; "" if none."""
     parts = _parts(column)
     whole = np.arange(len(column.values))
     for part in [whole] if len(parts) < 2 else [whole, *parts]:
@@ -333,12 +350,13 @@ def _codes_of_missing(values: Any) -> list[float]:
 
 
 def _may_be_codes(end: Any, counts: Any) -> bool:
-    """Return whether numbers are whole and repeated, those of the usual look twice at least."""
-    return bool((end % 1 == 0).all() and counts.max() >= (2 if end[0] < 0 or _is_usual(end[0]) else 3))
+    """Return whether numbers are whole or of the usual look, and repeated, negative and usual ones twice at least."""
+    plain = all(number % 1 == 0 or _is_usual(number) for number in end)
+    return bool(plain and counts.max() >= (2 if end[0] < 0 or _is_usual(end[0]) else 3))
 
 
 def _is_usual(number: float) -> bool:
-    return set(f"{abs(number):.0f}") == {"9"}
+    return set(f"{abs(number):.7g}") - {"."} == {"9"}  # 99.9, too, in the digits of float32
 
 
 def _is_far(end: Any, counts: Any, rest: Any) -> bool:
