@@ -110,7 +110,9 @@ def _inputs(saved: SavedModel, format: str, normalise: bool, probabilities: bool
     if normalise and not scaled_by_client:
         types = "float32 or uint8" if format == "torch" and taken.as_bytes else "float32"
         values = "pixels 0 to 255" if taken.as_bytes else "as the data hold them"
-        missing = "; NaN where a value is missing, which becomes the mean" if taken.normalise().missing else ""
+        missing = "; NaN where a number is missing, which becomes the mean" if taken.normalise().missing else ""
+        if missing and any("=" in name for name in taken.features):
+            missing += "; a missing text is 0 in all features of its column"
         yield "inputs", f"{types} {shape}; {values}{missing}"
     else:
         yield "inputs", f"float32 {shape}; normalised before the model"

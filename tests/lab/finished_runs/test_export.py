@@ -232,7 +232,8 @@ def test_a_table_goes_in_as_it_is_and_may_be_gone(tmp_path: Path, quick_run) -> 
     assert again.check.inputs.startswith("32 random inputs")
     card = again.card.read_text()
     assert "- features, in this order: age, chol, kind=x, kind=y, kind=z\n" in card
-    values = "as the data hold them; NaN where a value is missing, which becomes the mean"
+    values = "as the data hold them; NaN where a number is missing, which becomes the mean"
+    values += "; a missing text is 0 in all features of its column"
     assert f"- inputs: float32 (N, 5), any number N; {values}\n" in card
     assert str(tmp_path) not in card
     inputs = torch.tensor([[50.0, float("nan"), 1, 0, 0], [50.0, 230, 1, 0, 0]])
