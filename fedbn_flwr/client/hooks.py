@@ -146,6 +146,8 @@ class Hooks:
         self._surveyed = False
         self._trained = False
         self._exit = ExitStack()
+        self._open_step = ExitStack()
+        self._in_step = False
         self._watching = ExitStack()
         self._compares = any(hook.compares_with_start for hook in hooks.values())
         self._acting = [hook for hook in hooks.values() if overrides(hook, "start", "penalty", "gradients")]
@@ -192,11 +194,13 @@ class Hooks:
         one, as Opacus' or one of sharpness-aware minimisation, the hooks act in the steps of the inner one.
 
         Raises:
-            ConfigError: the optimizer is of another model or no torch optimizer, a client hook needs plain SGD or
-                refuses its settings, an optimizer with the same parameters was already wrapped, or the model has
-                changed or moved to another device inside the block. A model that changes later is refused in the first
-                step.
+            ConfigError: the optimizer is of another model or none of torch (fastai's is refused only if a client hook
+                acts in every step), a client hook needs plain SGD or refuses its settings, an optimizer with the same
+                parameters was already wrapped, or the model has changed or moved to another device inside the block. A
+                model that changes later is refused in the first step.
         """
+        if not self._acting and hasattr(optimizer, "zero_grad") and not isinstance(optimizer, torch.optim.Optimizer):
+            return optimizer  # as fastai's own, in whose steps no hook could act
         for stepping in stepping_optimizers(optimizer):
             self._wrap(stepping)
         return optimizer
@@ -227,8 +231,40 @@ class Hooks:
     @contextmanager
     def step(self, batch_size: int) -> Iterator[None]:
         """Wrap forward and backward pass of a step with ``batch_size`` examples: FedTAN synchronises the first one."""
-        with around_step(self._hooks.values(), self._passes, self._model, batch_size):
-            yield
+        self.begin_step(batch_size)
+        try:
+            with self._open_step:
+                yield
+        finally:
+            self._in_step = False
+        self._passes += 1
+
+    def begin_step(self, batch_size: int) -> None:
+        """Begin ``step`` before a forward pass that is in a framework's hands: for its callbacks, with ``end_step``.
+
+        An exception that leaves the block of ``bn_rules`` ends the step.
+
+        Raises:
+            ConfigError: the step before has not ended.
+        """
+        if self._in_step:
+            raise ConfigError(
+                "a step began inside another one: call rules.begin_step(batch_size) before each training batch and no "
+                "other, and rules.end_step() after its backward pass"
+            )
+        self._open_step.enter_context(around_step(self._hooks.values(), self._passes, self._model, batch_size))
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """End ``step`` after the backward pass.
+
+        Raises:
+            ConfigError: no step has begun.
+        """
+        if not self._in_step:
+            raise ConfigError("rules.end_step() without rules.begin_step(batch_size) before it, in the same block")
+        self._in_step = False
+        self._open_step.close()
         self._passes += 1
 
     def _note(self, *_: Any) -> None:
@@ -309,6 +345,8 @@ class Hooks:
         Raises:
             ConfigError: a call is missing, or other weights were loaded; the error names it.
         """
+        if self._in_step:
+            raise ConfigError("the block ended inside a step: call rules.end_step() after each backward pass")
         if any(hook.of_all_steps for hook in self._hooks.values()):
             self._check_last_step(self._after_step.changed(thorough=True))
         for name, hook in self._hooks.items():
@@ -342,6 +380,7 @@ class Hooks:
                 for hook in self._hooks.values():
                     hook.begin(self._model)
                     undo.callback(hook.end, self._model)
+                undo.enter_context(self._open_step)  # an exception may leave a framework's loop between its callbacks
                 yield
                 self._check()
                 undo.pop_all()

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.mods import answer_query, bn_rules, local_bn
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedBN, FedProx, FedTAN, FixBN, Scaffold, Standalone
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.wrappers import unwrap, view_with_names, wrapper_prefix
+from tests.support.loops_of_others import METHODS, compare_with_ours
 
 
 class Replicated(nn.DataParallel):
@@ -181,78 +175,6 @@ def test_timm(name: str) -> None:
         assert len(parts.layers) > 19
 
 
-@dataclass
-class Pictures:
-    """Three batches of eight, for any loop."""
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def batch(self, positions: torch.Tensor, generator: torch.Generator | None = None) -> Any:
-        return self.inputs[positions], self.targets[positions]
-
-    def loader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(self.inputs, self.targets), 8)
-
-
-class InOrder(LocalTraining):
-    def batches(self, num_examples: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-        yield from torch.arange(num_examples).split(8)
-
-
-METHODS = {
-    "fedbn": FedBN,
-    "fixbn": functools.partial(FixBN, freeze_at=1),
-    "fedprox": functools.partial(FedProx, proximal_mu=0.3),
-    "fedtan": FedTAN,
-}
-
-
-@pytest.fixture
-def theirs_is_ours(same_bits) -> Any:
-    """``theirs_is_ours(method, model, loop)``: compare another library's loop with our client, bit for bit."""
-
-    def check(method: str, model: Callable[[], nn.Module], plain: Callable[[], nn.Module], loop: Any) -> None:
-        def pictures(context: Any) -> Pictures:
-            generator = torch.Generator().manual_seed(i := int(context.node_config["partition-id"]))
-            return Pictures((1 + i) * torch.randn(24, 3, 32, 32, generator=generator), torch.arange(24) % 3)
-
-        app = ClientApp(mods=[local_bn])
-
-        @app.train()
-        def train(msg: Message, context: Context) -> Message:
-            with torch.random.fork_rng():
-                net, data = model(), pictures(context)
-            net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-            with bn_rules(net, msg, context) as rules:
-                loop(net, data.loader(), rules)
-            arrays, metrics = ArrayRecord(net.state_dict()), MetricRecord({"num-examples": len(data)})
-            return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=msg)
-
-        @app.query()
-        def query(msg: Message, context: Context) -> Message:
-            return answer_query(msg, context, SimpleNamespace(dataset=pictures(context), batch_size=8))
-
-        def client_fn(context: Context) -> TorchClient:
-            with torch.random.fork_rng():
-                net, data = plain(), pictures(context)
-            return TorchClient(net, data, data, InOrder(learning_rate=LearningRate(0.1), batch_size=8), context=context)
-
-        torch.manual_seed(0)
-        start, states = to_record(model().state_dict()), []
-        for made in (app, client_app(client_fn)):
-            strategy = METHODS[method](fraction_evaluate=0.0)
-            with InProcessGrid(made, 2, threads=2) as grid:
-                states.append(from_record(strategy.start(grid=grid, initial_arrays=start, num_rounds=2).arrays))
-            assert [report.rejected for report in strategy.reports] == [{}, {}]
-        same_bits(*states)
-
-    return check
-
-
 def returning_logits(net: nn.Module) -> nn.Module:
     """Return a transformers model as our client wants one; the names of its state are the same."""
     net.register_forward_hook(lambda net, args, outputs: outputs.logits)
@@ -261,7 +183,7 @@ def returning_logits(net: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["ResNet", "MobileNetV2"])
-def test_transformers(kind: str, method: str, theirs_is_ours) -> None:
+def test_transformers(kind: str, method: str, same_bits) -> None:
     transformers = pytest.importorskip("transformers")
     small = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]} if kind == "ResNet" else {}
     config = getattr(transformers, f"{kind}Config")(num_labels=3, **small)
@@ -285,44 +207,7 @@ def test_transformers(kind: str, method: str, theirs_is_ours) -> None:
                 net(inputs, labels=targets).loss.backward()
             optimizer.step()
 
-    theirs_is_ours(method, model, lambda: returning_logits(model()), loop)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_lightning(method: str, theirs_is_ours) -> None:
-    """Lightning computes gradients inside ``optimizer.step(closure)``; FedTAN needs its manual optimization."""
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
-            self.rules: Any = None
-            self.automatic_optimization = method != "fedtan"
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.net(x)
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            loss = nn.functional.cross_entropy
-            if self.automatic_optimization:
-                return loss(self(batch[0]), batch[1])
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            with self.rules.step(len(batch[0])):
-                self.manual_backward(loss(self(batch[0]), batch[1]))
-            return optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            return self.rules.wrap(torch.optim.SGD(self.parameters(), lr=0.1))
-
-    def loop(net: Module, loader: Any, rules: Any) -> None:
-        net.rules = rules
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(net, loader)
-
-    assert split_state(Module()).statistics == ("net.2.running_mean", "net.2.running_var")
-    theirs_is_ours(method, Module, Module, loop)
+    compare_with_ours(method, model, lambda: returning_logits(model()), loop, same_bits)
 
 
 def test_a_wrapped_copy_is_a_different_model(mlp) -> None:

@@ -1,0 +1,274 @@
+"""The callbacks of docs/guides/lightning-and-fastai.md, in the real libraries where they are installed.
+
+Elsewhere in loops that call in the same order: Lightning's ``on_train_start``, ``on_train_batch_start``, and
+``optimizer.step(closure)`` with forward pass, ``zero_grad``, backward pass and ``on_after_backward`` inside; fastai's
+``before_fit``, ``before_batch``, forward and backward pass, ``after_backward``, step, and the batches of a validation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr.client.hooks import Hooks
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.strategies.fedprox import ProximalTerm
+from fedbn_flwr.training import ClientHook
+from tests.support.loops_of_others import METHODS, compare_with_ours
+
+PAGE = (Path(__file__).parents[2] / "docs/guides/lightning-and-fastai.md").read_text()
+BATCH, RATE = 8, 0.1
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def callback_of_the_page(library: str) -> Any:
+    """Return the class of the page's program that imports ``library``."""
+    (program,) = (text for text in re.findall(r"^```python.*\n((?:.*\n)*?)```$", PAGE, re.M) if f" {library}" in text)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    return names["BNRules"]
+
+
+# --- Lightning -------------------------------------------------------------------------------------------------------
+
+
+class LightningsOrder:
+    """Lightning 2.5's automatic optimization."""
+
+    def __init__(self, callbacks: list[Any], **_: Any) -> None:
+        (self.callback,) = callbacks
+
+    def fit(self, module: Any, loader: Any) -> None:
+        optimizer = module.configure_optimizers()
+        self.optimizers = [optimizer]
+        self.callback.on_train_start(self, module)
+        for index, batch in enumerate(loader):
+            self.callback.on_train_batch_start(self, module, batch, index)
+
+            def closure(batch: Any = batch, index: int = index) -> Any:
+                loss = module.training_step(batch, index)
+                optimizer.zero_grad()
+                loss.backward()
+                self.callback.on_after_backward(self, module)
+                return loss
+
+            optimizer.step(closure)
+
+
+LIGHTNING = SimpleNamespace(Callback=object, LightningModule=nn.Module, Trainer=LightningsOrder)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("library", ["in its order", "lightning", "pytorch_lightning"])
+def test_lightning(library: str, method: str, same_bits, monkeypatch) -> None:
+    """Its gradients are computed inside ``optimizer.step(closure)``."""
+    lightning: Any = LIGHTNING if library == "in its order" else pytest.importorskip(library)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", lightning)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    rules_of = callback_of_the_page("pytorch_lightning")
+
+    def loop(net: Module, loader: Any, rules: Any) -> None:
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[rules_of(rules)], **quiet).fit(net, loader)
+
+    compare_with_ours(method, Module, Module, loop, same_bits)
+
+
+# --- fastai ----------------------------------------------------------------------------------------------------------
+
+
+class OfALearner:
+    """fastai's Callback: attributes that it lacks are the learner's."""
+
+    run_valid = True
+    learn: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.learn, name)
+
+
+class FastaisOrder:
+    """A Learner of fastai 2.8: training batches, then those of the validation, which have no backward pass."""
+
+    def __init__(self, dls: Any, model: nn.Module, opt_func: Any) -> None:
+        self.dls, self.model, self.opt_func = dls, model, opt_func
+
+    def fit(self, epochs: int, lr: float, cbs: Any) -> None:
+        cbs.learn = self
+        self.opt = self.opt_func(self.model.parameters(), lr=lr)
+        cbs.before_fit()
+        for training in (True, False):
+            for x, y in self.dls:
+                self.xb = (x,)
+                self.model.train(training)
+                if training or cbs.run_valid:
+                    cbs.before_batch()
+                with torch.set_grad_enabled(training):
+                    loss = F.cross_entropy(self.model(x), y)
+                if training:
+                    loss.backward()
+                    cbs.after_backward()
+                    self.opt.step()
+                    self.opt.zero_grad()
+
+
+def of_fastai(real: bool, monkeypatch: Any) -> Any:
+    """Return ``learner(model, loader)`` with SGD of torch, in fastai or in its order."""
+    if not real:
+        core = ModuleType("fastai.callback.core")
+        core.Callback = OfALearner  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "fastai.callback.core", core)
+        return lambda model, loader: FastaisOrder(loader, model, torch.optim.SGD)
+    pytest.importorskip("fastai")
+    learner, optimizer, data = (
+        importlib.import_module(f"fastai.{name}") for name in ("learner", "optimizer", "data.core")
+    )
+    importlib.import_module("fastai.callback.progress")  # no_bar
+    sgd = functools.partial(optimizer.OptimWrapper, opt=torch.optim.SGD)
+
+    def made(model: nn.Module, loader: Any) -> Any:
+        return learner.Learner(data.DataLoaders(loader, loader), model, loss_func=F.cross_entropy, opt_func=sgd)
+
+    return made
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("real", [False, True])
+def test_fastai(real: bool, method: str, same_bits, monkeypatch) -> None:
+    """The validation after the epoch is no step; its forward passes are in eval mode."""
+    learner, rules_of = of_fastai(real, monkeypatch), callback_of_the_page("fastai.callback.core")
+
+    def loop(net: nn.Module, loader: Any, rules: Any) -> None:
+        learning = learner(net, loader)
+        if real:
+            with learning.no_bar(), learning.no_logging():
+                learning.fit(1, RATE, cbs=rules_of(rules))
+        else:
+            learning.fit(1, RATE, cbs=rules_of(rules))
+
+    compare_with_ours(method, network, network, loop, same_bits)
+
+
+class OwnOptimizer:
+    """As fastai's: none of torch's, and without step hooks."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+def test_an_optimizer_of_a_framework_is_refused_only_where_a_hook_acts_in_its_steps() -> None:
+    model, own = network(), OwnOptimizer()
+    assert Hooks(model, {}).wrap(own) is own  # type: ignore[arg-type, comparison-overlap]
+    with pytest.raises(ConfigError, match="OwnOptimizer has none of the step hooks"):
+        Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(own)  # type: ignore[arg-type]
+
+
+# --- a step in two calls ---------------------------------------------------------------------------------------------
+
+
+class Around(ClientHook):
+    """Notes how its step ends."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def around(self, step: int, model: nn.Module, batch_size: int) -> Any:
+        return self
+
+    def __enter__(self) -> None:
+        self.ends.append("open")
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.ends[-1] = kind.__name__ if kind else "closed"
+
+
+class Left(BaseException):
+    """As the exception by which FedTAN leaves a loop in mid-step."""
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_exception_between_the_two_calls_ends_the_step(by_hand: bool) -> None:
+    """Else BatchNorm would stay synchronised for what the process does next, until the step is collected."""
+    hook = Around()
+    rules = Hooks(network(), {"hook": hook})
+    entered = []  # as callbacks keep what they have entered
+
+    def train() -> None:
+        with rules._block():
+            for _ in range(2):
+                rules.begin_step(4)
+                rules.end_step()
+            if by_hand:
+                entered.append(rules.step(4))
+                entered[0].__enter__()
+            else:
+                rules.begin_step(4)
+            raise Left
+
+    with pytest.raises(Left):
+        train()
+    assert hook.ends == ["closed", "closed", "Left"]
+
+
+def test_a_step_that_raises_is_over() -> None:
+    """A loop may leave out a batch."""
+    hook = Around()
+    rules = Hooks(network(), {"hook": hook})
+    with rules._block():
+        with contextlib.suppress(RuntimeError), rules.step(4):
+            raise RuntimeError
+        with rules.step(4):
+            pass
+    assert hook.ends == ["RuntimeError", "closed"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "why"),
+    [
+        (["begin", "begin"], "a step began inside another one"),
+        (["begin", "block"], "a step began inside another one"),
+        (["begin", "end", "end"], r"rules.end_step\(\) without rules.begin_step"),
+        (["begin"], r"the block ended inside a step: call rules.end_step\(\)"),
+    ],
+)
+def test_calls_out_of_order_are_refused(calls: list[str], why: str) -> None:
+    hook = Around()
+    rules = Hooks(network(), {"hook": hook})
+
+    def train() -> None:
+        with rules._block():
+            for call in calls:
+                {"begin": lambda: rules.begin_step(4), "end": rules.end_step, "block": rules.step(4).__enter__}[call]()
+
+    with pytest.raises(ConfigError, match=why):
+        train()
+    assert "open" not in hook.ends
