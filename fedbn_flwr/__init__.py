@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fedbn_flwr.batchnorm.parts import split_state
     from fedbn_flwr.client import TorchClient, client_app
     from fedbn_flwr.client.saved_state import global_state, personal_state
-    from fedbn_flwr.compat.legacy_strategy import to_legacy
+    from fedbn_flwr.compat.legacy_strategy import LegacyStrategy, to_legacy
     from fedbn_flwr.doctor import diagnose
     from fedbn_flwr.engines import InProcessGrid
     from fedbn_flwr.norms import replace_norm
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DPWrapper",
     "InProcessGrid",
+    "LegacyStrategy",
     "TorchClient",
     "client_app",
     "diagnose",
@@ -36,6 +37,7 @@ __all__ = [
 _WHERE = {
     "DPWrapper": "privacy",
     "InProcessGrid": "engines",
+    "LegacyStrategy": "compat.legacy_strategy",
     "TorchClient": "client",
     "client_app": "client",
     "diagnose": "doctor",

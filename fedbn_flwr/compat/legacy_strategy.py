@@ -1,9 +1,9 @@
 """The strategies in Flower's legacy loop: ``to_legacy`` turns a strategy into a ``flwr.server.strategy.Strategy``.
 
 For projects with ``flwr.server.ServerApp`` and ``ServerAppComponents``, or with ``DefaultWorkflow`` and
-``SecAggPlusWorkflow``. The legacy loop sends a list of arrays and a
-config of scalars each way, with one ``fit`` and one ``evaluate`` per round. The config has the names, as for
-``client_app`` (``messages.numpy_client``). Methods that need exchanges inside a round are refused.
+``SecAggPlusWorkflow``. The legacy loop sends a list of arrays and a config of scalars each way, with one ``fit`` and
+one ``evaluate`` per round. The config has the names, as for ``client_app`` (``messages.numpy_client``). Methods that
+need exchanges inside a round are refused.
 """
 
 from __future__ import annotations
@@ -53,22 +53,12 @@ EvaluateFn = Callable[[int, NDArrays, dict[str, Scalar]], tuple[float, dict[str,
 Failures = list[tuple[ClientProxy, Any] | BaseException]
 
 
-def to_legacy(
-    strategy: Strategy,
-    initial_arrays: ArrayRecord,
-    *,
-    num_rounds: int | None = None,
-    evaluate_fn: EvaluateFn | None = None,
-    on_fit_config_fn: ConfigFn | None = None,
-    on_evaluate_config_fn: ConfigFn | None = None,
-    fit_metrics_aggregation_fn: MetricsFn | None = None,
-    evaluate_metrics_aggregation_fn: MetricsFn | None = None,
-    timeout: float = 3600,
-) -> LegacyStrategy:
-    """Return the strategy for Flower's legacy loop: ``ServerAppComponents(strategy=to_legacy(...), config=...)``.
+class LegacyStrategy(FlowerLegacyStrategy):
+    """A strategy for Flower's legacy loop: ``ServerAppComponents(strategy=to_legacy(...), config=...)``.
 
-    ``DefaultWorkflow`` takes it too: ``LegacyContext(context, config=..., strategy=to_legacy(...))``, also with
-    ``SecAggPlusWorkflow`` for fit.
+    ``to_legacy`` is its other name. ``DefaultWorkflow`` takes it too: ``LegacyContext(context, config=...,
+    strategy=to_legacy(...))``, also with ``SecAggPlusWorkflow`` for fit. A project's own strategy that overrides
+    methods of Flower's FedAvg is derived from this class in its place.
 
     Clients are NumPyClients. FedAvg and the server optimizers need nothing more; the other methods need the mod
     ``local_bn`` (and ``bn_rules`` in ``fit``), or a ``TorchClient`` in Flower's own ``ClientApp(client_fn=...)``. Runs
@@ -89,53 +79,36 @@ def to_legacy(
         evaluate_metrics_aggregation_fn: as in FedAvg, for evaluation.
         timeout: seconds to wait for enough clients, and for their properties.
 
+    Attributes:
+        strategy: the strategy itself, with its ``reports``.
+
     Raises:
         ConfigError: the method exchanges messages inside a round, settings do not fit, or an argument is of another
             type.
-    """
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(
-            f"to_legacy takes a strategy of fedbn_flwr.strategies, and strategy={strategy!r:.80} is none: write "
-            "to_legacy(FedBN(), arrays), with the brackets"
-        )
-    if strategy.methods.whole.exchanges:
-        _refuse(strategy, "exchanges statistics with its clients inside a local step", _EXCHANGES)
-    if strategy.methods.reestimates or RECALIBRATED in strategy.methods.tests:
-        _refuse(strategy, "re-estimates BN statistics from its clients before tests", _STATISTICS)
-    if after := strategy.prepare(initial_arrays, num_rounds, timeout):
-        raise ConfigError(f"Flower's legacy loop starts with round 1 and cannot continue after round {after}.")
-    config_fns = on_fit_config_fn, on_evaluate_config_fn
-    metrics_fns = fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn
-    if type(strategy.protection) is not Protection:
-        raise ConfigError(
-            "differential privacy works on Flower's Message API alone: the legacy loop hands the clients' metrics to "
-            "the project's functions, and secure aggregation gives averages whose parts were not clipped"
-        )
-    return LegacyStrategy(strategy, initial_arrays, evaluate_fn, config_fns, metrics_fns)
-
-
-class LegacyStrategy(FlowerLegacyStrategy):
-    """A strategy of this package with Flower's legacy interface; ``to_legacy`` makes it.
-
-    Attributes:
-        strategy: the strategy itself, with its ``reports``.
     """
 
     def __init__(
         self,
         strategy: Strategy,
         initial_arrays: ArrayRecord,
-        evaluate_fn: EvaluateFn | None,
-        config_fns: tuple[ConfigFn | None, ConfigFn | None],
-        metrics_fns: tuple[MetricsFn | None, MetricsFn | None],
+        *,
+        num_rounds: int | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+        on_fit_config_fn: ConfigFn | None = None,
+        on_evaluate_config_fn: ConfigFn | None = None,
+        fit_metrics_aggregation_fn: MetricsFn | None = None,
+        evaluate_metrics_aggregation_fn: MetricsFn | None = None,
+        timeout: float = 3600,
     ) -> None:
         super().__init__()
+        _prepare(strategy, initial_arrays, num_rounds, timeout)
         self.strategy = strategy
         self._names = list(initial_arrays)
         self._initial = initial_arrays
         self._evaluate_fn = evaluate_fn
-        self._fit_config, self._evaluate_config = (fn or (lambda _: {}) for fn in config_fns)
-        self._fit_metrics, self._evaluate_metrics = metrics_fns
+        self._fit_config = on_fit_config_fn or (lambda _: {})
+        self._evaluate_config = on_evaluate_config_fn or (lambda _: {})
+        self._fit_metrics, self._evaluate_metrics = fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn
         self._sent: dict[str, Message] = {}  # by client id
         self._failed: dict[str, str] = {}  # why a client's training failed, by client id
         self._secure = False  # whether secure aggregation has been seen
@@ -308,6 +281,10 @@ def _reason(failure: BaseException) -> str:
     return str(error.reason) if isinstance(error, Error) else str(failure)
 
 
+to_legacy = LegacyStrategy
+"""What an app writes; a class of its own derives from ``LegacyStrategy``."""
+
+
 class _NamingProxy(ClientProxy):
     """A client whose exceptions become results with the error; the loop does not say which client raised one.
 
@@ -392,6 +369,30 @@ class _ManagerGrid(Grid):
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+
+def _prepare(strategy: Strategy, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float) -> None:
+    """Prepare the strategy for a run.
+
+    Raises:
+        ConfigError: as ``LegacyStrategy``.
+    """
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"to_legacy takes a strategy of fedbn_flwr.strategies, and strategy={strategy!r:.80} is none: write "
+            "to_legacy(FedBN(), arrays), with the brackets"
+        )
+    if strategy.methods.whole.exchanges:
+        _refuse(strategy, "exchanges statistics with its clients inside a local step", _EXCHANGES)
+    if strategy.methods.reestimates or RECALIBRATED in strategy.methods.tests:
+        _refuse(strategy, "re-estimates BN statistics from its clients before tests", _STATISTICS)
+    if after := strategy.prepare(initial_arrays, num_rounds, timeout):
+        raise ConfigError(f"Flower's legacy loop starts with round 1 and cannot continue after round {after}.")
+    if type(strategy.protection) is not Protection:
+        raise ConfigError(
+            "differential privacy works on Flower's Message API alone: the legacy loop hands the clients' metrics to "
+            "the project's functions, and secure aggregation gives averages whose parts were not clipped"
+        )
 
 
 def _parameters(arrays: ArrayRecord) -> Parameters:

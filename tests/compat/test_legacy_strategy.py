@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -333,6 +335,57 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets,
             fit_metrics_aggregation_fn=words,
         )
     assert seen == [], "no result was used"
+
+
+def careful() -> Any:
+    """Return the class of docs/flower-projects.md."""
+    page = (Path(__file__).parents[2] / "docs/flower-projects.md").read_text()
+    (program,) = (text for text in re.findall(r"^```python\n((?:.*\n)*?)```$", page, re.M) if "LegacyStrategy" in text)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    return names["Careful"]
+
+
+def test_a_strategy_of_the_projects_own_gets_another_base(run_legacy_loop, datasets, mlp) -> None:
+    """Its rates are the clients', and a result that it leaves out is in no average and named as left out."""
+    rounds, worst = 6, len(datasets[1])
+
+    class Rated(Stock):
+        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+            self._set(parameters)
+            self.model.train()
+            self._loss().backward()
+            torch.optim.SGD(self.model.parameters(), config["lr"]).step()
+            loss = 1e3 if (config["server-round"], len(self.data)) == (2, worst) else 1.0
+            return list(to_state(self.model.state_dict()).values()), len(self.data), {"train-loss": loss}
+
+    inner, history = FedAvg(), []
+    legacy = careful()(
+        inner,
+        to_record(mlp().state_dict()),
+        num_rounds=rounds,
+        evaluate_fn=lambda number, arrays, config: history.append(arrays),
+    )
+    run = run_legacy_loop(legacy, ClientApp(stock_fn(mlp, datasets, Rated)), mlp().state_dict(), len(datasets), rounds)
+    state = to_state(mlp().state_dict())
+    floats = [name for name in state if not name.endswith("num_batches_tracked")]
+    for number, after in enumerate(history[1:], 1):
+        config = {"lr": 0.1 if number < 5 else 0.05, "server-round": number}
+        used = [data for data in datasets if (number, len(data)) != (2, worst)]
+        results = [Rated(mlp(), data).fit(list(state.values()), config)[0] for data in used]
+        got = dict(zip(state, after, strict=True))
+        total = sum(map(len, used))
+        for name, *own in zip(state, *results, strict=True):
+            if name in floats:
+                want = sum(len(data) / total * r for data, r in zip(used, own, strict=True))
+                np.testing.assert_allclose(got[name], want, rtol=1e-12, atol=1e-14, err_msg=name)
+        state = got
+    assert len(history) == rounds + 1
+    assert [list(report.rejected) for report in inner.reports] == [
+        [run.grid.get_node_ids()[1]] if number == 2 else [] for number in range(1, rounds + 1)
+    ]
+    (why,) = inner.reports[1].rejected.values()
+    assert "left out" in why
 
 
 def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_legacy, datasets, mlp) -> None:
