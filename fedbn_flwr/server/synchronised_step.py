@@ -5,7 +5,6 @@ Here the clients exchange through a barrier in the server's process. ``server.st
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.transport import Barrier, BarrierGrid, Member
 from fedbn_flwr.transport.grpc_channel import ChannelServer
-from fedbn_flwr.transport.polling_grid import in_simulation, pull, push
+from fedbn_flwr.transport.polling_grid import Pauses, in_simulation, polls
 
 __all__ = ["Enough", "Limits", "StepResult", "send_until", "step_by_barrier", "step_by_channel", "with_config"]
 
@@ -35,7 +34,7 @@ ENDED = "ended its work before the step was done"
 Enough = Callable[[Mapping[int, Message], float], bool]
 """``enough(replies, seconds)``: whether to stop, given the replies by node id and the seconds waited so far."""
 
-_SHARE, _FIRST_WAIT, _LONGEST_WAIT = 0.02, 0.001, 0.1
+_PAUSES = Pauses(0.02, 0.001, 0.1)  # a step has many exchanges of a few milliseconds
 
 
 @dataclass(frozen=True)
@@ -141,20 +140,16 @@ def send_until(grid: Grid, messages: Sequence[Message], enough: Enough) -> dict[
     """Send all messages; return the replies by node id when all have arrived or ``enough`` returns True.
 
     ``enough`` also gets the time, so the caller gives up a client when it wants to and logs it itself;
-    ``ImmediateGrid.send_and_receive_until`` has one timeout and logs who is silent. A step has many exchanges of a few
-    milliseconds, so the pause between polls is 2% of the time waited so far, at least 1 ms and at most 0.1 s.
+    ``ImmediateGrid.send_and_receive_until`` has one timeout and logs who is silent.
 
     Raises:
         EngineError: the messages could not be pushed.
     """
-    waiting = push(grid, messages)
-    start, replies = time.monotonic(), dict[int, Message]()
-    while waiting:
-        replies |= {reply.metadata.src_node_id: reply for reply in pull(grid, waiting)}
-        seconds = time.monotonic() - start
-        if not waiting or enough(replies, seconds):
+    replies: dict[int, Message] = {}
+    for arrived, waiting, seconds in polls(grid, messages, _PAUSES):
+        replies |= {reply.metadata.src_node_id: reply for reply in arrived}
+        if waiting and enough(replies, seconds):
             break
-        time.sleep(min(max(_SHARE * seconds, _FIRST_WAIT), _LONGEST_WAIT))
     return replies
 
 

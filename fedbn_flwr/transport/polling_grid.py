@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
@@ -21,16 +21,24 @@ from fedbn_flwr.compat.flower import (
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.protocol import NodeProperties
 
-__all__ = ["ImmediateGrid", "PollingGrid", "TellsProperties", "in_simulation", "over_network", "polling", "pull"]
-__all__ += ["push"]
+__all__ = ["ImmediateGrid", "Pauses", "PollingGrid", "TellsProperties", "in_simulation", "over_network", "polling"]
+__all__ += ["polls"]
 
 logger = logging.getLogger("flwr")
 
-# Seconds between polls, at first and in a long wait; each poll uses the SuperLink's database.
-_FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.25
-
 # Seconds after which the log names the nodes without a reply, and then between two such lines.
 _FIRST_NOTICE, _NEXT_NOTICES = 60.0, 300.0
+
+
+class Pauses(NamedTuple):
+    """Pauses between polls: a share of the time since the last reply, within limits in seconds."""
+
+    share: float
+    shortest: float
+    longest: float
+
+
+_PAUSES = Pauses(0.5, 0.002, 0.25)  # each poll uses the SuperLink's database
 
 
 @runtime_checkable
@@ -160,40 +168,63 @@ class PollingGrid(ImmediateGrid):
         timeout: float | None,
         enough: Callable[[Sequence[Message]], bool] = lambda replies: False,
     ) -> list[Message]:
-        waiting = push(self, list(messages))
-        begun = time.monotonic()
-        deadline = None if timeout is None else begun + timeout
-        notice = begun + _FIRST_NOTICE if over_network(self) else math.inf
+        notice = _FIRST_NOTICE if over_network(self) else math.inf
         replies: list[Message] = []
-        pause = _FIRST_WAIT
-        while waiting:
-            arrived = pull(self, waiting)
+        limit = math.inf if timeout is None else timeout
+        for arrived, waiting, seconds in polls(self, list(messages), _PAUSES, limit):
             replies += arrived
             if not waiting or enough(replies):
                 break
-            left = _LONGEST_WAIT if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            if seconds >= limit:
                 logger.warning(
                     "No reply within %s s from %s; continuing without them.", timeout, self._listed(waiting.values())
                 )
                 break
-            if time.monotonic() >= notice:
-                notice = time.monotonic() + _NEXT_NOTICES
+            if seconds >= notice:
+                notice = seconds + _NEXT_NOTICES
                 logger.info(
                     "%.0f s: still waiting for %s. A node may be at work; or it is online and its superexec-clientapp, "
                     "which starts its apps, is not running.",
-                    time.monotonic() - begun,
+                    seconds,
                     self._listed(waiting.values()),
                 )
-            pause = _FIRST_WAIT if arrived else min(pause * 1.5, _LONGEST_WAIT)
-            time.sleep(min(pause, left))
         return replies
 
     def _listed(self, node_ids: Iterable[int]) -> str:
         return ", ".join(str(self._names.get(node_id, f"node {node_id}")) for node_id in node_ids)
 
 
-def push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
+def polls(
+    grid: Grid, messages: Sequence[Message], pauses: Pauses, timeout: float = math.inf
+) -> Iterator[tuple[list[Message], Mapping[str, int], float]]:
+    """Send all messages, and poll until each has a reply; the caller may stop earlier, and does so at its timeout.
+
+    Args:
+        grid: sends and receives; Flower's own method would pause, and log.
+        messages: may be none.
+        pauses: the pauses between two polls.
+        timeout: seconds after which there is a poll without such a pause.
+
+    Yields:
+        For each poll: the replies that have arrived, message id -> node id of those without a reply, and the seconds
+        waited so far.
+
+    Raises:
+        EngineError: the messages could not be pushed.
+    """
+    waiting = _push(grid, messages)
+    begun = latest = time.monotonic()
+    while waiting:
+        arrived = _pull(grid, waiting)
+        now = time.monotonic()
+        latest = now if arrived else latest
+        yield arrived, waiting, now - begun
+        if waiting:
+            pause = min(max(pauses.share * (now - latest), pauses.shortest), pauses.longest)
+            time.sleep(max(min(pause, begun + timeout - time.monotonic()), 0))
+
+
+def _push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
     """Push the messages; return message id -> node id of the messages that were accepted.
 
     Raises:
@@ -211,7 +242,7 @@ def push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:
     return {i: node_id for i, node_id in zip(message_ids, node_ids, strict=True) if i}
 
 
-def pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
+def _pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
     """Return the replies that have arrived, and remove the answered messages from ``waiting``.
 
     Each reply gets the id of the node that was asked: Flower's error reply for a lost node does not have it.
