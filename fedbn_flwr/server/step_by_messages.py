@@ -18,7 +18,7 @@ from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.synchronised_step import Enough, Limits, StepResult, send_until, with_config
 from fedbn_flwr.transport import Member
-from fedbn_flwr.transport.barrier import Sent, odd_ones
+from fedbn_flwr.transport.barrier import TaggedTensor, odd_ones
 
 __all__ = ["step_by_messages"]
 
@@ -153,9 +153,9 @@ class _Post:
 
 def _sort(
     left: Mapping[int, Member], replies: Mapping[int, Message], limits: Limits
-) -> tuple[dict[int, Sent], dict[int, Message], dict[int, str]]:
+) -> tuple[dict[int, TaggedTensor], dict[int, Message], dict[int, str]]:
     """Sort the replies: tensors of the next exchange, those of finished clients, and the reasons of lost clients."""
-    sent: dict[int, Sent] = {}
+    sent: dict[int, TaggedTensor] = {}
     done: dict[int, Message] = {}
     lost: dict[int, str] = {}
     for node_id in left:
@@ -183,7 +183,7 @@ def _tensors_of(reply: Message) -> ArrayRecord:
     return reply.content.array_records.get(EXCHANGE, ArrayRecord())
 
 
-def _read(record: ArrayRecord) -> Sent:
+def _read(record: ArrayRecord) -> TaggedTensor:
     """Return tag and tensor of an exchange; ReplyError if the record is not one finite floating tensor."""
     if len(record) != 1:
         raise ReplyError(f"sent {len(record)} tensors in one exchange")

@@ -78,8 +78,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.sync import Backward, refuse_batch_renorm, synchronised
-from fedbn_flwr.batchnorm.sync import Exchanges as ExchangesName
+from fedbn_flwr.batchnorm.sync import Backward, ExchangeScheme, refuse_batch_renorm, synchronised
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
 from fedbn_flwr.server.method import Ask, Facts, HookContext, Method, Problem, Role, RunSettings
@@ -99,7 +98,7 @@ BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "cl
 class FedTANParams(Params):
     """Parameters of FedTAN."""
 
-    fedtan_exchanges: ExchangesName = setting("3L+1", "exchanges of a round; 2L+1 sends mean and variance together")
+    fedtan_exchanges: ExchangeScheme = setting("3L+1", "exchanges of a round; 2L+1 sends mean and variance together")
     fedtan_transport: Literal["messages", "channel"] = setting(
         "messages", "how exchanges travel between processes; in one process clients wait at a barrier"
     )
@@ -118,11 +117,11 @@ class SynchroniseFirstStep(ClientHook):
     """
 
     def __init__(
-        self, reducer: Reducer, exchanges: ExchangesName, backward: Backward, batch_size: int | None = None
+        self, reducer: Reducer, exchanges: ExchangeScheme, backward: Backward, batch_size: int | None = None
     ) -> None:
         self._reducer = reducer
         self._batch_size = batch_size
-        self._exchanges: ExchangesName = exchanges
+        self._exchanges: ExchangeScheme = exchanges
         self._backward: Backward = backward
 
     def synchronises(self, step: int) -> bool:

@@ -29,12 +29,12 @@ __all__ = [
     "BarrierGrid",
     "Member",
     "Outcome",
-    "Sent",
+    "TaggedTensor",
     "Then",
     "odd_ones",
 ]
 
-Sent = tuple[str, Tensor]  # the tag of an exchange, and a client's tensor
+TaggedTensor = tuple[str, Tensor]  # the tag of an exchange, and a client's tensor
 Outcome = Tensor | Dropped | RetryStep
 """Of an exchange, for one member: the answer, or what its ``reduce`` raises."""
 
@@ -59,7 +59,7 @@ class _Exchange:
 
     attempt: int
     deadline: float = 0.0  # 0: no member has sent yet
-    sent: dict[int, Sent] = field(default_factory=dict)
+    sent: dict[int, TaggedTensor] = field(default_factory=dict)
     answer: Tensor | None = None
     over: bool = False  # answered or aborted
     then: dict[Then, list[int]] = field(default_factory=dict)  # what to call then, and the members that wait with it
@@ -308,7 +308,7 @@ class Barrier:
         self._ended.append(exchange)
 
 
-def odd_ones(sent: Mapping[int, Sent | None]) -> dict[int, str]:
+def odd_ones(sent: Mapping[int, TaggedTensor | None]) -> dict[int, str]:
     """Return why to drop each client that does something else than most; of equally many the first stay.
 
     Args:
@@ -322,7 +322,7 @@ def odd_ones(sent: Mapping[int, Sent | None]) -> dict[int, str]:
 _Kind = tuple[str, tuple[int, ...], torch.dtype]
 
 
-def _kind(sent: Sent | None) -> _Kind | None:
+def _kind(sent: TaggedTensor | None) -> _Kind | None:
     return (sent[0], tuple(sent[1].shape), sent[1].dtype) if sent else None
 
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from fedbn_flwr.batchnorm.sync.layer import BatchNormCall, Normalise, elements_per_channel
-from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce
+from fedbn_flwr.batchnorm.sync.reduction import Backward, ExchangeScheme, Reduce
 from fedbn_flwr.errors import NormLayerError, ReplyError
 from fedbn_flwr.training.checkpointing import in_checkpoint
 from fedbn_flwr.training.wrappers import not_compiled
@@ -41,7 +41,7 @@ class SynchronisedStep(TorchFunctionMode):
     """
 
     def __init__(
-        self, reduce: Reduce, batch_size: int, union_batch_size: int, exchanges: Exchanges, backward: Backward
+        self, reduce: Reduce, batch_size: int, union_batch_size: int, exchanges: ExchangeScheme, backward: Backward
     ) -> None:
         super().__init__()
         self.num_layers = 0

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ReplyError, unknown_name
 
-__all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Combine", "Exchanges", "Reduce", "check_names", "combine"]
+__all__ = ["BACKWARDS", "EXCHANGES", "Backward", "Combine", "ExchangeScheme", "Reduce", "check_names", "combine"]
 __all__ += ["exchange_bytes"]
 
-Exchanges = Literal["3L+1", "2L+1"]
+ExchangeScheme = Literal["3L+1", "2L+1"]
 """``3L+1``: first the mean, then the variance, as in the paper. ``2L+1``: both together, with the same mathematics.
 
 In the forward pass ``2L+1`` sends 3 C floats per BatchNorm call and direction, ``3L+1`` sends 2 C. The other C are the
@@ -46,7 +46,7 @@ torch's own layer loses.
 Backward = Literal["global", "own"]
 """``global`` (FedTAN): gradients with respect to the statistics are exchanged; ``own`` (FedDNA): they are not."""
 
-EXCHANGES: tuple[str, ...] = get_args(Exchanges)
+EXCHANGES: tuple[str, ...] = get_args(ExchangeScheme)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
 
 Reduce = Callable[[str, Tensor], Tensor]
@@ -105,6 +105,7 @@ def _pooled(moments: Sequence[Tensor], shares: Sequence[float], dtype: torch.dty
     # Below, means are offsets from the rounded mean: a rest smaller than float64's last digit of the mean is not lost.
     offsets = [(mean_i - mean) + rest_i for mean_i, rest_i, _ in moments]
     rest = _weighted_sum(offsets, shares)
+    # The equation of `reestimation.mixture`, which has no rests: with the means alone its variance would be wrong here.
     # The spread of the client means is a sum of squared differences, not E[y^2] - E[y]^2: no cancellation.
     spread = [var_i + (offset - rest).square() for (_, _, var_i), offset in zip(moments, offsets, strict=True)]
     return torch.stack([mean, rest, _weighted_sum(spread, shares)])

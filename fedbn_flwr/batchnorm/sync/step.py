@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
-from fedbn_flwr.batchnorm.sync.reduction import Backward, Exchanges, Reduce, check_names
+from fedbn_flwr.batchnorm.sync.reduction import Backward, ExchangeScheme, Reduce, check_names
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.replaced_method import replace_method
 from fedbn_flwr.training.wrappers import compiled_modules, not_compiled, unwrap
@@ -33,7 +33,7 @@ def synchronised(
     *,
     batch_size: int,
     union_batch_size: int,
-    exchanges: Exchanges = "3L+1",
+    exchanges: ExchangeScheme = "3L+1",
     backward: Backward = "global",
 ) -> Iterator[SynchronisedStep]:
     """Synchronise every BatchNorm call in the block, forward and backward, with the same call on the other clients.
