@@ -154,6 +154,8 @@ def _with_spread(
 ) -> dict[str, Array]:
     """Return the averaged means and variances in their dtypes, each variance with the spread of the clients' means."""
     result, first = dict[str, Array](), states[0]
+    # The equation of `reestimation.mixture`, by its second term alone: the variances are averaged already, in the one
+    # pass over all entries, and are so for variance="mean", too.
     for mean_name, var_name in pairs:
         mean = averaged[mean_name]
         spread = weighted_sum([(state[mean_name].astype(np.float64) - mean) ** 2 for state in states], p)

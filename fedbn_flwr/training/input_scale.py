@@ -27,6 +27,8 @@ class FeatureMoments:
 
     def merged(self, other: FeatureMoments) -> FeatureMoments:
         """Return the moments of the union (Chan, Golub, LeVeque 1979)."""
+        # `reestimation.merge` does so for many sets at once, with one count; here each feature has its own, which may
+        # be 0, and another order of operations would change the bits of the inputs.
         count = self.count + other.count
         share = other.count / count.clamp(min=1)
         difference = other.mean - self.mean
