@@ -160,9 +160,9 @@ def note_too_few(run: Run, num_usable: int) -> None:
         run.methods.params.min_replies,
         account([report]),
     )
-    latest = run.reports[-2:]
-    if all(map(all_not_finite, latest)) and (len(latest) == 2 or run.num_rounds == 1):
-        since = latest[0].diverged_at or latest[0].server_round
+    since = (run.not_finite_since or report.server_round) if all_not_finite(report) else 0
+    run.not_finite_since = since
+    if since and (since < report.server_round or run.num_rounds == 1):
         first = _NODE.sub("", next(iter(report.rejected.values())))[-_LONGEST:]
         note_losses(run, [f"since round {since} all replies hold values that are not finite (first: {first})"], since)
 

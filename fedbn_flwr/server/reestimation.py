@@ -61,8 +61,8 @@ def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
     asked = run.methods.reestimates or RECALIBRATED in run.methods.tests
     if not asked or not any(run.parts.moments()):
         return
-    if run.report.kept_previous and run.statistics_at_start:  # they are those of the same weights on the same data
-        run.reestimated = run.statistics_at_start
+    if run.known_statistics:  # of the same weights on the same data
+        run.reestimated = run.known_statistics
         return
     present = run.nodes.present(grid, max(run.options.min_available_nodes, 1))
     nodes = [node for node in present if node.num_examples != 0]

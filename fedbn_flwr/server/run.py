@@ -88,6 +88,7 @@ class Run:
         smallest: training examples of the node among them that has fewest; 0 if none says how many it has.
         reestimated: re-estimated running statistics of the model after this round.
         statistics_at_start: those of the model at the start of this round.
+        not_finite_since: the first of the latest rounds of which all replies were not finite; 0 = the last is none.
         shapes: the shapes of the model's entries.
         trained: labels of the clients whose training was used since the start or the resumption.
         tested: whether a client was tested since then.
@@ -119,6 +120,7 @@ class Run:
     smallest: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)
     statistics_at_start: dict[str, Any] = field(default_factory=dict)
+    not_finite_since: int = 0
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     tested: bool = False
@@ -155,6 +157,11 @@ class Run:
         return self.facts(0).total_rounds("a target epsilon") - self.after - len(self.reports) + 1
 
     @property
+    def known_statistics(self) -> dict[str, Any]:
+        """Statistics that were re-estimated before this round, of the model as it is now; empty if it has changed."""
+        return self.statistics_at_start if not self.reports or self.report.kept_previous else {}
+
+    @property
     def synchronises(self) -> bool:
         """Whether the first local step of this round is synchronised."""
         return self.travels.exchanges is not None
@@ -182,8 +189,7 @@ class Run:
         """
         self.travels = self.methods.phase(self.states, number)
         self.metrics = {}
-        known = self.statistics_at_start if self.reports and self.report.kept_previous else {}
-        self.statistics_at_start, self.reestimated = self.reestimated or known, {}
+        self.statistics_at_start, self.reestimated = self.reestimated or self.known_statistics, {}
         self.reports.append(RoundReport(number, self.travels.phase))
 
     def message_config(self, number: int) -> MessageConfig:
@@ -257,6 +263,8 @@ class Run:
             "kept": self.kept.saved(),
             "initialised": self.nodes.initialised_labels,
             "reestimated": self.reestimated,
+            "known_statistics": self.known_statistics,
+            "not_finite_since": self.not_finite_since,
             "methods": self.methods.saved(self.states),
         }
         if protection := self.protection.state_dict():
@@ -279,5 +287,7 @@ class Run:
         self.states = self.methods.restored(self.states, saved["methods"])
         self.kept = Kept.resumed(saved["kept"])
         self.reestimated = dict(saved["reestimated"])
+        self.statistics_at_start = dict(saved["known_statistics"])
+        self.not_finite_since = saved["not_finite_since"]
         self.nodes.expect_initialised(saved["initialised"])
         self.protection.load_state_dict(saved.get("protection", {}))

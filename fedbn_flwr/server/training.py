@@ -170,6 +170,7 @@ def release(run: Run, facts: Facts, usable: Usable) -> Replies:
     if len(replies) < run.methods.params.min_replies and not always:
         note_too_few(run, len(replies))
         return Replies([])
+    run.not_finite_since = 0
     note_losses(run, losses_not_finite(training_losses(run.report.clients)))
     released = run.protection.pool(run, replies, facts.before)
     run.report.kept_previous = run.report.kept_previous or not released

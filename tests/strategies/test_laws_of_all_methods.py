@@ -5,6 +5,7 @@ Runs are compared by all that the server sends, by their models and reports, and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.server.report import RoundReport
+from fedbn_flwr.server.run import Run as ServersRun
 from fedbn_flwr.strategies import STRATEGIES, Facts, FedAvg, FixBN, Replies, combined
 from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -201,6 +204,79 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_same_bits(federation: Open, ca
         again.load_state_dict(saved["state"], saved_after)
         rest = clients.start(again, rounds, away, arrays=kept[-1] if kept else None)
     whole.after(saved_after).assert_same(rest)
+
+
+# What a later round reads of a run and of its earlier reports, and a checkpoint does not have; and why.
+NOT_SAVED: Mapping[str, str] = {
+    **dict.fromkeys(("methods", "options", "protection", "timeout", "num_rounds", "continuity"), "given to the start"),
+    **dict.fromkeys(("before", "parts_or_none", "shapes"), "of the model that is given to the start"),
+    **dict.fromkeys(("begun", "start_id"), "of this start"),
+    "after": "the round of the checkpoint",
+    "nodes": "they are asked again; the labels of the initialised ones are saved",
+    "reports": "of this start: below is what is read of them",
+    "trained": "clients of a resumed run have worked before",
+    "tested": "clients of a resumed run have worked before",
+    "other_counts": "a warning, once in a start",
+}
+NOT_SAVED_OF_REPORTS: Mapping[str, str] = {
+    "diverged": "a diverged run can be continued on purpose; the log then names the remedies once more",
+    "kept_previous": "whether what is known of the statistics holds: if not, they are not saved",
+}
+
+
+def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(federate, points, monkeypatch) -> None:
+    """After a round without a test, in which no reply was finite: the model was kept, and its statistics are known."""
+    strategy = FedAvg(recalibrate=True, eval_every=2, on_divergence="continue")
+    fields = {field.name for field in dataclasses.fields(ServersRun)}
+    of_report = {field.name for field in dataclasses.fields(RoundReport)}
+    watched, read, written, read_of_reports = False, set[str](), set[str](), set[str]()
+    kept: dict[str, Any] = {}
+
+    def get(run: ServersRun, name: str) -> Any:
+        if watched and name in fields - written:
+            read.add(name)
+        return object.__getattribute__(run, name)
+
+    def put(run: ServersRun, name: str, value: Any) -> None:
+        if watched:
+            written.add(name)
+        object.__setattr__(run, name, value)
+
+    def get_of_report(report: RoundReport, name: str) -> Any:
+        if watched and name in of_report and object.__getattribute__(report, "server_round") == 3:
+            read_of_reports.add(name)
+        return object.__getattribute__(report, name)
+
+    def end_round(server_round: int, arrays: ArrayRecord, _: Any) -> None:
+        nonlocal watched
+        watched = server_round == 3
+        if watched:
+            kept.update(arrays=arrays, state=through_a_file(strategy.state_dict()), run=values(strategy))
+
+    def values(of: FedAvg[Any]) -> dict[str, Any]:
+        run = of.run
+        found = {name: getattr(run, name) for name in fields - {"kept", "states"}}
+        return bits({**found, "kept": run.kept.saved(), "states": run.methods.saved(run.states)})
+
+    monkeypatch.setattr(ServersRun, "__getattribute__", get)
+    monkeypatch.setattr(ServersRun, "__setattr__", put)
+    monkeypatch.setattr(RoundReport, "__getattribute__", get_of_report)
+    strategy.on_round_end = end_round
+    app = functools.partial(spoiling, spoil_state(all_nan), who={0, 1, 2}, rounds={3, 4})
+    federate(strategy, two_layers, [points(size, i) for i, size in enumerate(SIZES)], rounds=4, wrap=app)
+    assert strategy.run.not_finite_since == 3, "round 4 has read it"
+
+    again = FedAvg(recalibrate=True, eval_every=2, on_divergence="continue", parts=strategy.parts)
+    again.load_state_dict(kept["state"], 3)
+    again.prepare(kept["arrays"], 4, 60.0)
+    resumed = values(again)
+    assert NOT_SAVED.keys() <= read
+    assert {name for name in read - NOT_SAVED.keys() if resumed[name] != kept["run"][name]} == set()
+    assert read_of_reports == NOT_SAVED_OF_REPORTS.keys()
+
+
+def all_nan(state: dict[str, Array]) -> None:
+    state.update({name: value * float("nan") for name, value in state.items() if value.dtype.kind == "f"})
 
 
 class HeldByTheRound(FixBNMethod):
