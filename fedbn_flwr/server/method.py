@@ -271,6 +271,7 @@ class Method(Generic[P, S]):
         State: the class of the state; its fields are attributes of the strategy, also before a run. None = it is no
             dataclass, or there is none.
         client_hooks: factories of the client hooks, by name.
+        ignored: arguments of Flower's own strategy of this method that have no effect, and why.
         params: the settings.
     """
 
@@ -283,6 +284,7 @@ class Method(Generic[P, S]):
     Params: ClassVar[type[Any]] = Params
     State: ClassVar[type[Any] | None] = None
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {}
+    ignored: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, params: P) -> None:
         self.params = params

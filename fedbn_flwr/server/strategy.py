@@ -79,6 +79,21 @@ class Combination:
         return Methods(self.kinds, params)
 
 
+def _drop_ignored(combination: Combination, arguments: dict[str, Any]) -> None:
+    """Drop arguments of Flower's own strategies that have no effect, with a warning."""
+    for kind in combination.kinds:
+        for name in kind.ignored.keys() & arguments.keys():
+            if (value := arguments.pop(name)) is not None:
+                logger.warning(
+                    "strategy %r: %s=%s has no effect, as in Flower: %s. Leave %s out.",
+                    combination.name,
+                    name,
+                    value,
+                    kind.ignored[name],
+                    name,
+                )
+
+
 @dataclass
 class _Half:
     """Half of a round, between its messages and their replies.
@@ -177,6 +192,7 @@ class Strategy(FlowerFedAvg):
         self.name = combination.name
         fields = combination.Params.model_fields
         settings = {key: kwargs.pop(key) for key in fields.keys() & kwargs.keys()}
+        _drop_ignored(combination, kwargs)
         try:
             super().__init__(*args, **kwargs)
         except TypeError as error:

@@ -45,7 +45,6 @@ On a model without BN it gives the same numbers as Flower's own strategies, to r
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -64,9 +63,6 @@ from fedbn_flwr.server.travels import Travels
 
 __all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedYogi", "FedYogiParams"]
 __all__ += ["FedAdagradMethod", "FedAdamMethod", "FedYogiMethod", "ServerMoments", "ServerStep"]
-
-logger = logging.getLogger("flwr")
-
 
 P = TypeVar("P", bound=Params, default=Params)
 Moments = Sequence[Any]  # of an entry: arrays in float64
@@ -154,6 +150,7 @@ class FedAdagradMethod(ServerStep[A]):
     source = "Reddi 2021, arXiv:2003.00295"
     Params = FedAdagradParams
     server_rate = "eta"
+    ignored: ClassVar[Mapping[str, str]] = {"eta_l": "the clients' learning rate is that of their own training"}
 
     def step(self, number: int, delta: Array, moments: Moments) -> tuple[Array, Moments]:
         """Return eta_t m / (sqrt(v) + tau), and (m, v)."""
@@ -214,41 +211,19 @@ class FedYogiMethod(FedAdamMethod):
         return float(self.params.eta)
 
 
-class _Adaptive(Strategy):
-    """A strategy that takes the arguments of Flower's adaptive ones.
-
-    Args:
-        *args: as ``Strategy``.
-        eta_l: ignored, as in Flower's strategies, with a warning; the clients' own settings give their learning rate.
-        **kwargs: as ``Strategy``.
-    """
-
-    method = FedAdagradMethod
-
-    def __init__(self, *args: Any, eta_l: float | None = None, **kwargs: Any) -> None:
-        if eta_l is not None:
-            logger.warning(
-                "%s(eta_l=%s) has no effect, as in Flower: the clients' learning rate is that of their own training. "
-                "Leave eta_l out.",
-                type(self).__name__,
-                eta_l,
-            )
-        super().__init__(*args, **kwargs)
-
-
-class FedAdagrad(_Adaptive):
+class FedAdagrad(Strategy):
     """Adaptive server step whose second moment only grows: v += Delta^2."""
 
     method = FedAdagradMethod
 
 
-class FedAdam(_Adaptive):
+class FedAdam(Strategy):
     """Adaptive server step of Adam: v = beta_2 v + (1 - beta_2) Delta^2, the step corrected for the start."""
 
     method = FedAdamMethod
 
 
-class FedYogi(_Adaptive):
+class FedYogi(Strategy):
     """Adaptive server step of Yogi: v moves towards Delta^2 by (1 - beta_2) Delta^2, independent of the distance."""
 
     method = FedYogiMethod

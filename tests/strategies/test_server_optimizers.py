@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from fedbn_flwr import strategies
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.errors import NothingTrainedError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN, combined
+from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN, FedProx, combined
 
 SIZES = (6, 14, 10, 8)
 ROUNDS, RATE, ETA, MOMENTUM = 5, 0.1, 0.07, 0.8
@@ -107,14 +107,20 @@ def test_without_batchnorm_they_equal_flowers(name: str, arguments: bool, federa
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "FedAvgM"])
 def test_the_clients_rate_of_a_strategy_of_flowers_is_told_to_have_no_effect(name: str, caplog) -> None:
-    with caplog.at_level(logging.WARNING, "flwr"):
-        getattr(strategies, name)()
-        assert not caplog.messages
-        getattr(strategies, name)(eta_l=0.2)
-    assert caplog.messages == [
-        f"{name}(eta_l=0.2) has no effect, as in Flower: the clients' learning rate is that of their own training. "
-        "Leave eta_l out."
-    ]
+    """Alone and combined."""
+    alone = getattr(strategies, name)
+    for kind in (alone, combined(alone, FedProx), combined(FedBN, alone)):
+        with caplog.at_level(logging.WARNING, "flwr"):
+            kind(), kind(eta_l=None)
+            assert not caplog.messages
+            kind(eta_l=0.2)
+        assert caplog.messages == [
+            f"strategy {kind.name!r}: eta_l=0.2 has no effect, as in Flower: the clients' learning rate is that of "
+            "their own training. Leave eta_l out."
+        ]
+        caplog.clear()
+    with pytest.raises(ConfigError, match="eta_l"):
+        combined(FedBN, FedProx)(eta_l=0.2)
 
 
 def test_without_momentum_fedavgm_is_fedavg(federate, datasets, mlp) -> None:
