@@ -235,10 +235,15 @@ class Strategy(FlowerFedAvg):
         ``momentum=None``.
 
         Raises:
-            ConfigError: there is one already.
+            ConfigError: there is one already, or the strategy has reports of rounds without one.
         """
         if type(self.protection) is not Protection:
             raise ConfigError(f"strategy {self.name!r} has a protection already; make a new strategy for another one")
+        if self.reports:
+            raise ConfigError(
+                f"strategy {self.name!r} has reports of {len(self.reports)} rounds, which nothing protected; call "
+                "protect() before the first round, or make a new strategy"
+            )
         self.protection = protection
         self._forget_run(self.run.num_rounds, self.run.timeout)
 

@@ -348,6 +348,10 @@ def test_wrappers_and_strategies_that_do_not_fit_are_refused(federate: Any, mlp:
         ConfigError, match=r"DPWrapper is for the strategies of fedbn_flwr\.strategies, and FedAvg is none"
     ):
         DPWrapper(FlowersFedAvg(), 1.0)  # type: ignore[arg-type]
+    run = federate(FedAvg(), mlp, datasets, rounds=2)
+    with pytest.raises(ConfigError, match="has reports of 2 rounds, which nothing protected"):
+        DPWrapper(run.strategy, 1.0)
+    assert len(run.strategy.reports) == 2, "they are not lost"
     with pytest.raises(ConfigError, match="where='off' protects nothing"):
         DPWrapper(FedAvg(), 1.0, where="off")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="dp-clipping=adaptive needs dp=server"):
