@@ -104,8 +104,16 @@ def beside_sums(methods: Methods) -> list[str]:
 
 
 def refusals(methods: Methods) -> list[str]:
-    """Return why the methods do not work with masks, one line each."""
-    return [f"strategy {methods.name!r} with masked-sums=true: {what}" for what in beside_sums(methods)]
+    """Return why the methods do not work with masks, one line each.
+
+    Of the records that clients send, the masks cover SGD's momentum alone, also where a mean is all that is read.
+    """
+    lines = []
+    for beside in sent_beside(methods):
+        if not beside.masked:
+            named = f" ({beside.key!r} in the reply)" if beside.key else ""
+            lines.append(f"strategy {methods.name!r} with masked-sums=true: {beside.text}{named}")
+    return lines
 
 
 class RepeatedSums:

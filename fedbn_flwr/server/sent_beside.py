@@ -26,10 +26,12 @@ class SentBeside(NamedTuple):
     Attributes:
         text: what it is, and why it tells of a client, in words.
         masked: whether masked sums cover it; differential privacy covers none of it.
+        key: its key in the reply; "" = it is no record or metric.
     """
 
     text: str
     masked: bool = False
+    key: str = ""
 
 
 def sent_beside(methods: Methods) -> list[SentBeside]:
@@ -56,7 +58,7 @@ def sent_beside(methods: Methods) -> list[SentBeside]:
 
 
 def _record(beside: Beside) -> SentBeside:
-    return SentBeside(beside.why, masked=beside.key == MOMENTUM and beside.read == "mean")
+    return SentBeside(beside.why, masked=beside.key == MOMENTUM and beside.read == "mean", key=beside.key)
 
 
 def _exchanges(exchanges: Exchanges) -> SentBeside:

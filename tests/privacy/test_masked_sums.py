@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.models as tv
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
@@ -23,6 +23,7 @@ from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, MaskingError, NothingTrainedError, ReplyError
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.messages.protocol import MASKED
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import local_bn, masked_update
 from fedbn_flwr.privacy import masked_sums
@@ -37,6 +38,7 @@ from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import (
     FBN,
     STRATEGIES,
+    Beside,
     FedAdam,
     FedAvg,
     FedBN,
@@ -44,11 +46,13 @@ from fedbn_flwr.strategies import (
     FedDNA,
     FedTAN,
     FixBN,
+    Key,
     Method,
     Scaffold,
     SiloBN,
     StaticBN,
     Strategy,
+    Travels,
     combined,
 )
 from fedbn_flwr.transport import wrapped
@@ -263,6 +267,7 @@ def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
                 del message.content[key]
             from flwr.app import MetricRecord
 
+            message.content["beside"] = ArrayRecord(model.state_dict())
             message.content["metrics"] = MetricRecord({"num-examples": len(client.train_data), "secret": 3.0})
             return Message(message.content, reply_to=message)
 
@@ -278,6 +283,8 @@ def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
     for name in ("0.weight", "3.bias"):
         assert ours.state[name] == pytest.approx(start[name].numpy() + 2 * shift, abs=1e-12)
     assert {"1.weight", "1.running_mean"} <= set(ours.local_state(0))
+    replies = [reply.content for reply in ours.grid.received if reply.metadata.message_type == "train"]
+    assert all({*reply.array_records} == {"arrays"} and {*reply["arrays"]} == {MASKED} for reply in replies)
 
 
 @pytest.mark.parametrize("lost", [{}, {1: "train"}, dict.fromkeys((0, 1, 2, 3), "train")])
@@ -683,6 +690,27 @@ class Median(Strategy):
     method = MedianMethod
 
 
+class MeanMethod(Method):
+    """A mean is all that it reads of a record beside the model."""
+
+    name = "mean-of-a-record"
+    read = "mean"
+
+    def travels(self, num_rounds=None):
+        return (Travels(beside=(Beside(BESIDE, "trainable", "", read=self.read),)),)
+
+
+class Mean(Strategy):
+    method = MeanMethod
+
+
+class Logged(Strategy):
+    """It only reports the record."""
+
+    method = type("LoggedMethod", (MeanMethod,), {"name": "record-in-the-log", "read": "log"})
+
+
+BESIDE = Key("tests.beside", "ArrayRecord: a record of the test", "client", "server")
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "2L+1": (lambda: FedTAN(fedtan_exchanges="2L+1"), "with fedtan-exchanges=2L.1 the server computes more than sums"),
     "variates": (Scaffold, "the changes of the control variates come beside the model"),
@@ -693,6 +721,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "drift": (lambda: FixBN(freeze_at="auto", freeze_window=2), "freeze-at=auto follows delta_m of each client"),
     "shared BN": (lambda: FedBN(eval_on="averaged-bn"), "eval-on=averaged-bn collects the BN parts"),
     "a method of one's own": (lambda: Median(), r"MedianMethod\.aggregate may read anything of single replies"),
+    "a record of which a mean is read": (Mean, "mean-of-a-record.*'tests.beside' in the reply"),
+    "a record for the log": (Logged, "record-in-the-log.*'tests.beside' in the reply"),
     "another weight": (lambda: FedAvg(weighted_by_key="w"), "weighted_by_key='w': masked sums are weighted by"),
 }
 
@@ -715,8 +745,10 @@ def test_the_guides_table_says_what_a_round_of_each_method_does(
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_sum_is_refused_by_name(case: str, federate, datasets, mlp) -> None:
     make, message = REFUSED[case]
+    strategy = masked(make())
     with pytest.raises(ConfigError, match=message):
-        federate(masked(make()), mlp, datasets)
+        federate(strategy, mlp, datasets)
+    assert not strategy.reports, "before round 1"
 
 
 @pytest.mark.parametrize(
