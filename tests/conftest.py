@@ -11,9 +11,11 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Before Flower is imported anywhere: no telemetry, no look at the network, no file in the user's home.
@@ -115,6 +117,22 @@ def _no_wait_for_the_disk() -> Iterator[None]:
     """A run waits for the disk some thirty times, so that a power cut loses nothing; here none comes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _seeds_take_no_time() -> Iterator[None]:
+    """Models are built thousands of times, each with a seed of its own.
+
+    For each kind of device that is not there ``torch.manual_seed`` writes down the stack of its caller, and
+    ``fork_rng`` looks for a driver: milliseconds, which was a quarter of a small run.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        no_stack = SimpleNamespace(**{**vars(traceback), "format_stack": lambda *args: []})
+        for module in (torch.cuda, torch.mtia, torch.xpu):
+            patch.setattr(module, "traceback", no_stack)
+        if not torch.cuda.is_available():
+            patch.setattr(torch.cuda, "device_count", lambda: 0)
         yield
 
 
@@ -244,14 +262,15 @@ def wsconv_net() -> MakeModel:
 @pytest.fixture
 def torchvision_net() -> MakeModel:
     """``torchvision_net(norm=True)``: a narrow ShuffleNetV2, or one without BatchNorm; 3 classes, always the same."""
+    return lambda norm=True: copy.deepcopy(_narrow_shufflenet(norm))
 
-    def make(norm: bool = True) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = ShuffleNetV2([2, 1, 1], [8, 16, 16, 32, 32], num_classes=3).double()
-            return model if norm else replace_norm(model, "wsconv")[0]
 
-    return make
+@functools.cache
+def _narrow_shufflenet(norm: bool) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = ShuffleNetV2([2, 1, 1], [8, 16, 16, 32, 32], num_classes=3).double()
+        return model if norm else replace_norm(model, "wsconv")[0]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ tests/test_startup.py and tests/test_packaging.py. Flower's two commands import 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -17,12 +18,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
+SLOW = ("matplotlib.backends.backend_agg", "onnxscript", "opacus", "sklearn.datasets", "torchvision.models")
+"""What some commands of the tests import and takes long."""
 FLOWERS = ("flwr-clientapp", "flwr-serverapp")
 COMMAND = """#!{python} -IS
 import json, os, socket, sys
@@ -114,8 +117,9 @@ def do(files: list[int], name: str, arguments: list[str], cwd: str, environment:
 
 
 if __name__ == "__main__":
-    import matplotlib.backends.backend_agg  # noqa: F401
-    import sklearn.datasets  # noqa: F401
+    for module in SLOW:
+        with suppress(ImportError):  # an extra is missing
+            importlib.import_module(module)
 
     import fedbn_flwr.lab.runs.run  # noqa: F401
     from fedbn_flwr.lab.cli import app
