@@ -60,20 +60,23 @@ def joined(mlp: Any) -> nn.Module:
     return Joined(*mlp().children())
 
 
-@pytest.mark.parametrize("form", ["pair", "dict", "named"])
+METHODS = {
+    **{kind.name: kind for kind in (FedBN, FedProx, Scaffold, HBN, StaticBN, FedTAN, BNScaffold)},
+    "fbn pass": functools.partial(FBN, fbn_measure="pass"),
+    "recalibrate": functools.partial(FedProx, recalibrate=True),
+}
+
+
 @pytest.mark.parametrize(
-    "make",
-    [
-        *(FedBN, FedProx, Scaffold, HBN, StaticBN, FedTAN, BNScaffold),
-        functools.partial(FBN, fbn_measure="pass"),
-        functools.partial(FedProx, recalibrate=True),
-    ],
+    ("method", "form"), [*((name, "dict") for name in METHODS), ("fedbn", "pair"), ("fbn pass", "named")]
 )
-def test_a_model_with_inputs_in_parts_has_the_bits_of_one_tensor(make, form: str, federate, datasets, mlp) -> None:
+def test_a_model_with_inputs_in_parts_has_the_bits_of_one_tensor(
+    method: str, form: str, federate, datasets, mlp
+) -> None:
     build = functools.partial(joined, mlp)
     ends = []
     for one in ("whole", form):
-        result = federate(make(), build, [InParts(data, one) for data in datasets], rounds=2, batch_size=4)
+        result = federate(METHODS[method](), build, [InParts(data, one) for data in datasets], rounds=2, batch_size=4)
         ends.append((result.tensors, result.result.evaluate_metrics_clientapp[2]))
     (whole, tested), (parts, also_tested) = ends
     for name, entry in whole.items():

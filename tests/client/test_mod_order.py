@@ -144,7 +144,7 @@ def test_an_error_of_the_app_itself_blames_no_mod(run_app, user_app, caplog) -> 
     assert "the mod" not in str(caught.value)
 
 
-LOOKING = {name: getattr(mod, name) for name in mod.__all__ if name.endswith("_size_mod")}
+LOOKING = [getattr(mod, name) for name in mod.__all__ if name.endswith("_size_mod")]
 """Flower's mods that only look: they count the bytes of each record, and fail for an empty text or list."""
 METHODS: dict[str, Callable[[], Strategy]] = {
     "fedavg": FedAvg,
@@ -157,30 +157,25 @@ METHODS: dict[str, Callable[[], Strategy]] = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("looks", LOOKING)
-@pytest.mark.parametrize("where", ["first", "last", "training"])
-def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str, looks: str, where: str) -> None:
-    look, strategy = LOOKING[looks], METHODS[name]()
+def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str) -> None:
+    """Each of them before and after ours, and at the training alone."""
+    strategy = METHODS[name]()
     strategy.continuity = Continuity("site", "run-1")  # no checkpoint yet
-    mods = {"first": [look, local_bn], "last": [local_bn, look], "training": [local_bn]}[where]
-    app = user_app(hooked_loop, mods, query=True, train_mods=[look] if where == "training" else [])
+    app = user_app(hooked_loop, [*LOOKING, local_bn, *LOOKING], query=True, train_mods=LOOKING)
     by_channel = {"grid_options": {"threads": len(SIZES)}} if "channel" in name else {}
     run_app(strategy, app, rounds=2, barrier=False, **by_channel)
     assert [(report.participants, report.rejected) for report in strategy.reports] == [([0, 1, 2], {})] * 2
     assert [list(report.evaluations) for report in strategy.reports] == [["0", "1", "2"]] * 2
 
 
-@pytest.mark.parametrize("looks", LOOKING)
-def test_mods_that_only_look_may_stand_around_masked_sums(run_app, user_app, looks: str) -> None:
+def test_mods_that_only_look_may_stand_around_masked_sums(run_app, user_app) -> None:
     strategy = FedAvg()
     strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
-    run_app(strategy, user_app(hooked_loop, [LOOKING[looks], masked_update, local_bn], query=True), rounds=2)
+    run_app(strategy, user_app(hooked_loop, [*LOOKING, masked_update, local_bn], query=True), rounds=2)
     assert [(report.replied, report.rejected) for report in strategy.reports] == [(3, {})] * 2
 
 
-@pytest.mark.parametrize("looks", LOOKING)
-@pytest.mark.parametrize("first", [False, True])
-def test_mods_that_only_look_may_stand_in_the_legacy_loop(datasets, mlp, run_legacy_loop, looks: str, first) -> None:
+def test_mods_that_only_look_may_stand_in_the_legacy_loop(datasets, mlp, run_legacy_loop) -> None:
     class Plain(NumPyClient):
         def __init__(self, context: Context) -> None:
             self.context = context
@@ -193,8 +188,7 @@ def test_mods_that_only_look_may_stand_in_the_legacy_loop(datasets, mlp, run_leg
         def evaluate(self, parameters, config):
             return 1.0, 5, {}
 
-    mods = [LOOKING[looks], local_bn] if first else [local_bn, LOOKING[looks]]
-    app = ClientApp(client_fn=lambda context: Plain(context).to_client(), mods=mods)
+    app = ClientApp(client_fn=lambda context: Plain(context).to_client(), mods=[*LOOKING, local_bn, *LOOKING])
     strategy = FedBN()
     run_legacy_loop(strategy, app, mlp().state_dict(), len(SIZES), 2)
     assert [(report.participants, report.rejected) for report in strategy.reports] == [([0, 1, 2], {})] * 2
