@@ -34,6 +34,8 @@ def trace(root: Path) -> list[str]:
     def counted(self: Any, server_round: int, *others: Any) -> Any:
         nonlocal current
         current = server_round
+        if current == 2:
+            sys.setprofile(note)
         return configure_train(self, server_round, *others)
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -42,7 +44,6 @@ def trace(root: Path) -> list[str]:
 
     strategy.configure_train = counted
     threading.setprofile(note)
-    sys.setprofile(note)
     arguments = ["run", "--workers", "0"]
     for setting in SETTINGS.split():
         arguments += ["--set", setting]

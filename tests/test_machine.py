@@ -46,12 +46,12 @@ faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 def step() -> None:
     for size in (2**18, 2**21, 2**22):
-        held = [torch.ones(size) for _ in range(2**24 // size)]
+        held = [torch.ones(size) for _ in range(2**22 // size)]
 
 def steps() -> None:
     step(), step()
     before = faults()
-    for _ in range(10):
+    for _ in range(4):
         step()
     print(faults() - before)
 

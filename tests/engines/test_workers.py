@@ -138,13 +138,13 @@ def test_workers_give_the_bits_of_one_process(federate, points, mlp, same_bits, 
             grid_options={"workers": n},
             sgd_momentum=momentum,
         )
-        for n in (0, 1, 3)
+        for n in (0, 3)
     ]
-    for run in runs[1:]:
-        same_bits(run.state, runs[0].state)
-        assert run.strategy.reports[-1].clients == runs[0].strategy.reports[-1].clients
-        for partition in range(len(SIZES)):
-            assert run.grid.inner.context(partition).state == runs[0].grid.inner.context(partition).state
+    alone, run = runs
+    same_bits(run.state, alone.state)
+    assert run.strategy.reports[-1].clients == alone.strategy.reports[-1].clients
+    for partition in range(len(SIZES)):
+        assert run.grid.inner.context(partition).state == alone.grid.inner.context(partition).state
 
 
 def test_users_draws_repeat_in_every_host() -> None:
@@ -265,18 +265,16 @@ END
 """
 
 
-@pytest.mark.parametrize("end", ["time.sleep(600)", "sys.exit(3)", "os._exit(3)"], ids=["killed", "exit", "crash"])
+@pytest.mark.parametrize(
+    "end", ["os.kill(os.getpid(), 9)", "sys.exit(3)", "os._exit(3)"], ids=["killed", "exit", "crash"]
+)
 def test_no_process_outlives_the_command(tmp_path, at_once: dict[str, str], end: str) -> None:
     """Also busy ones, and where the grid was never closed."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("END", end))
-    python = sys.executable if "600" in end else "python"  # the signal is for the command itself
-    with subprocess.Popen([python, str(script)], env=at_once, stdout=subprocess.PIPE, text=True) as command:
+    with subprocess.Popen(["python", str(script)], env=at_once, stdout=subprocess.PIPE, text=True) as command:
         workers = [int(pid) for pid in command.stdout.readline().split()]
         assert len(workers) == 2
-        if "600" in end:
-            assert all(alive(pid) for pid in workers)
-            command.kill()
         command.wait(30)
     deadline = time.monotonic() + 30
     while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
@@ -385,7 +383,7 @@ def test_a_member_that_comes_after_its_step_ends_and_its_process_goes_on(federat
 
             def slow(parameters, config):
                 if context.node_config["partition-id"] == 1 and config["server-round"] == 1:
-                    time.sleep(1.7)
+                    time.sleep(1.0)
                 return fit(parameters, config)
 
             client.fit = slow
@@ -394,7 +392,7 @@ def test_a_member_that_comes_after_its_step_ends_and_its_process_goes_on(federat
         return client_app(fn)
 
     run = federate(
-        FedTAN(fedtan_timeout=1.0),
+        FedTAN(fedtan_timeout=0.5),
         mlp,
         datasets,
         rounds=3,

@@ -22,6 +22,7 @@ from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import Barrier, Dropped, Member, RetryStep
 from fedbn_flwr.transport.polling_grid import PollingGrid
+from tests.support.federation import Outcome
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 from tests.support.versioned import Versioned
 
@@ -88,12 +89,16 @@ def data():
     return client_data((5,), SIZES)
 
 
+WITHOUT: list[Outcome] = []
+
+
 @pytest.fixture
 def without(run_step, model, data):
-    """The run in which the broken client is not there in round 1."""
-    return run_step(
-        synchronised(FedTAN, "barrier"), model, data, rounds=2, hide={1: {BAD}}, local_steps=3, batch_size=4
-    )
+    """The run in which the broken client is not there in round 1, once for all tests."""
+    if not WITHOUT:
+        made = synchronised(FedTAN, "barrier")
+        WITHOUT.append(run_step(made, model, data, rounds=2, hide={1: {BAD}}, local_steps=3, batch_size=4))
+    return WITHOUT[0]
 
 
 FAULTS = {
@@ -287,18 +292,18 @@ def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
         stall(None)
         return TorchClient.fit(self, parameters, config)
 
-    made = synchronised(FedTAN, transport, fedtan_timeout=1.0)
+    made = synchronised(FedTAN, transport, fedtan_timeout=0.6)
     try:
         done = run_step(made, model, data, transport=transport, rounds=2, client=Stalling, local_steps=3, batch_size=4)
     finally:
         release.set()
-    assert 1 <= done.seconds < 8
+    assert 0.6 <= done.seconds < 8
     late = {
-        ("barrier", True): "did not send exchange 'mean/1/6' within 1 s",
-        ("barrier", False): "did not begin the step within 1 s of the client before it",
-        ("channel", True): "did not send exchange 'mean/1/6' within 1 s",
-        ("messages", True): "did not answer an exchange within 1 s of the first",
-        ("messages", False): "did not answer an exchange within 1 s of the first",
+        ("barrier", True): "did not send exchange 'mean/1/6' within 0.6 s",
+        ("barrier", False): "did not begin the step within 0.6 s of the client before it",
+        ("channel", True): "did not send exchange 'mean/1/6' within 0.6 s",
+        ("messages", True): "did not answer an exchange within 0.6 s of the first",
+        ("messages", False): "did not answer an exchange within 0.6 s of the first",
     }.get((transport, begins), "add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=4'")
     assert late in done.reason(BAD)
     assert made.reports[0].participants == [0, 2, 3]
@@ -471,8 +476,8 @@ def test_a_client_that_hangs_for_rounds_does_not_block_the_others(run_step, mode
                     release.wait(15)
             return super().fit(parameters, config)
 
-    done = run_step(synchronised(FedTAN, fedtan_timeout=1.0), model, data, rounds=3, client=Hanging)
-    assert [report.participants for report in done.strategy.reports] == [[0, 2, 3]] * 3
+    done = run_step(synchronised(FedTAN, fedtan_timeout=0.6), model, data, rounds=2, client=Hanging)
+    assert [report.participants for report in done.strategy.reports] == [[0, 2, 3]] * 2
 
 
 @pytest.fixture
