@@ -41,7 +41,6 @@ _FREES = """
 import resource, threading, torch
 from fedbn_flwr.machine import keep_freed_memory
 
-{call}
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 def step() -> None:
@@ -55,20 +54,23 @@ def steps() -> None:
         step()
     print(faults() - before)
 
-thread = threading.Thread(target=steps)
-thread.start(), thread.join()
+for call in (int, keep_freed_memory):
+    call()
+    thread = threading.Thread(target=steps)
+    thread.start(), thread.join()
 """
 
 
-def _page_faults(call: str, **environment: str) -> int:
-    """Return the page faults of a thread that needs some hundred megabytes again, which it has freed."""
+def _page_faults(**environment: str) -> list[int]:
+    """Return the page faults of a thread that frees and needs tens of megabytes: before the call, and after it."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    code = [sys.executable, "-c", _FREES.format(call=call)]
-    return int(subprocess.run(code, capture_output=True, text=True, check=True, env={**own, **environment}).stdout)
+    code, said = [sys.executable, "-c", _FREES], {"capture_output": True, "text": True, "check": True}
+    return [int(line) for line in subprocess.run(code, env={**own, **environment}, **said).stdout.split()]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_freed_memory_is_kept_unless_the_environment_sets_it() -> None:
-    kept = _page_faults("keep_freed_memory()")
-    assert 4 * kept < _page_faults("")
-    assert 4 * kept < _page_faults("keep_freed_memory()", MALLOC_TRIM_THRESHOLD_="100000")
+    without, kept = _page_faults()
+    assert 4 * kept < without
+    _, of_the_environment = _page_faults(MALLOC_TRIM_THRESHOLD_="100000")
+    assert 4 * kept < of_the_environment
