@@ -166,7 +166,7 @@ def test_the_format_changes_rounding_only(points, make) -> None:
     """In float64 to 1e-12 after two steps."""
 
     class Images:
-        inputs, targets = torch.randn(8, 3, 96, 96, dtype=torch.float64), torch.randint(2, (8,))
+        inputs, targets = torch.randn(8, 3, 64, 64, dtype=torch.float64), torch.randint(2, (8,))
 
         def __len__(self) -> int:
             return 8
