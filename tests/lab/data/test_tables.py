@@ -17,6 +17,7 @@ from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import OwnData, as_list, listed, load_dataset, own_info
+from fedbn_flwr.lab.data.own.table_files import read_tables, table_columns
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 
 HEADER = ["person id", "visit date", "age", "label"]
@@ -138,6 +139,33 @@ def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
         own_info(wanted(tmp_path / "t.csv", text))
     with pytest.raises(DataError, match="the first is in line 5"):
         own_info(wanted(tmp_path / "t.csv", 'name;age;label\n"a\nb";30;0\n\nc;31;\n'))
+
+
+LONG = "x" * 131_073  # a character more than csv reads
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (f"a,b,y\n1,2,0\n3,{LONG},1\n", "line 3 of .* in column 2 'b'"),
+        (f"title\n\na;b;y\n1;2;0\n3;4;{LONG}\n", "line 5 of .* in column 3 'y'"),
+        ("a,b,y\n" + "1,2,0\n" * 300 + f"3,4,0,{LONG}\n", "line 302 of .* in column 4\\."),
+        ('a,b,y\n1,2,0\n3,"4,1\n' + "5,6,0\n" * 22_000, "line 3 of .* in column 2 'b'.*quote"),
+        (f"a\n{LONG}\n", "line 2 of .* in column 1 'a'"),
+        (f"a,{LONG},y\n1,2,0\n", r"line 1 of .* in column 2\."),
+    ],
+    ids=["value", "below a title", "beyond the header", "open quote", "one column", "name"],
+)
+def test_a_value_that_is_too_long_is_named_with_line_and_column(tmp_path: Path, text: str, where: str) -> None:
+    with pytest.raises(DataError, match=where):
+        read_tables(wanted(tmp_path / "t.csv", text))
+
+
+def test_a_line_that_is_longer_than_a_value_may_be_has_its_delimiter(tmp_path: Path) -> None:
+    """Undivided, or divided by another character, it would be one value."""
+    numbers = ";".join(["0.5"] * 40_000)
+    names = ";".join(f"c{n}" for n in range(40_000))
+    assert len(table_columns(wanted(tmp_path / "t.csv", f"{names}\n{numbers}\n"))) == 40_000
 
 
 def test_names_with_commas_stand_in_quotes(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,17 +42,39 @@ class _Layout(NamedTuple):
     above: list[str]
 
 
+class _TooLongError(Exception):
+    """A value is longer than ``csv`` reads: the number of its column, from 1, and the line where its row begins."""
+
+    def __init__(self, column: int, line: int) -> None:
+        super().__init__(column, line)
+        self.column, self.line = column, line
+
+
 def read_csv(request: OwnData, path: Path, rows: int | None = None) -> CsvTable:
     """Return the table in a file, or its first rows.
 
     Raises:
         ConfigError: there is no such encoding.
-        DataError: the file has another encoding, or its rows have more values than the header has names.
+        DataError: the file has another encoding, its rows have more values than the header has names, or a value is
+            longer than 131,072 characters.
     """
-    text = _text(request, path)
-    layout = _layout(text, "\t" if path.suffix.lower() == ".tsv" else "")
-    if not layout.header:
-        raise request.problem(f"{path} is empty.")
+    text, header = _text(request, path), list[str]()
+    try:
+        layout = _layout(text, "\t" if path.suffix.lower() == ".tsv" else "")
+        header = layout.header
+        if not header:
+            raise request.problem(f"{path} is empty.")
+        return _read(request, path, text, layout, rows)
+    except _TooLongError as error:
+        name = f" {header[error.column - 1]!r}" if error.column <= len(header) else ""
+        raise request.problem(
+            f"line {error.line} of {path} has a value of more than {csv.field_size_limit():,} characters in column "
+            f'{error.column}{name}. Close the quote (") that is open there; or leave the column of long texts out.'
+        ) from error
+
+
+def _read(request: OwnData, path: Path, text: str, layout: _Layout, rows: int | None) -> CsvTable:
+    """Return the table of a text whose layout is known."""
     table, read_as_missing = _parsed(request, path, text, layout, rows)
     lines = [line for line, _ in islice(_records(text, layout.delimiter, layout.line), 1, len(table) + 1)]
     if len(lines) == len(table):
@@ -89,15 +112,38 @@ def _text(request: OwnData, path: Path) -> str:
 
 
 def _records(text: str, delimiter: str, first: int = 1) -> Iterator[tuple[int, list[str]]]:
-    """Yield line and values of the records from a line on; like pandas, lines of spaces alone are left out."""
+    """Yield line and values of the records from a line on; like pandas, lines of spaces alone are left out.
+
+    Raises:
+        _TooLongError: a value has more than 131,072 characters, which ``csv`` does not read.
+    """
+    lines = _from_line(text, first)
+    reader, line = csv.reader(lines, delimiter=delimiter, skipinitialspace=True), first
+    try:
+        for record in reader:
+            if len(record) > 1 or any(value.strip() for value in record):
+                yield line, record
+            line = first + reader.line_num
+    except csv.Error as error:
+        raise _TooLongError(_long_column(text, delimiter, line), line) from error
+
+
+def _from_line(text: str, first: int) -> io.StringIO:
+    """Return the text from a line on; the first is 1."""
     lines = io.StringIO(text, newline="")
     for _ in range(first - 1):
         lines.readline()
-    reader, line = csv.reader(lines, delimiter=delimiter, skipinitialspace=True), first
-    for record in reader:
-        if len(record) > 1 or any(value.strip() for value in record):
-            yield line, record
-        line = first + reader.line_num
+    return lines
+
+
+def _long_column(text: str, delimiter: str, line: int) -> int:
+    """Return the number of the first column, from 1, whose value in the record at a line is too long."""
+    most = csv.field_size_limit(len(text) + 1)
+    try:
+        record = next(csv.reader(_from_line(text, line), delimiter=delimiter, skipinitialspace=True))
+    finally:
+        csv.field_size_limit(most)
+    return next((at for at, value in enumerate(record, 1) if len(value) > most), len(record))
 
 
 def _layout(text: str, delimiter: str) -> _Layout:
@@ -107,7 +153,13 @@ def _layout(text: str, delimiter: str) -> _Layout:
         first, delimiter = 2, declared[1]
     sample = "".join(islice(io.StringIO(text, newline=""), _SAMPLED))
     delimiter = delimiter or _delimiter(sample)
-    records = list(_records(sample, delimiter, first))
+    records = list[tuple[int, list[str]]]()
+    try:
+        for record in _records(sample, delimiter, first):
+            records.append(record)
+    except _TooLongError:
+        if not records:  # below a header the error comes with the column's name
+            raise
     if not records:
         return _Layout(delimiter, first, [], [])
     widths = Counter(len(record) for _, record in records)
@@ -123,11 +175,20 @@ def _delimiter(sample: str) -> str:
     for delimiter in (*_DELIMITERS, " "):
         if delimiter == " " and best > (0, 0):
             break  # spaces are in texts, too
-        widths = Counter(len(record) for _, record in _records(sample, delimiter))
+        widths = _widths(sample, delimiter)
         width, lines = max(widths.items(), key=lambda each: each[::-1], default=(0, 0))
         if width > 1 and (lines, width) > best:
             best, found = (lines, width), delimiter
     return found
+
+
+def _widths(sample: str, delimiter: str) -> Counter[int]:
+    """Return how many lines have so many values, up to the first that is too long: a wide table, undivided, is one."""
+    widths = Counter[int]()
+    with suppress(_TooLongError):
+        for _, record in _records(sample, delimiter):
+            widths[len(record)] += 1
+    return widths
 
 
 def _header_at(records: Sequence[list[str]], width: int) -> int:
