@@ -13,6 +13,7 @@ from typing import Any, get_args
 import pytest
 import typer
 from PIL import Image
+from typer.models import TyperPath
 from typer.testing import CliRunner
 
 from fedbn_flwr.errors import EngineError
@@ -73,6 +74,23 @@ def test_the_file_of_the_sweep_example_exists() -> None:
 )
 def test_bad_usage_ends_with_2(arguments: list[str]) -> None:
     assert call(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_may_begin_with_a_tilde(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell reads it in ``--out=~/runs``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    words, given = [], []
+    for parameter in parsed.params:
+        if isinstance(parameter.type, TyperPath):
+            given.append(parameter.name)
+            words += [*parameter.opts[:1], "~/x"] if parameter.param_type_name == "option" else ["~/x"]
+        elif parameter.required:
+            words += [*parameter.opts[:1]] if parameter.param_type_name == "option" else []
+            words.append({"format": "onnx", "kind": "models"}.get(parameter.name, "digits"))
+    context = parsed.make_context(command, words)
+    assert {name: context.params[name] for name in given} == dict.fromkeys(given, str(tmp_path / "x"))
 
 
 def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:

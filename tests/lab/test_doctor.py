@@ -13,10 +13,11 @@ import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torchvision.models import resnet18
 from typer.testing import CliRunner
 
-from fedbn_flwr.doctor import Finding, remedies
+from fedbn_flwr.doctor import Diagnosis, Finding, remedies
 from fedbn_flwr.doctor.situations import SITUATIONS, SMALL_BATCHES
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.cli import app
@@ -71,6 +72,19 @@ def test_label_skew_with_one_local_step(skewed: Path, tmp_path: Path) -> None:
     }
     assert json.loads((tmp_path / "out/doctor.json").read_text()) == found
     assert call(skewed, "--strict", "--max-examples", 100).exit_code == 1
+
+
+def test_what_is_not_known_is_no_success_of_a_strict_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither is it a finding: its exit code is its own. The file is named from the user's home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    torch.save(nn.BatchNorm1d(3).state_dict(), tmp_path / "state.pt")
+    done = call("~/state.pt", "--strict")
+    assert done.exit_code == 3
+    assert "Not known: 2 parts" in done.output
+    assert call("~/state.pt").exit_code == 0
+    answer = Diagnosis("a state", [])
+    monkeypatch.setattr("fedbn_flwr.lab.doctor.diagnose_saved_state", lambda *_, **__: answer)
+    assert call("~/state.pt", "--strict").exit_code == 0
 
 
 def test_what_the_report_warns_of_is_noted_and_a_divergence_found(skewed: Path, tmp_path: Path) -> None:

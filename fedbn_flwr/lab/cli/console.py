@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os.path
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from typer.core import TyperCommand
+from typer.models import TyperPath
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 
@@ -37,7 +40,29 @@ __all__ = [
     "shown_scores",
 ]
 
-app = typer.Typer(
+
+class _Command(TyperCommand):
+    """A command that reads ``~`` at the begin of a path where no shell has: ``--out=~/runs``, or within quotes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, with the user's home for ``~`` in paths."""
+        rest = super().parse_args(ctx, args)
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
+            if isinstance(parameter.type, TyperPath) and value is not None:
+                ctx.params[parameter.name] = os.path.expanduser(value)
+        return rest
+
+
+class _App(typer.Typer):
+    """Typer whose commands are of this kind."""
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        """Return the decorator of a command."""
+        return super().command(name, cls=_Command, **options)
+
+
+app = _App(
     help="Batch Normalization in federated learning, on Flower.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

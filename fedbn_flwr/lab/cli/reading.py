@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,10 @@ from fedbn_flwr.lab.cli.console import app, exit_codes, interrupt, say
 
 if TYPE_CHECKING:
     from fedbn_flwr.doctor.findings import Diagnosis
+
+
+_NOT_KNOWN = 3
+"""The exit code of ``doctor --strict`` where nothing was found and a part was not measured."""
 
 
 @app.command(epilog="Example: fedbn-flwr report runs/digits --out digits.html")
@@ -48,17 +53,17 @@ def doctor(
     max_examples: Annotated[int, typer.Option(min=2, help="Examples of each client to use.")] = 1024,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for doctor.json, doctor.md and pictures.")] = None,
-    strict: Annotated[bool, typer.Option(help="End with exit code 1 if there is a finding.")] = False,
+    strict: Annotated[bool, typer.Option(help="End with code 1 for a finding; 3 if a part is not known.")] = False,
 ) -> None:
     """Say what is wrong with BatchNorm in a run, a model on data, or a saved state: evidence, and what to try."""
     from fedbn_flwr.lab.config import read_overrides
     from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, diagnose_saved_state, read_names
 
-    with exit_codes(StateError):  # 1 is a finding, under --strict
+    with exit_codes(StateError):  # 1 and 3 are answers, under --strict
         settings = read_overrides(set_ or [])
         given = {"local_keys": local_keys, "shared_keys": shared_keys}
         split = {name: read_names(file) for name, file in given.items() if file}
-        path = Path(target)
+        path = Path(os.path.expanduser(target))
         if path.is_dir():
             if dataset or set_ or state or split:
                 raise ConfigError("a run has its data, settings, state and split: leave out all but its folder.")
@@ -79,8 +84,8 @@ def doctor(
                 "state (--state FILE), or both."
             )
         _show(diagnosis, json_, out)
-    if strict and diagnosis.findings:
-        raise typer.Exit(1)
+    if strict and (diagnosis.findings or diagnosis.not_measured):
+        raise typer.Exit(1 if diagnosis.findings else _NOT_KNOWN)
 
 
 def _show(diagnosis: Diagnosis, as_json: bool, out: Path | None) -> None:
