@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedbn_flwr.engines.own_folder import own_folder
 from fedbn_flwr.errors import EngineError
 
 __all__ = [
@@ -220,7 +220,7 @@ def flower_run(
         EngineError: the SuperLink did not start, Flower refused the app or a setting, or the run did not complete;
             the message shows the last lines of the log.
     """
-    with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as home, _superlink(Path(home)) as env:
+    with own_folder("fedbn-flwr-") as home, _superlink(Path(home)) as env:
         command = [str(BIN / "flwr"), "run", str(app), "private", "--stream"]
         if run_config:
             command += ["--run-config", toml_pairs(run_config)]

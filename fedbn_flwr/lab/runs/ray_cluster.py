@@ -6,25 +6,23 @@ of the user.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
+from fedbn_flwr.engines.own_folder import own_folder
 from fedbn_flwr.errors import ConfigError, EngineError, needs_package
 
-__all__ = ["Machine", "check_versions", "connect", "machines", "on_each", "on_this_machine", "remove_dead"]
+__all__ = ["Machine", "check_versions", "connect", "machines", "on_each", "on_this_machine"]
 
 T = TypeVar("T")
 
@@ -33,8 +31,6 @@ _ANSWER_SECONDS = 5.0  # of the address
 _WORK_SECONDS = 120.0  # of a machine: it gets the code and starts a Python process
 _PACKAGES = ("torch", "numpy", "flwr")  # what decides the bits of a run, and the form of its messages
 _GIB = 2**30
-_PREFIX = "ray-"  # short: Ray has sockets in the folder, whose paths may have 107 characters
-_MARKER = "fedbn-flwr"  # the file by which a folder of ours is told
 _PACKAGE = Path(__file__).parents[2]
 
 
@@ -84,7 +80,7 @@ def connect(
     options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
     with ExitStack() as stack:
         if address is None:
-            folder = stack.enter_context(_own_folder())
+            folder = stack.enter_context(own_folder("ray-"))  # short: paths of sockets have 107 characters
             options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": folder}
             if memory_gib is not None:
                 options["_memory"] = int(memory_gib * _GIB)
@@ -104,45 +100,6 @@ def connect(
         if address is not None and not checked:
             check_versions()
         yield
-
-
-@contextmanager
-def _own_folder() -> Iterator[str]:
-    """Return a temporary folder for a private Ray, after those of killed processes were removed."""
-    remove_dead()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
-        new, marker = Path(folder, "new"), Path(folder, _MARKER)
-        handle = os.open(new, os.O_WRONLY | os.O_CREAT)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)  # until this process ends, in whatever way
-            new.rename(marker)
-            yield folder
-        finally:
-            os.close(handle)
-
-
-def remove_dead() -> None:
-    """End the private Rays of this user whose process was killed, and remove their folders.
-
-    Ray's processes notice the end of their driver after a minute, and leave the folder.
-    """
-    for marker in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_MARKER}"):
-        with suppress(OSError):  # it is in use, another user's, or gone
-            handle = os.open(marker, os.O_WRONLY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _end_processes(marker.parent)
-                shutil.rmtree(marker.parent, ignore_errors=True)
-            finally:
-                os.close(handle)
-
-
-def _end_processes(folder: Path) -> None:
-    """Kill the processes of this user that name a path in this folder as an argument; without /proc there are none."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if f"{folder}/".encode() in (process / "cmdline").read_bytes():
-                os.kill(int(process.name), signal.SIGKILL)
 
 
 def machines() -> list[Machine]:

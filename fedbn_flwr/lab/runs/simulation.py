@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import tempfile
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
+from fedbn_flwr.engines.own_folder import own_folder
 from fedbn_flwr.errors import DivergedError, EngineError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import NewLines, read_json
@@ -130,7 +130,7 @@ def simulate(
 
     ended = threading.Event()
     follower = ThreadPoolExecutor(1, thread_name_prefix="follower")
-    with tempfile.TemporaryDirectory(prefix="fedbn-flwr-") as folder:
+    with own_folder("fedbn-flwr-") as folder:
         app = Path(folder)
         _write_app(app, config, ray_address)
         following = follower.submit(_follow, out / "metrics.jsonl", on_round, ended)

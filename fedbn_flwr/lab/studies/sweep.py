@@ -17,6 +17,7 @@ from typing import Protocol
 import yaml
 
 from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.engines.own_folder import remove_dead
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError, RunFailedError
 from fedbn_flwr.lab.config.texts import read_yaml
 from fedbn_flwr.lab.files import STUDY_FILE
@@ -102,6 +103,7 @@ def sweep(
     runner, follower = runner or in_series(), follower or LogFollower()
     selection.check(study)
     _log_dropped(study, selection)
+    remove_dead()  # the simulation of a killed sweep may still write to the folder of a run
     with lock_folder(out, "study"):
         _refuse_folder_of_another(study, out)
         _check_before(study, out, selection)

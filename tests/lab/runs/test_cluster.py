@@ -21,6 +21,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from fedbn_flwr.engines.own_folder import own_folder, remove_dead
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
@@ -32,7 +33,7 @@ from fedbn_flwr.lab.runs import cluster as cluster_module
 from fedbn_flwr.lab.runs import ray_cluster
 from fedbn_flwr.lab.runs.cluster import RaySession, user_modules
 from fedbn_flwr.lab.runs.cluster_clients import check_cluster, check_room
-from fedbn_flwr.lab.runs.ray_cluster import Machine, check_versions, connect, remove_dead
+from fedbn_flwr.lab.runs.ray_cluster import Machine, check_versions, connect
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.studies import parallel
 from fedbn_flwr.lab.studies.parallel import in_parallel
@@ -402,7 +403,7 @@ def test_a_killed_process_leaves_nothing_to_the_next_one(monkeypatch: pytest.Mon
         assert folder.exists(), "it is in use"
         killed.kill()
         killed.wait()
-        with ray_cluster._own_folder() as own:
+        with own_folder("ray-") as own:
             remove_dead()
             assert Path(own).exists()
             assert not folder.exists()

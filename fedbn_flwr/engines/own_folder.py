@@ -1,0 +1,67 @@
+"""Temporary folders of this package, which the next command removes if the process that made them was killed.
+
+A SIGKILL leaves the folder and the processes that work with it: a private Ray for a minute, a SuperLink for ever. Each
+folder has a file that its process keeps locked, so those of a living process, and of others, stay.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["own_folder", "remove_dead"]
+
+_PREFIXES = ("ray-", "fedbn-flwr-")
+_MARKER = "fedbn-flwr"  # the file by which a folder of ours is told
+
+
+@contextmanager
+def own_folder(prefix: str) -> Iterator[str]:
+    """Return a temporary folder for the block, after those of killed processes were removed.
+
+    Args:
+        prefix: begin of its name: "fedbn-flwr-", or "ray-" for Ray, whose sockets need a short path.
+    """
+    remove_dead()
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        new, marker = Path(folder, "new"), Path(folder, _MARKER)
+        handle = os.open(new, os.O_WRONLY | os.O_CREAT)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)  # until this process ends, in whatever way
+            new.rename(marker)
+            yield folder
+        finally:
+            os.close(handle)
+
+
+def remove_dead() -> None:
+    """Remove this user's folders whose process was killed, and end the processes that it left."""
+    for prefix in _PREFIXES:
+        for marker in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_MARKER}"):
+            with suppress(OSError):  # it is in use, another user's, or gone
+                handle = os.open(marker, os.O_WRONLY)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _end_processes(marker.parent)
+                    shutil.rmtree(marker.parent, ignore_errors=True)
+                finally:
+                    os.close(handle)
+
+
+def _end_processes(folder: Path) -> None:
+    """Kill the processes of this user that name this folder; without /proc there are none.
+
+    Ray's have a path in it as an argument, Flower's have it as their home (FLWR_HOME).
+    """
+    path, home = f"{folder}/".encode(), f"FLWR_HOME={folder}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            named = path in (process / "cmdline").read_bytes()
+            if named or home in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
