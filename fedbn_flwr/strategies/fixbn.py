@@ -341,6 +341,7 @@ class FreezingMethod(Method[W, Frozen]):
     ) -> tuple[dict[str, Any], Frozen]:
         """Restore frozen entries bit for bit; apply the window rule while an automatic round is not known."""
         if self.phase(state, facts.number) == "frozen":
+            self._warn_of_late(facts, replies)
             return facts.hold(model), state  # the server step of another method may have moved them
         if state.frozen_after is not None:
             return model, state
@@ -354,6 +355,19 @@ class FreezingMethod(Method[W, Frozen]):
             return model, Frozen(None, rows)
         logger.info("BN frozen after round %d: variance of delta over %d rounds under tau", facts.number, size)
         return model, Frozen(facts.number, rows)
+
+    def _warn_of_late(self, facts: Facts, replies: Replies) -> None:
+        """Name the clients that keep gamma and beta, and trained for the first time after these were frozen."""
+        late = [reply.node.label for reply in replies if reply.info.began]
+        if late and Part.AFFINE in self.plan().parts & facts.travels.local:
+            logger.warning(
+                "round %d: client %s trained for the first time after %s froze gamma and beta, which each client "
+                "keeps: there they have the values of the initial model, and stay so. Let every client train before "
+                "the freeze, or leave out freeze-affine.",
+                facts.number,
+                ", ".join(late),
+                self.title,
+            )
 
     def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Refuse a window as long as the run, and a run that freezes nothing; warn of a round outside of the run."""

@@ -17,7 +17,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import tensors, to_record
-from fedbn_flwr.strategies import FedAvg, FedBS, FedTAN2, FixBN
+from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedBS, FedTAN2, FixBN, SiloBN, combined
 from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift, freeze_round
 
 SIZES = (6, 13, 9)
@@ -351,3 +351,30 @@ def test_statistics_of_a_trained_initial_model_and_of_one_round_are_frozen(feder
     assert not np.array_equal(affine.state["1.running_mean"], affine.history[0]["1.running_mean"])
     later = federate(FixBN(freeze_at=3), mlp, datasets, rounds=4, client=Late)
     assert later.state["1.running_mean"].tobytes() == later.history[3]["1.running_mean"].tobytes()
+
+
+class LateOfThree(TorchClient):
+    """Client 1 cannot train before round 3."""
+
+    def fit(self, parameters, config):
+        if config["server-round"] < 3 and self.partition_id == 1:
+            raise RuntimeError("the scanner is not ready")
+        return super().fit(parameters, config)
+
+
+@pytest.mark.parametrize("freeze_affine", [True, False])
+def test_a_client_that_begins_after_the_freeze_with_parts_of_its_own_is_named(
+    freeze_affine: bool, federate, datasets, mlp, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its gamma and beta have no value to be frozen at but the initial one."""
+    strategy = combined(MTFL, FixBN)(freeze_at=2, freeze_affine=freeze_affine)
+    federate(strategy, mlp, datasets, rounds=5, client=LateOfThree)
+    told = [record.getMessage() for record in caplog.records if "first time after" in record.getMessage()]
+    assert len(told) == freeze_affine
+    assert all(text.startswith("round 3: client 1 trained") for text in told)
+
+
+@pytest.mark.parametrize("keeps", [FedBN, SiloBN])
+def test_frozen_statistics_are_of_all_clients_so_they_cannot_stay_with_each(keeps: type) -> None:
+    with pytest.raises(ConfigError, match="fixbn needs counters, statistics in common, and"):
+        combined(keeps, FixBN)
