@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from fedbn_flwr.batchnorm.outer_affine import outer_affine
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
 
@@ -180,6 +181,9 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     cannot tell an InstanceNorm with running statistics from a BatchNorm, or a BatchNorm without running statistics
     from any other affine layer. If that matters, pass the model.
 
+    Gamma and beta around a layer without its own are AFFINE where the layer's owner applies them right after it, see
+    ``outer_affine``.
+
     The entries of a parametrization of gamma or beta (``torch.nn.utils.parametrize``) are AFFINE. What a subclass has
     beside BatchNorm's own entries is REST.
     """
@@ -187,10 +191,10 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     if isinstance(model_or_state_dict, nn.Module):
         names = tuple(model_or_state_dict.state_dict(keep_vars=True))
         # remove_duplicate=False: a layer registered at two paths is twice in the state dict.
-        modules = model_or_state_dict.named_modules(remove_duplicate=False)
-        paths = [path for path, module in modules if isinstance(module, _BatchNorm) or is_scripted_batchnorm(module)]
+        modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
+        paths = [path for path, m in modules.items() if isinstance(m, _BatchNorm) or is_scripted_batchnorm(m)]
     else:
-        names = tuple(model_or_state_dict)
+        names, modules = tuple(model_or_state_dict), {}
         leaf = "running_mean"
         paths = [n.removesuffix(leaf).removesuffix(".") for n in names if n == leaf or n.endswith("." + leaf)]
     known = frozenset(names)
@@ -198,8 +202,19 @@ def split_state(model_or_state_dict: nn.Module | Mapping[str, Any]) -> Parts:
     layers = []
     for path in paths:
         entries = {leaf: entry_name(path, leaf) for leaf in (*_LEAF, *parametrized.get(path, ()))}
+        if modules:
+            entries |= _owned_outside(modules, path)
         layers.append(BatchNormLayer(path, {leaf: name for leaf, name in entries.items() if name in known}))
     return Parts(names, tuple(layers), by_names)
+
+
+def _owned_outside(modules: Mapping[str, nn.Module], path: str) -> dict[str, str]:
+    """Return the names of gamma and beta that a layer has beside BatchNorm's own, or that its owner has, by leaf."""
+    parent, _, name = path.rpartition(".")
+    for owner, layer in ((path, ""), (parent, name)):
+        if found := outer_affine(modules[owner], layer):
+            return {leaf: entry_name(owner, own) for leaf, own in found.items()}
+    return {}
 
 
 def affine_elsewhere(parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:

@@ -33,8 +33,8 @@ def entries_that_stay(lent: LentModel, sent: Sequence[str]) -> tuple[str, ...]:
     shared = [name for name in lent.parts.affine if name not in names]
     if shared and len(shared) < len(lent.parts.affine):
         raise ConfigError(
-            f"the strategy leaves gamma and beta of BatchNorm layers with the clients, but not '{shared[0]}': it "
-            "found the layers by running statistics, and this one has none. Pass parts=split_state(model) to it."
+            f"the strategy leaves gamma and beta of BatchNorm layers with the clients, but not '{shared[0]}': names "
+            "alone do not show it as one of these. Pass parts=split_state(model) to the strategy."
         )
     for pair in lent.tied.items() if names else ():
         if len(stays := [name for name in pair if name in names]) == 1:

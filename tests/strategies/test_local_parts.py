@@ -194,16 +194,46 @@ class Scaled(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.bn = nn.BatchNorm1d(channels, affine=False)
-        self.gamma, self.beta = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.beta, self.gamma = nn.Parameter(torch.zeros(channels)), nn.Parameter(torch.ones(channels))
         self.power = nn.Parameter(torch.ones(channels + 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.bn(x) * self.gamma + self.beta
 
 
-def scaled_net() -> nn.Module:
+class ScaledBefore(Scaled):
+    """The same, applied to the input: no gamma and beta of the BatchNorm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bn(x * self.gamma + self.beta)
+
+
+def scaled_net(kind: type[Scaled] = ScaledBefore) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4), Scaled(4), nn.ReLU(), nn.Linear(4, 3)).double()
+    return nn.Sequential(nn.Linear(5, 4), kind(4), nn.ReLU(), nn.Linear(4, 3)).double()
+
+
+def test_gamma_and_beta_that_their_owner_applies_right_after_it_stay_with_the_clients(
+    federate, points, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No example is needed: the owner is tried. FedBN is then that of the layer with gamma and beta of its own."""
+
+    def plain() -> nn.Module:
+        net = scaled_net(Scaled)
+        net[1] = nn.BatchNorm1d(4).double()
+        return net
+
+    data = [points(8), points(12, 1)]
+    run, expected = federate(FedBN(), lambda: scaled_net(Scaled), data), federate(FedBN(), plain, data)
+    assert "no gamma and beta of its own" not in caplog.text
+    for client in (0, 1):
+        own, theirs = run.local_state(client), expected.local_state(client)
+        for name, other in (("gamma", "weight"), ("beta", "bias"), ("bn.running_var", "running_var")):
+            np.testing.assert_allclose(own[f"1.{name}"], theirs[f"1.{other}"], rtol=1e-12)
+    for name in ("0.weight", "3.bias"):
+        np.testing.assert_allclose(run.state[name], expected.state[name], rtol=1e-12)
+    with torch.device("meta"):
+        assert split_state(scaled_net(Scaled)) == split_state(scaled_net(Scaled))
 
 
 @pytest.mark.parametrize(("make", "warned"), [(FedBN, 1), (SiloBN, 0), (FedAvg, 0), (Standalone, 0)])
@@ -211,7 +241,7 @@ def test_gamma_and_beta_that_another_layer_owns_are_named(make: Any, warned: int
     federate(make(), scaled_net, [points(8), points(12, 1)], rounds=2)
     told = [text for text in caplog.messages if "no gamma and beta of its own" in text]
     assert len(told) == warned
-    assert all("'1.bn'" in text and "'1.gamma' and '1.beta' beside it" in text and "parts=" in text for text in told)
+    assert all("'1.bn'" in text and "'1.beta' and '1.gamma' beside it" in text and "parts=" in text for text in told)
 
 
 def test_with_parts_that_name_them_they_stay_with_the_clients(federate, points, caplog) -> None:
