@@ -121,8 +121,8 @@ def warn_of_affine_elsewhere(run: Run) -> None:
     logger.warning(
         "BatchNorm layer %r has no gamma and beta of its own, and %s beside it has its channels (%d such layers). "
         "Strategy %r treats them as any other weight. If they are its gamma and beta, give the strategy "
-        "parts=split_state(model), which tries the layer's owner; or, if this has been done, parts in which the layer's "
-        "entries name them: docs/flower-projects.md shows it.",
+        "parts=split_state(model), which tries the layer's owner; if that did not find them, parts in which the "
+        "layer's entries name them: docs/flower-projects.md shows it.",
         path,
         " and ".join(f"'{name}'" for name in names),
         len(found),

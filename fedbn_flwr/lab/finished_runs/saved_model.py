@@ -160,7 +160,7 @@ def _state(
         here = client_file(run, client).is_file()
     if client is not None:
         if config.standardise == "local" and scale is None:
-            raise StateError(_no_scale(run, client))
+            raise StateError(_no_scale(run, client, config))
         scaled = " with its own mean and std of inputs" if scale else ""
         if here and kept:
             more = f", and{scaled}" if scale else ""
@@ -177,7 +177,14 @@ def _state(
     return global_state(run), None, what
 
 
-def _no_scale(run: Path, client: int) -> str:
+def _no_scale(run: Path, client: int, config: Config) -> str:
+    trained = [str(k) for k in range(config.num_clients) if client_scale(run, k) is not None]
+    if trained and config.state_dir == STATE_IN_OUT:  # each client that trained has its own there
+        return (
+            f"{run}: client={client} has no file in clients/: it did not train in this run, so it has no mean and std "
+            f"of inputs of its own, which standardise=local needs. Choose a client that did ({', '.join(trained)}), or "
+            "go on with the run until it has (--resume)."
+        )
     return (
         f"{run}: standardise=local, and the mean and std of inputs of client={client} are not here: other ones would "
         "give other outputs. The client did not train, or they are on its node (--state-dir), or the run is of an "

@@ -139,6 +139,14 @@ def test_a_client_whose_mean_and_std_are_gone_is_refused(hospitals: Path, tmp_pa
             use()
 
 
+def test_a_client_that_did_not_train_is_named_with_those_that_did(hospitals: Path, tmp_path: Path) -> None:
+    out, half = tmp_path / "out", {"fraction-train": 0.5, "num-server-rounds": 1}
+    run(Config.make({**SETTINGS, **half, "dataset": f"csv:{hospitals}", "strategy": "fedavg"}), out, workers=0)
+    (trained,) = [k for k in (0, 1) if client_file(out, k).is_file()]
+    with pytest.raises(StateError, match=rf"client={1 - trained} .* did not train in this run.*did \({trained}\)"):
+        evaluate_run(out, {"dataset": f"csv:{hospitals / 'east.csv'}"}, f"own:{1 - trained}", "all")
+
+
 def served(settings: dict[str, Any], nodes: Sequence[dict[str, Any]], out: Path) -> None:
     config = Config.make(settings)
     with InProcessGrid(client_app(client_fn), len(nodes), run_config=config.to_mapping(), node_configs=nodes) as grid:
