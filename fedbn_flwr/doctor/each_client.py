@@ -3,7 +3,7 @@
 A federation whose clients all differ is one thing, a client that differs from all the others another. So each measure
 is compared with its median over the clients, in units of their spread: the median absolute deviation, which two odd
 clients of five do not move, and never less than the error of sampling. A client stands out if chance gives a score as
-high to any client in any measure in one of 1,000 federations (Bonferroni).
+high to any client in any measure in one of 500 federations (Bonferroni).
 
 A distance d of a client with n examples is compared twice, and both must stand out. If the clients differ by chance
 alone, n d^2 is alike for all, so a small client is not odd for its noise. If they differ by design, d is alike for all,
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.doctor.by_example import LayerFeatures
+from fedbn_flwr.doctor.class_mix import class_counts, compare_mixes
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.doctor.thresholds import (
     LEVEL,
@@ -44,7 +45,8 @@ __all__ = [
     "statistics",
 ]
 
-_MEASURES = 7  # classes, inputs of BatchNorm, accuracy, and scale and centre of the inputs in both directions
+_SHARE_OF_CLASSES = 0.5  # of the level: counts of few examples are the least evidence
+_OTHERS = 6  # which share the rest: inputs of BatchNorm, accuracy, scale and centre of the inputs in both directions
 _FEW = 128  # examples of a client that tell how many channels are independent
 
 
@@ -125,8 +127,13 @@ def stand_out(values: Tensor, errors: Tensor) -> Tensor:
     return centred / torch.maximum(errors, spread).clamp(min=1e-12)
 
 
+def _bound(clients: int, share: float) -> float:
+    """Return the score that chance gives to one of so many clients with a share of the level."""
+    return NormalDist().inv_cdf(1 - LEVEL * share / clients)
+
+
 def _compared(values: Tensor, scores: Tensor) -> Compared:
-    bound = NormalDist().inv_cdf(1 - LEVEL / (_MEASURES * len(values)))
+    bound = _bound(len(values), (1 - _SHARE_OF_CLASSES) / _OTHERS)
     return Compared(values.tolist(), scores.tolist(), torch.nonzero(scores > bound).flatten().tolist())
 
 
@@ -157,14 +164,10 @@ def input_units(clients: Sequence[ClientData]) -> tuple[Compared, Compared]:
 
 
 def class_mixes(classes: Tensor, owner: Tensor) -> Compared:
-    """Return the class mix of each client, given class and client of each example, (N,)."""
-    _, known = torch.unique(classes, return_inverse=True)
-    shares = torch.nn.functional.one_hot(known).double()
-    means = group_means(shares, owner)
-    usual = means.median(0).values
-    usual = usual / usual.sum() if usual.sum() > 0 else shares.mean(0)
-    far = (means - usual).abs().sum(1) / 2
-    return _distances((shares - usual) / shares.mean(0).sqrt(), owner, far)
+    """Return the class mix of each client, given class and client of each example, (N,); see ``class_mix``."""
+    counts = class_counts(classes, owner)
+    far, scores, odd = compare_mixes(counts, _bound(len(counts), _SHARE_OF_CLASSES))
+    return Compared(far.tolist(), scores.tolist(), odd)
 
 
 def statistics(
@@ -188,7 +191,7 @@ def statistics(
     return _compared(torch.tensor(within.values), torch.tensor(free.scores).minimum(torch.tensor(within.scores)))
 
 
-def _distances(rows: Tensor, owner: Tensor, values: Tensor | None = None) -> Compared:
+def _distances(rows: Tensor, owner: Tensor) -> Compared:
     """Return the clients compared by the distance of their mean row from the usual one, its root mean square."""
     means, sizes = group_means(rows, owner), torch.bincount(owner).double()
     squares = (means - means.median(0).values).square().sum(1)
@@ -197,8 +200,7 @@ def _distances(rows: Tensor, owner: Tensor, values: Tensor | None = None) -> Com
     noise = torch.stack([(rows[owner == k] - means[k]).square().sum() for k in range(len(sizes))]).sum() / len(rows)
     excess = (squares - noise / sizes).clamp(min=0).sqrt()
     by_design = stand_out(excess, excess.median().expand_as(excess) / 4)
-    far = (squares / rows.shape[1]).sqrt() if values is None else values
-    return _compared(far, torch.minimum(by_chance, by_design))
+    return _compared((squares / rows.shape[1]).sqrt(), torch.minimum(by_chance, by_design))
 
 
 def _degrees(rows: Tensor, owner: Tensor) -> float:
@@ -218,10 +220,9 @@ def _degrees(rows: Tensor, owner: Tensor) -> float:
 
 def accuracies(right: Tensor, classes: Tensor, owner: Tensor) -> Compared:
     """Return how far each client is below the accuracy that its classes have elsewhere; ``right`` is 0 or 1, (N,)."""
-    _, known = torch.unique(classes, return_inverse=True)
-    clients, width = int(owner.max()) + 1, int(known.max()) + 1
-    cells = owner * width + known
-    counts = torch.bincount(cells, minlength=clients * width).view(clients, width).double()
+    counts = class_counts(classes, owner)
+    clients, width = counts.shape
+    cells = owner * width + torch.unique(classes, return_inverse=True)[1]
     hits = torch.bincount(cells, right.double(), minlength=clients * width).view(clients, width)
     elsewhere = counts.sum(0) - counts
     # A class that no other client has says nothing.

@@ -93,6 +93,16 @@ def test_a_client_that_differs_from_the_others_is_named(
     assert {*found.measures["each-client"]} == {"scale", "centre", "class-mix", "inputs", "below"}
 
 
+def test_the_one_of_five_clients_with_half_of_the_classes_is_named(trained: nn.Module, digits: Data) -> None:
+    """The spread of five clients is uncertain; their counts are not."""
+    owner = torch.arange(len(digits[1])) % 5
+    parts = [(digits[0][owner == k], digits[1][owner == k]) for k in range(5)]
+    x, y = parts[2]
+    parts[2] = x[y < 5][:70], y[y < 5][:70]
+    found = {f.id: f.numbers for f in diagnose(trained, [[part] for part in parts], max_examples=100).findings}
+    assert found["client-classes"]["clients"] == ["2"]
+
+
 @pytest.mark.parametrize(("clients", "alpha"), [(5, 0.0), (40, 0.0), (5, 0.3), (12, 0.3), (40, 2.0)])
 def test_no_client_stands_out_where_all_are_alike_or_all_differ(
     clients: int, alpha: float, trained: nn.Module, digits: Data
