@@ -93,7 +93,7 @@ class _Mixes:
         usual = sum(self.square[j] * self.weight[j] for j in rest) / weight
         if usual <= 0:
             return math.inf
-        root = (max(0.0, self.square[k]) / usual) ** (1 / 3)
+        root = math.cbrt(max(0.0, self.square[k]) / usual)
         # Paulson 1942: the cube root of F is the quotient of two nearly normal values.
         own, others = 2 / 9 / degrees, 2 / 9 / (degrees * len(rest))
         return ((1 - others) * root - (1 - own)) / math.sqrt(others * root**2 + own)
@@ -136,7 +136,8 @@ def tail(ratio: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """
     if mean <= 0 or variance <= 0:
         return torch.ones_like(ratio)
-    return torch.special.gammaincc(mean.square() / variance, ratio * mean / variance).clamp(min=1e-300)
+    probability: Tensor = torch.special.gammaincc(mean.square() / variance, ratio * mean / variance)
+    return probability.clamp(min=1e-300)
 
 
 def _log_binomial(count: Tensor, chosen: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import os.path
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -40,6 +40,8 @@ __all__ = [
     "shown_scores",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class _Command(TyperCommand):
     """A command that reads ``~`` at the begin of a path where no shell has: ``--out=~/runs``, or within quotes."""
@@ -57,7 +59,7 @@ class _Command(TyperCommand):
 class _App(typer.Typer):
     """Typer whose commands are of this kind."""
 
-    def command(self, name: str | None = None, **options: Any) -> Any:
+    def command(self, name: str | None = None, **options: Any) -> Callable[[F], F]:
         """Return the decorator of a command."""
         return super().command(name, cls=_Command, **options)
 
