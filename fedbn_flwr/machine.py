@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["has_bfloat16", "keep_freed_memory", "memory_bytes", "num_cores", "threads"]
 
@@ -35,6 +37,8 @@ def has_bfloat16(device: torch.device) -> bool:
 
     On a CPU torch's convolutions and matrix products then take loops of their own in place of oneDNN's kernels.
     """
+    import torch  # the command line, which also begins here, answers without it
+
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # a build without oneDNN has none
@@ -47,6 +51,8 @@ def threads(count: int) -> Iterator[None]:
 
     One is faster where operations are small and many, or where the caller has threads of its own.
     """
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
