@@ -1,11 +1,12 @@
-"""What a start costs: imports, and a trivial run up to the end of its first round, as ratios measured in one run.
+"""What a start costs: imports, a trivial run up to the end of its first round, and commands that only answer.
 
     python benchmarks/startup.py                  # imports, and runs in process
     python benchmarks/startup.py --simulation     # also Flower's simulation, ours and a stock `flwr run`; minutes
 
-Every number is the median over fresh processes, which take turns. The trivial run: FedAvg on the embedded digits, 5
-clients, an MLP, one round. It ends for this table when its first line is in ``metrics.jsonl``; the stock app, whose
-clients train a linear layer on random numbers, when its server tests the model of round 1.
+Imports and runs are ratios measured in one run. Every number is the median over fresh processes, which take turns.
+The trivial run: FedAvg on the embedded digits, 5 clients, an MLP, one round. It ends for this table when its first line
+is in ``metrics.jsonl``; the stock app, whose clients train a linear layer on random numbers, when its server tests the
+model of round 1.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from measure import ROOT, facts, flower_project, table, write_block
 
 BASE = "import torch, flwr"
 RUN = ["run", "--set", "strategy=fedavg", "--set", "dataset=digits", "--set", "num-server-rounds=1"]
+
+_MAIN = "from fedbn_flwr.lab.cli import main; main()"
+ANSWERS = ("--help", "--version", "run --help", "list strategies", "run --set sed=1", "run --set strategy=fedbnn")
 
 _STOCK_APP = """import time
 from pathlib import Path
@@ -65,11 +69,26 @@ done = ""
 """
 
 
-def importing(statement: str) -> float:
-    """Return the seconds of a fresh process that imports something."""
+class Cost(NamedTuple):
+    """What a process took: seconds by the clock, seconds of the CPU, and its largest memory in MB."""
+
+    seconds: float
+    cpu: float
+    megabytes: float
+
+
+def cost(*arguments: str) -> Cost:
+    """Return what a fresh interpreter with these arguments costs; its output and its exit code are not looked at."""
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", statement], check=True)
-    return time.perf_counter() - start
+    nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
+    child = os.posix_spawn(sys.executable, [sys.executable, *arguments], os.environ, file_actions=nowhere)
+    used = os.wait4(child, 0)[2]
+    return Cost(time.perf_counter() - start, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+
+
+def importing(statement: str) -> float:
+    """Return the seconds of the CPU that a fresh process takes to import something."""
+    return cost("-c", statement).cpu
 
 
 def first_round(*arguments: str) -> float:
@@ -78,7 +97,7 @@ def first_round(*arguments: str) -> float:
         command = [
             sys.executable,
             "-c",
-            "from fedbn_flwr.lab.cli import main; main()",
+            _MAIN,
             *arguments,
             "--out",
             f"{folder}/out",
@@ -102,6 +121,16 @@ def stock_round() -> float:
         return done.stat().st_mtime - start
 
 
+def answers(turns: int) -> str:
+    """Return the table of the commands that only answer."""
+    rows = []
+    for command in ANSWERS:
+        costs = [cost("-c", _MAIN, *command.split()) for _ in range(turns)]
+        seconds, cpu, megabytes = (statistics.median(values) for values in zip(*costs, strict=True))
+        rows.append([f"fedbn-flwr {command}", f"{seconds:.2f}", f"{cpu:.2f}", f"{megabytes:.0f}", "<= 0.3 s, 80 MB"])
+    return table(["command", "seconds", "CPU seconds", "MB", "target"], rows)
+
+
 def main(
     turns: Annotated[int, typer.Option(min=1, help="fresh processes of each kind")] = 7,
     simulation: Annotated[bool, typer.Option(help="also in Flower's simulation")] = False,
@@ -113,7 +142,7 @@ def main(
     ways: dict[str, tuple[Callable[[], float], str]] = {
         BASE: (lambda: importing(BASE), ""),
         "import fedbn_flwr": (lambda: importing("import fedbn_flwr"), ""),
-        "import fedbn_flwr.app, as every actor of Ray does": (lambda: importing("import fedbn_flwr.app"), ""),
+        "import fedbn_flwr.app, as every actor of Ray does": (lambda: importing("import fedbn_flwr.app"), "<= 1.08"),
         "fedbn-flwr run, end of round 1": (lambda: first_round(*RUN), "<= 1.5"),
         "the same, partition=iid": (lambda: first_round(*RUN, "--set", "partition=iid"), "<= 1.5"),
     }
@@ -130,7 +159,8 @@ def main(
         [name, f"{medians[name]:.2f}", f"{medians[name] / medians[BASE]:.2f}", target]
         for name, (_, target) in ways.items()
     ]
-    text = f"{table(['fresh process', 'seconds', f'/ {BASE}', 'target'], rows)}\n\nMedians of {turns}. {facts()}"
+    starts = table(["fresh process", "seconds", f"/ {BASE}", "target"], rows)
+    text = f"{starts}\n\n{answers(turns)}\n\nImports are seconds of the CPU. Medians of {turns}. {facts()}"
     print(text)
     if write is not None:
         write_block(write, "startup", text)

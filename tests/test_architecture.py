@@ -10,7 +10,7 @@ import fedbn_flwr
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
-    ("errors", "seeds", "machine"),
+    ("errors", "seeds", "machine", "lazy"),
     ("training", "norms", "compat/flower", "compat/secret_sharing"),
     ("batchnorm",),
     ("doctor",),

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HEAVY = (
     *("PIL", "datasets", "fastapi", "flwr_datasets", "matplotlib", "onnx", "pandas", "ray", "scipy", "sklearn"),
     *(
@@ -68,6 +70,86 @@ def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None
         "round 1 of a run": [],
         "a round of AdamW": [],
     }
+
+
+# What a command may load that answers without torch: its own few packages. Flower alone would take longer than they do.
+LIGHT = {
+    *("fedbn_flwr", "click", "typer", "rich", "shellingham", "typing_extensions", "yaml", "_yaml"),
+    "cython_runtime",  # of yaml
+    *("pygments", "markdown_it", "mdurl", "attr", "attrs"),  # of rich
+    *("pydantic_core", "typing_inspection"),
+}
+_COMMAND = """
+import json, sys
+before = {name.partition(".")[0] for name in sys.modules}
+from fedbn_flwr.lab.cli import app
+code = 0
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules} - before)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        ("run --help", 0),
+        ("list strategies", 0),
+        ("list datasets", 0),
+        ("run --set sed=1", 2),
+        ("run --set strategy=fedbn --set num-server-rounds=3 --set batch-size=x --set norm=bach", 2),
+        ("run absent.yaml", 2),
+        ("run --set strategy=fedbnn", 2),
+        ("partition --set partition=nothing", 2),
+        ("inspect --set sed=1", 2),
+    ],
+)
+def test_a_command_that_only_answers_loads_no_torch(tmp_path: Path, command: str, code: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    start = [sys.executable, "-c", _COMMAND, *command.split()]
+    done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True)
+    found, loaded = json.loads(done.stdout.splitlines()[-1])
+    assert found == code, done.stderr
+    others = {name for name in loaded if not name.startswith("_cython")} - sys.stdlib_module_names
+    assert others <= LIGHT
+
+
+# The rooms of the laboratory that a client of the Flower app needs, and what in them belongs to other clients.
+_OF_CLIENTS = ("config", "data", "models", "partitioned", "runs", "setup")
+_OF_OTHERS = (
+    *("doctor", "lab.config.privacy_checks", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.report"),
+    *("lab.data.own.arrays", "lab.data.own.csv_files", "lab.data.own.description", "lab.data.own.features"),
+    *("lab.data.own.folder", "lab.data.own.hub", "lab.data.own.reading", "lab.data.own.table"),
+    *("lab.runs.run", "lab.runs.serve", "lab.runs.start_checks"),
+    *("privacy.differential", "privacy.masked_round", "privacy.masked_sums", "privacy.record_server"),
+)
+_CLIENT = """
+import json, sys
+from apps.main.client_app import app
+from flwr.app import Context, RecordDict
+from fedbn_flwr.lab.runs.node import client_fn
+config = {"dataset": "digits", "strategy": "fedbn", "local-steps": 1}
+context = Context(1, 1, {"partition-id": 0, "num-partitions": 5}, RecordDict(), config)
+assert client_fn(context).get_properties({})["num-examples"] > 0
+print(json.dumps([name.removeprefix("fedbn_flwr.") for name in sys.modules if name.startswith("fedbn_flwr.")]))
+print(json.dumps([*sys.modules]))
+"""
+
+
+def test_a_client_of_the_flower_app_loads_what_it_uses(tmp_path: Path) -> None:
+    """Each of its messages may be a process of its own. No command, plot, report, study, server or reader of tables."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    start = [sys.executable, "-c", _CLIENT]
+    done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True)
+    ours, everything = map(json.loads, done.stdout.splitlines()[-2:])
+    rooms = {name.split(".")[1] for name in ours if name.startswith("lab.")}
+    assert rooms <= set(_OF_CLIENTS)
+    assert {*ours}.isdisjoint(_OF_OTHERS)
+    assert {*everything}.isdisjoint((*HEAVY, "yaml"))
 
 
 def test_commands_that_start_at_once_end_as_others_do(tmp_path: Path, at_once: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from doc_at_once import config_table
 from doc_config import config_page
 from doc_methods import method_pages, method_title
 from doc_papers import papers_page
@@ -26,6 +27,7 @@ from doc_refusals import refusals_table
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.situations import SITUATIONS
 from fedbn_flwr.lab.config import GROUPS, Config
+from fedbn_flwr.lab.config.table import TABLE_FILE
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
@@ -55,6 +57,7 @@ def derived(root: Path) -> dict[Path, str]:
     texts = {Path("docs/config.md"): config_page()} | method_pages(root)
     texts[Path("docs/references.md")] = references_page(root)
     texts[Path("docs/results/papers.md")] = papers_page(root)
+    texts[Path("fedbn_flwr/lab/config") / TABLE_FILE] = config_table()
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
     marked = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, Config, split
-from fedbn_flwr.lab.models import InitReport, build_model, load_initial
+from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.shared_bn import SHARED_BN
@@ -20,6 +20,9 @@ from fedbn_flwr.training.freezing import keep_eval, train_only, unlike_in_tests
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.wrappers import no_tensors
+
+if TYPE_CHECKING:
+    from fedbn_flwr.lab.models import InitReport
 
 __all__ = [
     "build_options",
@@ -176,6 +179,8 @@ def initialise(model: nn.Module, config: Config) -> InitReport | None:
     """
     if not config.init:
         return None
+    from fedbn_flwr.lab.models import load_initial
+
     return load_initial(model, config.init, config.model, config.example_shape()[0], config.init_prefix)
 
 

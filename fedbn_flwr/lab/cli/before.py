@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -23,23 +23,10 @@ Kind = Literal["strategies", "norms", "models", "datasets", "partitions"]
 @app.command(name="list", epilog="Example: fedbn-flwr list strategies")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     """List the names that a config can use, one line each, with the source."""
-    from fedbn_flwr.lab.data import DATASETS, KINDS, PARTITIONS
-    from fedbn_flwr.lab.models import MODELS
-    from fedbn_flwr.norms import NORMS
-    from fedbn_flwr.strategies import METHODS
+    from fedbn_flwr.lab.config.table import rows
 
-    if kind == "strategies":
-        rows = [(name, method.summary_line, method.source) for name, method in METHODS.items()]
-        rows.append(("centralized", "the reference: one loop over all data (`fedbn-flwr run` only)", "-"))
-    else:
-        registries: dict[str, Any] = {"norms": NORMS, "models": MODELS, "datasets": DATASETS, "partitions": PARTITIONS}
-        rows = [(name, info.summary, info.source) for name, info in registries[kind].items()]
-    if kind == "datasets":
-        for form in KINDS.values():
-            name, _, what = form.partition(", ")
-            rows.append((name, what, "own data"))
-    names, texts, _ = zip(*rows, strict=True)
-    for name, what, source in rows:
+    names, texts, _ = zip(*rows(kind), strict=True)
+    for name, what, source in rows(kind):
         say(f"{name.ljust(len(max(names, key=len)))}  {what.ljust(len(max(texts, key=len)))}  {source}")
 
 
@@ -54,18 +41,23 @@ def inspect(
     layers: Annotated[bool, typer.Option(help="List the BN layers by path.")] = True,
 ) -> None:
     """Show a model's BN layers, and what a strategy shares, keeps and sends per round."""
-    from fedbn_flwr.lab.config import Config, read_overrides
-    from fedbn_flwr.lab.data import is_own
-    from fedbn_flwr.lab.runs.inspection import inspect_model
-    from fedbn_flwr.lab.setup import initialise, make_model
-    from fedbn_flwr.strategies import STRATEGIES
-    from fedbn_flwr.training.settings import share_of
+    from fedbn_flwr.lab.config import read_overrides
+    from fedbn_flwr.lab.config.at_once import refuse_at_once
+    from fedbn_flwr.lab.config.table import table
 
     with exit_codes():
         given = read_overrides(set_ or [])
         strategy = str(given.get("strategy", strategy))
-        if strategy not in STRATEGIES:
-            raise unknown_name("strategy", strategy, STRATEGIES)
+        if strategy not in table()["methods"]:
+            raise unknown_name("strategy", strategy, table()["methods"])
+        refuse_at_once(None, set_ or [], model=model, norm=norm, dataset=dataset, strategy=strategy)
+    from fedbn_flwr.lab.config import Config
+    from fedbn_flwr.lab.data import is_own
+    from fedbn_flwr.lab.runs.inspection import inspect_model
+    from fedbn_flwr.lab.setup import initialise, make_model
+    from fedbn_flwr.training.settings import share_of
+
+    with exit_codes():
         settings = Config.make({"model": model, "norm": norm, "dataset": dataset, **given, "strategy": strategy})
         if given.get("num-clients"):
             num_clients = max(1, share_of(settings.fraction_train, settings.num_clients))
@@ -150,6 +142,10 @@ def partition(
     out: Annotated[Path | None, typer.Option(help="Picture (PNG) of classes by clients to write; a new file.")] = None,
 ) -> None:
     """Show the split of the training and validation data: each client's examples by class, and by domain if any."""
+    from fedbn_flwr.lab.config.at_once import refuse_at_once
+
+    with exit_codes():
+        refuse_at_once(config, set_ or [])
     from fedbn_flwr.lab.config import Config
     from fedbn_flwr.lab.data import partition_table
     from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data

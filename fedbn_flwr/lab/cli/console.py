@@ -7,7 +7,7 @@ import math
 import os.path
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -72,6 +72,22 @@ app = _App(
 )
 console = Console(markup=False, highlight=False)
 complaints = Console(stderr=True, markup=False, highlight=False)
+
+
+def _version(asked: bool) -> None:
+    from importlib.metadata import version
+
+    if asked:
+        say(f"fedbn-flwr {version('fedbn-flwr')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """See the help of ``app``."""
+
 
 EngineChoice = Literal["in-process", "simulation"]
 """Where the clients run: ``runs.run.Engine``, without its import."""

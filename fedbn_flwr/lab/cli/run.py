@@ -43,14 +43,18 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
     """Do a run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
-    from fedbn_flwr.lab.config import Config
-    from fedbn_flwr.lab.output.checkpoint import after_interrupt
-    from fedbn_flwr.lab.runs.run import preflight, start
+    from fedbn_flwr.lab.config.at_once import refuse_at_once
 
     with exit_codes():
         quiet_flower()
         if resume:
             config, set_ = _resumed(config, out), [*(set_ or []), "resume=true"]
+        refuse_at_once(config, set_ or [])
+    from fedbn_flwr.lab.config import Config
+    from fedbn_flwr.lab.output.checkpoint import after_interrupt
+    from fedbn_flwr.lab.runs.run import preflight, start
+
+    with exit_codes():
         settings = Config.load(config, set_ or [])
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
         if workers is not None and engine != "in-process":

@@ -1,31 +1,27 @@
-"""Checks of keys together: all problems are found at once."""
+"""Checks of keys together: all problems are found at once.
+
+They are for the settings of a run with the registries (``Values``), and without them and without torch (``Known``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.lab.config.fields import CENTRALIZED
-from fedbn_flwr.lab.config.privacy_checks import dp_problems, mask_problems
-from fedbn_flwr.lab.config.texts import split, wrong
-from fedbn_flwr.lab.config.values import Values, check_known
-from fedbn_flwr.lab.data import PARTITIONS, Augment, DatasetInfo, is_own
-from fedbn_flwr.lab.models import MODELS, model_info
-from fedbn_flwr.messages.protocol import SERIES_PATTERN
-from fedbn_flwr.norms import NORMS
-from fedbn_flwr.server.method import ROLES
-from fedbn_flwr.server.params import EVALUATIONS, TEST_BN
-from fedbn_flwr.strategies import METHODS, STRATEGIES
-from fedbn_flwr.training.tasks import TASKS
+from fedbn_flwr.lab.config.table import CENTRALIZED
+from fedbn_flwr.lab.config.texts import check_known, split, wrong
+
+if TYPE_CHECKING:
+    from fedbn_flwr.lab.config.at_once import Known
+    from fedbn_flwr.lab.config.values import Values
 
 __all__ = ["problems_of"]
 
 T = TypeVar("T")
 
 
-def problems_of(config: Values) -> list[str]:
+def problems_of(config: Values | Known) -> list[str]:
     """Return what is wrong with the keys together, one line each."""
     problems = [*_of_names(config), *_of_data(config)]
     if not problems:  # else the methods cannot be asked
@@ -42,55 +38,57 @@ def _noted(problems: list[str], read: Callable[..., T], *args: Any) -> T | None:
         return None
 
 
-def _of_names(config: Values) -> list[str]:
+def _of_names(config: Values | Known) -> list[str]:
     """Return what is wrong with names of methods and norms."""
     problems: list[str] = []
-    _noted(problems, check_known, "strategy", config.strategy, [*STRATEGIES, CENTRALIZED])
-    for role in ROLES:
-        allowed = [name for name, method in METHODS.items() if method.role == role]
-        for name in config.added(role):
-            _noted(problems, check_known, role, name, allowed)
+    _noted(problems, check_known, "strategy", config.strategy, config.known("strategy"))
+    for role, name in config.added_methods():
+        _noted(problems, check_known, role, name, config.known(role))
     names = config.method_names()
     if twice := sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and server-step")
-    _noted(problems, check_known, "norm", config.norm, NORMS)
+    _noted(problems, check_known, "norm", config.norm, config.known("norm"))
     return problems
 
 
-def _of_methods(config: Values) -> list[str]:
+def _of_methods(config: Values | Known) -> list[str]:
     """Return what is wrong with the settings of the methods, or does not fit privacy."""
     problems: list[str] = []
     if config.strategy != CENTRALIZED:
         problems += (problem.text for problem in config.problems("refuse"))
-    if not problems and (config.dp != "off" or config.record_dp):
+    if problems or not config.protected:
+        return problems
+    from fedbn_flwr.lab.config.privacy_checks import dp_problems, mask_problems
+
+    if config.dp != "off" or config.record_dp:
         problems += dp_problems(config)
     if not problems and config.masked_sums:
         problems += mask_problems(config)
     return problems
 
 
-def _of_data(config: Values) -> list[str]:
+def _of_data(config: Values | Known) -> list[str]:
     """Return what is wrong with the data, the task and the tests, and what cannot be read."""
     problems: list[str] = []
     info = _noted(problems, config.data_info)
     if info:
-        _noted(problems, check_known, "partition", config.split_name(), PARTITIONS)
+        _noted(problems, check_known, "partition", config.split_name(), config.known("partition"))
     _noted(problems, _check_task, config, info)
-    augment = _noted(problems, Augment.parse, config.augment)
+    augment = _noted(problems, config.augmentation)
     _noted(problems, config.decays)
     _noted(problems, config.hidden)
     for name in split(config.eval_on):
-        _noted(problems, check_known, "eval-on", name, EVALUATIONS)
+        _noted(problems, check_known, "eval-on", name, config.known("eval-on"))
     _noted(problems, config.test_bn_settings)
-    asked = ",".join(name for name in split(config.eval_on) if name.endswith(TEST_BN))
-    classes = info.num_classes if info and not is_own(config.dataset) else 0
+    asked = ",".join(config.adapted_tests())
+    classes = info.num_classes if info and not config.is_own() else 0
     moved = augment.each if augment and info and info.task.by_pixel else ()
     problems += wrong(
         (
             split(config.eval_on)[:1] == ["personal-domains"],
             "eval-on=personal-domains has no mean, which a run's main metric needs: name another test before it",
         ),
-        (asked and not config.test_bn, f"eval-on={asked} needs test-bn: {', '.join(TEST_BN_MODES)}"),
+        (asked and not config.test_bn, f"eval-on={asked} needs test-bn: {', '.join(config.known('test-bn'))}"),
         (
             config.partition in ("", "classes") and classes and config.classes_per_client > classes,
             f"classes-per-client={config.classes_per_client} is more than the {classes} classes of "
@@ -112,7 +110,7 @@ def _of_data(config: Values) -> list[str]:
     )
 
 
-def _of_training(config: Values) -> list[str]:
+def _of_training(config: Values | Known) -> list[str]:
     """Return what is wrong with rounds, steps and the learning rate."""
     stopping = f"early-stopping={config.early_stopping}"
     return wrong(
@@ -138,17 +136,23 @@ def _of_training(config: Values) -> list[str]:
             "local-steps and local-epochs are both 0: nothing to train; set one of them above 0",
         ),
         (
-            config.series and not SERIES_PATTERN.fullmatch(config.series),
+            config.series and not _names_a_series(config.series),
             f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or '_', no '.' in front",
         ),
     )
 
 
-def _check_task(config: Values, info: DatasetInfo | None) -> None:
+def _names_a_series(text: str) -> bool:
+    from fedbn_flwr.messages.protocol import SERIES_PATTERN
+
+    return SERIES_PATTERN.fullmatch(text) is not None
+
+
+def _check_task(config: Values | Known, info: Any) -> None:
     """Check that the labels can be for the task, that it has the metrics, and that the model is for it."""
-    per_pixel = model_info(config.model).per_pixel
+    per_pixel = config.per_pixel()
     if config.task:
-        check_known("task", config.task, TASKS)
+        check_known("task", config.task, config.known("task"))
     if info is None:
         return
     config.example_shape()
@@ -160,7 +164,7 @@ def _check_task(config: Values, info: DatasetInfo | None) -> None:
         )
     task = config.learning_task()
     if per_pixel is not None and per_pixel != task.by_pixel:
-        allowed = ", ".join(name for name, other in MODELS.items() if other.per_pixel in (task.by_pixel, None))
+        allowed = ", ".join(config.models_for(task))
         gives = "outputs for each pixel" if per_pixel else "one vector of outputs for each example"
         raise ConfigError(
             f"dataset={config.dataset} is for {task.name}, model={config.model} gives {gives}. Use another data set, "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -12,22 +11,19 @@ from pydantic import ValidationError, model_validator
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.checks import problems_of
-from fedbn_flwr.lab.config.fields import CENTRALIZED, GROUPS
-from fedbn_flwr.lab.config.texts import explain, read_overrides, read_yaml
+from fedbn_flwr.lab.config.fields import GROUPS
+from fedbn_flwr.lab.config.reading import RENAMED, merged, new_names, read_settings, two_lengths
+from fedbn_flwr.lab.config.table import CENTRALIZED
+from fedbn_flwr.lab.config.texts import explain
 from fedbn_flwr.lab.config.unused import without_effect
 from fedbn_flwr.lab.config.values import Values
 
-__all__ = ["RENAMED", "Config", "Scalar", "state_in_out"]
+__all__ = ["Config", "Scalar", "state_in_out"]
 
 Scalar = str | int | float | bool
-RENAMED = {"fedtan-exchange": "fedtan-transport"}
-"""Old name to new name of keys; YAML and ``--set`` may still have the old name."""
-
 _OF_RECORDS = ("dp-noise-multiplier", "dp-target-epsilon", "dp-clipping-norm")
 # The service `cli` of docker-compose.yml sets these in every run config; a run that cannot use them goes without.
 _OF_THE_COMPOSE_FILE = ("fedtan-transport", "fedtan-bind", "fedtan-address", "fedtan-tls-dir")
-
-logger = logging.getLogger("flwr")
 
 
 class Config(Values):
@@ -57,12 +53,10 @@ class Config(Values):
                 range, settings that contradict each other.
         """
         defaults = _defaults()
-        settings, problems = _new_names(values)
+        settings, problems = new_names(values)
         settings, twice = _of_records(settings)
         problems += twice
-        steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
-        if steps and epochs and not (complete and epochs == defaults["local-epochs"]):
-            problems.append(f"local-steps={steps} and local-epochs={epochs} are both set; set one of them")
+        problems += two_lengths(settings, defaults["local-epochs"] if complete else 0)
         config, invalid = cls._validated(settings)
         problems += invalid
         if config is None or problems:
@@ -92,7 +86,7 @@ class Config(Values):
                 for problem in error.errors():
                     problems += explain(problem, list(_defaults()))
                 invalid = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
-            if invalid.isdisjoint(valid):
+            if invalid.isdisjoint(map(str, valid)):
                 return None, problems
             valid = {key: value for key, value in valid.items() if str(key) not in invalid}
 
@@ -116,7 +110,7 @@ class Config(Values):
         Raises:
             ConfigError: as ``make``; also if a key of the run's own has no effect.
         """
-        settings, twice = _of_records(_merged([shared, own]))
+        settings, twice = _of_records(merged([shared, own]))
         if twice:
             raise ConfigError("\n".join(twice))
         stay = {RENAMED.get(key, key) for key in own} | {f"record-{key}" for key in own if key in _OF_RECORDS}
@@ -139,10 +133,7 @@ class Config(Values):
         Raises:
             ConfigError: the file is missing, unreadable or no mapping, an override has no "=", or as ``make``.
         """
-        in_file = read_yaml(path, "config") if path else {}
-        if not isinstance(in_file, dict):
-            raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(in_file).__name__}")
-        return cls.make(_merged([in_file, read_overrides(overrides)]))
+        return cls.make(merged(read_settings(path, overrides)))
 
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
@@ -177,35 +168,6 @@ class Config(Values):
 def _defaults() -> dict[str, Any]:
     """Return the default of each key."""
     return {field.alias or name: field.default for name, field in Config.model_fields.items()}
-
-
-def _merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of several sources under their new names; the last one takes precedence.
-
-    Raises:
-        ConfigError: a source has a setting under both of its names.
-    """
-    settings: dict[str, Any] = {}
-    problems: list[str] = []
-    for source in sources:
-        renamed, twice = _new_names(source)
-        settings |= renamed
-        problems += twice
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return settings
-
-
-def _new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings under their new names, and a line for each that has both; warn of old names."""
-    twice = []
-    for old, new in RENAMED.items():
-        if old in values:
-            logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
-        if old in values and new in values:
-            both = f"{old}={values[old]} and {new}={values[new]} are both set"
-            twice.append(f"{both}; {old} is the old name: remove it")
-    return {RENAMED.get(key, key): value for key, value in values.items()}, twice
 
 
 def _with_nobody_held_out(config: Config) -> Config:

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, ValidationInfo, create_model, field_validator
 
 from fedbn_flwr.batchnorm.adaptation import TestBNMode
 from fedbn_flwr.lab.config.method_settings import fields_of, method_fields
+from fedbn_flwr.lab.config.reading import refuse_bool
 from fedbn_flwr.lab.data import MAX_BYTES, MISSING_VALUES, Standardise
 from fedbn_flwr.norms import FeatureScale
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings, RecordDPSettings
@@ -19,9 +20,8 @@ from fedbn_flwr.training.freezing import FrozenBN
 from fedbn_flwr.training.memory_format import MemoryFormat
 from fedbn_flwr.training.settings import OptimizerName, Sampling
 
-__all__ = ["CENTRALIZED", "GROUPS", "STATE_IN_OUT", "Fields", "MethodSettings"]
+__all__ = ["GROUPS", "STATE_IN_OUT", "Fields", "MethodSettings"]
 
-CENTRALIZED = "centralized"
 STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
 GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "privacy", "files")
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 else:
     _PRIVACY = fields_of(DPSettings) | fields_of(MaskSettings) | fields_of(RecordDPSettings)
-    MethodSettings = create_model("MethodSettings", **method_fields(STRATEGIES.values()), **_PRIVACY)
+    _LATER = ConfigDict(defer_build=True)  # what is validated is ``Config`` alone
+    MethodSettings = create_model("MethodSettings", __config__=_LATER, **method_fields(STRATEGIES.values()), **_PRIVACY)
 
 
 def _key(group: str, default: Any, meaning: str, **limits: Any) -> Any:
@@ -49,6 +50,7 @@ class Fields(MethodSettings):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        defer_build=True,
         alias_generator=lambda name: name.replace("_", "-"),
         allow_inf_nan=False,
         coerce_numbers_to_str=True,  # YAML and the command line know no difference
@@ -374,14 +376,8 @@ class Fields(MethodSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false for a number: pydantic would read them as 1 and 0. ``dp`` reads YAML's ``off``."""
-        if value is False and info.field_name == "dp":
-            return "off"
-        wanted = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and wanted is not bool:
-            hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")""" if wanted is str else ""
-            raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
-        return value
+        name = info.field_name or ""
+        return refuse_bool(name, value, getattr(cls.model_fields[name].annotation, "__name__", ""))
 
     @field_validator("dataset", "data_dir", "init", "state_dir", "out", "mlflow", "fedtan_tls_dir", mode="after")
     @classmethod

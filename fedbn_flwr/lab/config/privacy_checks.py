@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.lab.config.fields import CENTRALIZED
+from fedbn_flwr.lab.config.table import CENTRALIZED
 from fedbn_flwr.lab.config.texts import wrong
 from fedbn_flwr.lab.config.values import Values
 from fedbn_flwr.lab.data import decided_by_records, is_own

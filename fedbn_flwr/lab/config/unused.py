@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedbn_flwr.lab.config.fields import CENTRALIZED, MethodSettings
+from fedbn_flwr.lab.config.fields import MethodSettings
 from fedbn_flwr.lab.config.method_settings import methods_with
+from fedbn_flwr.lab.config.table import CENTRALIZED
 from fedbn_flwr.lab.config.texts import split
 from fedbn_flwr.lab.config.values import Values
 from fedbn_flwr.lab.data import is_own

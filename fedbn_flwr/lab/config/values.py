@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
-from fedbn_flwr.batchnorm.adaptation import TestBN
+from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.lab.config.fields import CENTRALIZED, Fields
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.config.method_settings import config_fields, own_default
-from fedbn_flwr.lab.config.texts import number, split
-from fedbn_flwr.lab.data import DATASETS, DatasetInfo, OwnData, Standardise, is_own, own_info
+from fedbn_flwr.lab.config.table import CENTRALIZED
+from fedbn_flwr.lab.config.texts import check_known, number, split
+from fedbn_flwr.lab.data import DATASETS, PARTITIONS, Augment, DatasetInfo, OwnData, Standardise, is_own
 from fedbn_flwr.lab.data.shared import DataKey, adopted
-from fedbn_flwr.lab.models import input_shape
+from fedbn_flwr.lab.models import MODELS, input_shape, model_info
+from fedbn_flwr.norms import NORMS
 from fedbn_flwr.privacy.record_level import RecordLevel
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
 from fedbn_flwr.server.method import ROLES, Problem, RunSettings
 from fedbn_flwr.server.methods import Methods
-from fedbn_flwr.server.params import Params, tests_in
-from fedbn_flwr.strategies import STRATEGIES, StrategyClass, combined
+from fedbn_flwr.server.params import EVALUATIONS, TEST_BN, Params, tests_in
+from fedbn_flwr.strategies import METHODS, STRATEGIES, StrategyClass, combined
 from fedbn_flwr.training.settings import LearningRate, share_of
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = ["Values", "check_known"]
+__all__ = ["Values"]
 
 _TEST_VALUES = 500 * 3 * 64 * 64  # numbers in the inputs of a test batch: 500 images in colour of 64 pixels
 
@@ -42,6 +44,49 @@ class Values(Fields):
         """Whether single clients or examples are to stay hidden: then their counts are in no page to give away."""
         return self.dp != "off" or self.record_dp or self.masked_sums
 
+    # What ``checks.py`` asks of the registries; ``at_once.Known`` answers the same without them.
+
+    def known(self, key: str) -> Collection[str]:
+        """Return the names that a key takes."""
+        names: dict[str, Collection[str]] = {
+            "strategy": [*STRATEGIES, CENTRALIZED],
+            "norm": NORMS,
+            "dataset": DATASETS,
+            "partition": PARTITIONS,
+            "task": TASKS,
+            "eval-on": EVALUATIONS,
+            "test-bn": TEST_BN_MODES,
+        }
+        return names[key] if key in names else [name for name, method in METHODS.items() if method.role == key]
+
+    def is_own(self) -> bool:
+        """Return whether the data are the user's own."""
+        return is_own(self.dataset)
+
+    def per_pixel(self) -> bool | None:
+        """Return whether the model has outputs for each pixel; None if it is not known.
+
+        Raises:
+            ConfigError: the model is unknown.
+        """
+        return model_info(self.model).per_pixel
+
+    def models_for(self, task: Task) -> list[str]:
+        """Return the models whose outputs fit a task."""
+        return [name for name, info in MODELS.items() if info.per_pixel in (task.by_pixel, None)]
+
+    def augmentation(self) -> Augment | None:
+        """Return the augmentation; None without one.
+
+        Raises:
+            ConfigError: an entry of ``augment`` cannot be read.
+        """
+        return Augment.parse(self.augment)
+
+    def adapted_tests(self) -> list[str]:
+        """Return the tests of ``eval-on`` whose BatchNorm has statistics of the test inputs."""
+        return [name for name in split(self.eval_on) if name.endswith(TEST_BN)]
+
     def data_info(self) -> DatasetInfo:
         """Return the description of the run's data; own data are read first.
 
@@ -53,7 +98,11 @@ class Values(Fields):
             check_known("dataset", self.dataset, DATASETS)
         if from_elsewhere := adopted(self.data_key()):
             return from_elsewhere
-        return own_info(self.own_data()) if is_own(self.dataset) else DATASETS[self.dataset]
+        if not is_own(self.dataset):
+            return DATASETS[self.dataset]
+        from fedbn_flwr.lab.data import own_info  # with the readers of tables and images
+
+        return own_info(self.own_data())
 
     def data_key(self) -> DataKey:
         """Return what names the run's data between processes, see ``data.shared``."""
@@ -185,7 +234,11 @@ class Values(Fields):
 
     def method_names(self) -> list[str]:
         """Return the strategy and the methods that are added to it, by role."""
-        return [self.strategy, *(name for role in ROLES for name in self.added(role))]
+        return [self.strategy, *(name for _, name in self.added_methods())]
+
+    def added_methods(self) -> list[tuple[str, str]]:
+        """Return (role, name) of each method that is added to the strategy."""
+        return [(role, name) for role in ROLES for name in self.added(role)]
 
     def run_settings(self) -> RunSettings:
         """Return the settings of the run that the method checks its own against."""
@@ -261,9 +314,3 @@ class Values(Fields):
     def shares_nothing(self) -> bool:
         """Return whether the clients share no part of the model."""
         return self.strategy != CENTRALIZED and Part.REST in self.methods().local
-
-
-def check_known(key: str, value: str, allowed: Any) -> None:
-    """Raise a ``ConfigError`` that names the nearest allowed value."""
-    if value not in allowed:
-        raise unknown_name(key, value, allowed)

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
 from fedbn_flwr.lab.data.names import as_list, listed
-from fedbn_flwr.lab.data.own import (
-    KINDS,
-    MISSING_VALUES,
-    OwnData,
-    OwnRows,
-    decided_by_records,
-    is_own,
-    own_info,
-    own_rows,
-    own_sha256,
-    shows_colour,
-    table_columns,
-)
+from fedbn_flwr.lab.data.own import KINDS, MISSING_VALUES, OwnData, is_own
 from fedbn_flwr.lab.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
@@ -34,7 +24,22 @@ from fedbn_flwr.lab.data.samples import Examples, Samples, moments_of_inputs
 from fedbn_flwr.lab.data.standardise import Standardise, standardised
 from fedbn_flwr.lab.data.subset import Subset
 from fedbn_flwr.lab.data.validation import split_off
+from fedbn_flwr.lazy import imported_when_used
 from fedbn_flwr.training.input_scale import FeatureMoments, Scale, scale_of
+
+if TYPE_CHECKING:
+    from fedbn_flwr.lab.data.own import (
+        OwnRows,
+        decided_by_records,
+        own_info,
+        own_rows,
+        own_sha256,
+        shows_colour,
+        table_columns,
+    )
+else:
+    _OF_OWN = ("OwnRows", "decided_by_records", "own_info", "own_rows", "own_sha256", "shows_colour", "table_columns")
+    __getattr__ = imported_when_used(__name__, dict.fromkeys(_OF_OWN, "own"))
 
 __all__ = [
     "DATASETS",

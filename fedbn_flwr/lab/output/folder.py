@@ -20,7 +20,7 @@ from fedbn_flwr.checked_file import encode_safetensors, remove_leftovers, write_
 from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.config.texts import read_yaml
+from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.files import csv_text, read_json, read_metrics
 from fedbn_flwr.lab.trackers import deliveries, numbers_of
 from fedbn_flwr.messages.protocol import INPUT_SCALE

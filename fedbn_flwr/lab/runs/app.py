@@ -12,8 +12,6 @@ from fedbn_flwr.client import client_app as make_client_app
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.node import client_fn
-from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.runs.start_checks import check
 
 __all__ = ["client_app", "server_app"]
 
@@ -24,6 +22,10 @@ server_app = ServerApp()
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the server part of ``flwr run``; results go to ``out`` or ``$FLWR_HOME/fedbn-runs/RUN_ID``."""
+    # The client app, which a process imports for each message, is this module, too.
+    from fedbn_flwr.lab.runs.serve import serve
+    from fedbn_flwr.lab.runs.start_checks import check
+
     config = Config.make(context.run_config, complete=True)
     out = _out(config, context.run_id)
     serve(grid, check(config), out)

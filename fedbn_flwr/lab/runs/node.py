@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from flwr.app import ConfigRecord, Context
@@ -26,8 +26,6 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     partitioned_data,
     whole_data,
 )
-from fedbn_flwr.lab.partitioned.report import data_report
-from fedbn_flwr.lab.runs.start_checks import Checked
 from fedbn_flwr.lab.setup import local_training, pick_device, ready_to_train, training_model
 from fedbn_flwr.messages.protocol import (
     DATA_CLASSES,
@@ -42,6 +40,9 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
 )
 from fedbn_flwr.training.copying import copied
+
+if TYPE_CHECKING:
+    from fedbn_flwr.lab.runs.start_checks import Checked
 
 __all__ = ["RunClients", "client_fn"]
 
@@ -205,6 +206,8 @@ def _report(config: Config, context: Context) -> Callable[[], str] | None:
     """Log, once in a run, what was read of a node's own data; return a text of it if the server may have it."""
     if DATA_PATH not in context.node_config:
         return None
+    from fedbn_flwr.lab.partitioned.report import data_report
+
     path, state = context.node_config[DATA_PATH], context.state
     read = functools.cache(lambda: data_report(*_own_data(config, context)))
     if REPORTED not in state:

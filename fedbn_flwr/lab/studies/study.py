@@ -51,7 +51,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, Scalar, number, read_overrides
-from fedbn_flwr.lab.config.texts import read_yaml, text_of
+from fedbn_flwr.lab.config.texts import text_of
+from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.studies.rows import WHOLE, PaperNumber
 
 __all__ = ["Cell", "Study", "StudySettings", "Tuning", "trial_name"]

@@ -19,7 +19,7 @@ import yaml
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.engines.own_folder import remove_dead
 from fedbn_flwr.errors import ConfigError, EngineError, FedBNError, RunFailedError
-from fedbn_flwr.lab.config.texts import read_yaml
+from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.files import STUDY_FILE
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, lock_folder, writing
 from fedbn_flwr.lab.output.recorder import OnRound

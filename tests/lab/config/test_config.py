@@ -13,7 +13,7 @@ from flwr.common.config import parse_config_args
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
-from fedbn_flwr.lab.config.texts import read_overrides, read_yaml
+from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
 from fedbn_flwr.lab.setup import local_training
 from fedbn_flwr.server.params import EVALUATIONS
 from fedbn_flwr.strategies import STRATEGIES, combined

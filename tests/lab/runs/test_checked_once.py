@@ -20,6 +20,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config import config as config_module
 from fedbn_flwr.lab.runs import app as flower_app
 from fedbn_flwr.lab.runs import run as run_module
+from fedbn_flwr.lab.runs import start_checks
 from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.training.freezing import stays_in_eval
@@ -46,7 +47,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
     count(config_module, "problems_of")
     count(run_module, "check")
-    count(flower_app, "check")
+    count(start_checks, "check")  # the server app takes it when it runs
     count(setup, "build_model")
     return counted
 

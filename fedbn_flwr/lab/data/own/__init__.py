@@ -1,14 +1,31 @@
 """Own data without code: ``dataset=folder:PATH``, ``npz:PATH``, ``csv:PATH`` or ``hf:NAME``.
 
-Each kind has a reader, which returns ``Records``; what follows from them is the same for all kinds.
+Each kind has a reader, which returns ``Records``; what follows from them is the same for all kinds. The readers are
+imported when own data are read.
 """
 
 from __future__ import annotations
 
-from fedbn_flwr.lab.data.own.description import decided_by_records, own_info
-from fedbn_flwr.lab.data.own.reading import OwnRows, own_rows, own_sha256, shows_colour
+from typing import TYPE_CHECKING
+
 from fedbn_flwr.lab.data.own.request import KINDS, MISSING_VALUES, OwnData, is_own
-from fedbn_flwr.lab.data.own.table_files import table_columns
+from fedbn_flwr.lazy import imported_when_used
+
+if TYPE_CHECKING:
+    from fedbn_flwr.lab.data.own.description import decided_by_records, own_info
+    from fedbn_flwr.lab.data.own.reading import OwnRows, own_rows, own_sha256, shows_colour
+    from fedbn_flwr.lab.data.own.table_files import table_columns
+else:
+    _WHERE = {
+        "OwnRows": "reading",
+        "decided_by_records": "description",
+        "own_info": "description",
+        "own_rows": "reading",
+        "own_sha256": "reading",
+        "shows_colour": "reading",
+        "table_columns": "table_files",
+    }
+    __getattr__ = imported_when_used(__name__, _WHERE)
 
 __all__ = [
     "KINDS",

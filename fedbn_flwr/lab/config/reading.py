@@ -1,0 +1,87 @@
+"""How settings are read before they are checked: files and texts, old names, and what a value may never be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.errors import ConfigError
+
+__all__ = ["RENAMED", "merged", "new_names", "read_settings", "refuse_bool", "two_lengths"]
+
+RENAMED = {"fedtan-exchange": "fedtan-transport"}
+"""Old name to new name of keys; YAML and ``--set`` may still have the old name."""
+
+logger = logging.getLogger("flwr")
+
+
+def read_settings(path: Path | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the settings of a YAML file, if any, and of ``key=value`` texts (values are read as YAML).
+
+    Raises:
+        ConfigError: the file is missing, unreadable or no mapping, or an override has no "=".
+    """
+    from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml  # a client reads none
+
+    in_file = read_yaml(path, "config") if path else {}
+    if not isinstance(in_file, dict):
+        raise ConfigError(f"config {path} must be a mapping of keys to values, not {type(in_file).__name__}")
+    return [in_file, read_overrides(overrides)]
+
+
+def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of several sources under their new names; the last one takes precedence.
+
+    Raises:
+        ConfigError: a source has a setting under both of its names.
+    """
+    settings: dict[str, Any] = {}
+    problems: list[str] = []
+    for source in sources:
+        renamed, twice = new_names(source)
+        settings |= renamed
+        problems += twice
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return settings
+
+
+def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings under their new names, and a line for each that has both; warn of old names."""
+    twice = []
+    for old, new in RENAMED.items():
+        if old in values:
+            logger.warning("config key %r is now %r; the old name is read in this release only", old, new)
+        if old in values and new in values:
+            both = f"{old}={values[old]} and {new}={values[new]} are both set"
+            twice.append(f"{both}; {old} is the old name: remove it")
+    return {RENAMED.get(key, key): value for key, value in values.items()}, twice
+
+
+def two_lengths(settings: Mapping[str, Any], default_epochs: int = 0) -> list[str]:
+    """Return what is wrong with ``local-steps`` beside ``local-epochs``, of which ``default_epochs`` is not set."""
+    steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
+    if steps and epochs and epochs != default_epochs:
+        return [f"local-steps={steps} and local-epochs={epochs} are both set; set one of them"]
+    return []
+
+
+def refuse_bool(key: str, value: Any, wanted: str) -> Any:
+    """Return the value of a key; refuse true and false for a number: pydantic would read them as 1 and 0.
+
+    Args:
+        key: the key or the field's name; ``dp`` reads YAML's ``off``.
+        value: what was given.
+        wanted: the type of the key: "bool", "str", or another one.
+
+    Raises:
+        ValueError: the value is true or false, and another type is wanted.
+    """
+    if value is False and key == "dp":
+        return "off"
+    if isinstance(value, bool) and wanted != "bool":
+        hint = """ (YAML reads yes, no, on and off so: use quotes, "'yes'")""" if wanted == "str" else ""
+        raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
+    return value

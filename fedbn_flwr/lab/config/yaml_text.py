@@ -1,0 +1,98 @@
+"""Settings in YAML: files, and texts ``--set key=value``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedbn_flwr.errors import ConfigError
+
+__all__ = ["UNREADABLE", "read_overrides", "read_value", "read_yaml"]
+
+_INT = "tag:yaml.org,2002:int"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads ``01`` and ``1:30`` as texts, such as the name of a client; in YAML 1.1 they are 1, in octal, and 90."""
+
+
+_Loader.yaml_implicit_resolvers = {}  # a copy of SafeLoader's, without its whole numbers
+for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+    _Loader.yaml_implicit_resolvers[_first] = [resolver for resolver in _resolvers if resolver[0] != _INT]
+_WHOLE = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
+_Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
+
+UNREADABLE = (yaml.YAMLError, ValueError)
+"""The errors of ``yaml.safe_load``; ValueError for a text that only looks like a date."""
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """Return the content of a YAML file.
+
+    Args:
+        path: the file.
+        what: "config" or "study", for errors.
+
+    Raises:
+        ConfigError: the file is absent, is not YAML, or has keys twice in one mapping, which are all named. Readers of
+            YAML usually take the last value of such a key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        repeated = list(_repeated(yaml.compose(text, _Loader), set()))
+        content = read_value(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} {path} is not a text file in UTF-8: {error}") from error
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(f"{what} {path}: {error}") from error
+    if repeated:
+        raise ConfigError("\n".join(f"{what} {path}: {problem}; remove one of them" for problem in repeated))
+    return content
+
+
+def read_value(text: str) -> Any:
+    """Return the value of a YAML text; raises one of ``UNREADABLE``."""
+    return yaml.load(text, _Loader)  # a SafeLoader
+
+
+def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
+    """Yield each key that occurs again in its mapping, with both lines; ``seen`` holds ids of nodes (YAML aliases)."""
+    if node is None or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _repeated(item, seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in lines:
+                    yield f"line {line}: {key.value!r} is also in line {lines[name]}"
+                lines.setdefault(name, line)
+            yield from _repeated(value, seen)
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of ``key=value`` texts; values are read as YAML.
+
+    Raises:
+        ConfigError: a text has no "=", or its value cannot be read.
+    """
+    values: dict[str, Any] = {}
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {override!r} must be key=value")
+        try:
+            # YAML would read ">0" as the head of a text over several lines, and "csv:" as a mapping.
+            plain = not value.strip() or value.strip().startswith((">", "|")) or value.strip().endswith(":")
+            values[key.strip()] = value.strip() if plain else read_value(value)
+        except UNREADABLE as error:
+            raise ConfigError(f"--set {override!r}: {error}") from error
+    return values
