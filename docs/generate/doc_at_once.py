@@ -52,6 +52,7 @@ def _lines(part: Mapping[str, Any]) -> str:
 def _keys() -> dict[str, Any]:
     """Return the schema and the default of each key, as pydantic itself checks it."""
     keys = {}
+    Config.model_rebuild()  # it is built when it is first used
     schema: Any = Config.__pydantic_core_schema__
     while schema["type"] != "model-fields":
         schema = schema["schema"]
