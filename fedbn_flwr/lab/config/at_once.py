@@ -124,7 +124,7 @@ class Known:
         self._set = {key.replace("-", "_") for key, value in given.items() if value != defaults[key]}
         if not self._set.isdisjoint(key.replace("-", "_") for key in _READ_LATER):
             raise _Untold
-        self._values = {key.replace("-", "_"): value for key, value in (defaults | given).items()}
+        self._values = {key.replace("-", "_"): value for key, value in {**defaults, **given}.items()}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -176,9 +176,9 @@ class Known:
         by_pixel: bool | None = table()["models"][self.model]
         return by_pixel
 
-    def models_for(self, task: _Task) -> list[str]:
-        """Return the models whose outputs fit a task."""
-        return [name for name, by_pixel in table()["models"].items() if by_pixel in (task.by_pixel, None)]
+    def models_for(self, by_pixel: bool) -> list[str]:
+        """Return the models whose outputs fit a task with targets for each pixel, or for each example."""
+        return [name for name, gives in table()["models"].items() if gives in (by_pixel, None)]
 
     def split_name(self) -> str:
         """Return the name of the split."""

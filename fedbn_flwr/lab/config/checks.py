@@ -6,7 +6,7 @@ They are for the settings of a run with the registries (``Values``), and without
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config.table import CENTRALIZED
@@ -60,17 +60,18 @@ def _of_methods(config: Values | Known) -> list[str]:
         return problems
     from fedbn_flwr.lab.config.privacy_checks import dp_problems, mask_problems
 
+    with_data = cast("Values", config)  # the others are never protected
     if config.dp != "off" or config.record_dp:
-        problems += dp_problems(config)
+        problems += dp_problems(with_data)
     if not problems and config.masked_sums:
-        problems += mask_problems(config)
+        problems += mask_problems(with_data)
     return problems
 
 
 def _of_data(config: Values | Known) -> list[str]:
     """Return what is wrong with the data, the task and the tests, and what cannot be read."""
     problems: list[str] = []
-    info = _noted(problems, config.data_info)
+    info: Any = _noted(problems, config.data_info)
     if info:
         _noted(problems, check_known, "partition", config.split_name(), config.known("partition"))
     _noted(problems, _check_task, config, info)
@@ -164,7 +165,7 @@ def _check_task(config: Values | Known, info: Any) -> None:
         )
     task = config.learning_task()
     if per_pixel is not None and per_pixel != task.by_pixel:
-        allowed = ", ".join(config.models_for(task))
+        allowed = ", ".join(config.models_for(task.by_pixel))
         gives = "outputs for each pixel" if per_pixel else "one vector of outputs for each example"
         raise ConfigError(
             f"dataset={config.dataset} is for {task.name}, model={config.model} gives {gives}. Use another data set, "

@@ -71,9 +71,9 @@ class Values(Fields):
         """
         return model_info(self.model).per_pixel
 
-    def models_for(self, task: Task) -> list[str]:
-        """Return the models whose outputs fit a task."""
-        return [name for name, info in MODELS.items() if info.per_pixel in (task.by_pixel, None)]
+    def models_for(self, by_pixel: bool) -> list[str]:
+        """Return the models whose outputs fit a task with targets for each pixel, or for each example."""
+        return [name for name, info in MODELS.items() if info.per_pixel in (by_pixel, None)]
 
     def augmentation(self) -> Augment | None:
         """Return the augmentation; None without one.
