@@ -5,20 +5,21 @@
     if TYPE_CHECKING:
         from package.module import name
     else:
-        __getattr__ = imported_when_used(__name__, {"name": "module"})
+        __getattr__, __dir__ = imported_when_used(__name__, {"name": "module"})
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["imported_when_used"]
 
 
-def imported_when_used(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package.
+def imported_when_used(package: str, where: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the ``__getattr__`` and the ``__dir__`` of a package.
 
     Args:
         package: its name.
@@ -30,4 +31,7 @@ def imported_when_used(package: str, where: Mapping[str, str]) -> Callable[[str]
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{package}.{where[name]}"), name)
 
-    return get
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *where})
+
+    return get, names

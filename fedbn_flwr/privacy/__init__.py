@@ -21,6 +21,6 @@ else:
         "RecordLevel": "record_level",
         "RecordLevelDP": "record_server",
     }
-    __getattr__ = imported_when_used(__name__, _WHERE)
+    __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
 __all__ = ["DPSGD", "DPWrapper", "MaskSettings", "MaskedSums", "RecordLevel", "RecordLevelDP"]

@@ -36,7 +36,7 @@ else:
         "state_in_out": "config",
         "without_effect": "unused",
     }
-    __getattr__ = imported_when_used(__name__, _WHERE)
+    __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
 __all__ = [
     "CENTRALIZED",

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
 else:
     _OF_OWN = ("OwnRows", "decided_by_records", "own_info", "own_rows", "own_sha256", "shows_colour", "table_columns")
-    __getattr__ = imported_when_used(__name__, dict.fromkeys(_OF_OWN, "own"))
+    __getattr__, __dir__ = imported_when_used(__name__, dict.fromkeys(_OF_OWN, "own"))
 
 __all__ = [
     "DATASETS",

@@ -12,7 +12,7 @@ from fedbn_flwr.lazy import imported_when_used
 if TYPE_CHECKING:
     from fedbn_flwr.lab.models.initial import InitReport, load_initial
 else:
-    __getattr__ = imported_when_used(__name__, {"InitReport": "initial", "load_initial": "initial"})
+    __getattr__, __dir__ = imported_when_used(__name__, {"InitReport": "initial", "load_initial": "initial"})
 
 __all__ = [
     "MODELS",

@@ -25,7 +25,7 @@ else:
         "shows_colour": "reading",
         "table_columns": "table_files",
     }
-    __getattr__ = imported_when_used(__name__, _WHERE)
+    __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
 __all__ = [
     "KINDS",
