@@ -128,3 +128,39 @@ def test_mean_and_std_must_fit_the_channels(samples: Samples, mean: tuple[float]
 def test_samples_check_their_form(inputs: torch.Tensor, targets: torch.Tensor, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Samples(inputs, targets)
+
+
+@pytest.mark.parametrize("size", [(1, 8, 8), (3, 4, 4), (3, 5, 3)])
+@pytest.mark.parametrize("block", [1, 5000, 2**21])
+def test_batches_made_together_have_the_bits_of_each_alone(monkeypatch, size: tuple[int, int, int], block: int) -> None:
+    """Also of a model's matrix products, whose last bits may depend on where a batch lies in memory."""
+    monkeypatch.setattr("fedbn_flwr.lab.data.subset._BLOCK", block)
+    pixels = torch.randint(256, (60, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    examples = Samples(pixels, torch.arange(60) % 3)
+    made = Subset(examples, torch.arange(60).flip(0), mean=(0.2,) * size[0], std=(0.3,) * size[0])
+    order = [torch.randint(60, (n,)) for n in (7, 0, 1, 16, 7, 33, 2)]
+    weights = torch.randn(size[0] * size[1] * size[2], 5, generator=torch.Generator().manual_seed(2))
+    largest = 0
+    for positions, (inputs, targets) in zip(order, made.batches(iter(order)), strict=True):
+        alone, expected = made.batch(positions)
+        assert torch.equal(inputs, alone)
+        assert torch.equal(targets, expected)
+        assert torch.equal(inputs.flatten(1) @ weights, alone.flatten(1) @ weights)
+        assert inputs.is_contiguous()
+        largest = max(largest, inputs.untyped_storage().nbytes())
+    of_one = 4 * weights.shape[0]
+    together = of_one % 64 == 0  # else each batch is made alone, where torch aligns its memory
+    assert largest <= max(block if together else 0, 33 * of_one), "what is made at once is bounded"
+    if together and block == 2**21:
+        assert largest == sum(map(len, order)) * of_one, "all of these fit, and are made at once"
+
+
+def test_batches_with_augmentation_are_drawn_and_made_one_by_one() -> None:
+    pixels = torch.randint(256, (30, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    examples = Samples(pixels, torch.arange(30) % 3)
+    made = Subset(examples, None, mean=(0.2,), std=(0.3,), augment=Augment(crop=2, flip=True))
+    order = torch.arange(30).split(7)
+    drawn, again = (torch.Generator().manual_seed(5) for _ in range(2))
+    for positions, (inputs, _) in zip(order, made.batches(iter(order), drawn), strict=True):
+        assert torch.equal(inputs, made.batch(positions, again)[0])
+    assert torch.equal(drawn.get_state(), again.get_state())
