@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Context, Message
@@ -16,15 +18,22 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.compat.flower import app_error, copied_context, copied_message
 from fedbn_flwr.errors import NamedConfigErrors
 from fedbn_flwr.messages.protocol import message_seed
-from fedbn_flwr.training.turns import turn
+from fedbn_flwr.training.turns import one_after_the_other, turn
 from fedbn_flwr.transport import Barrier, Reducer, use_reducers
 
-__all__ = ["Done", "Job", "LocalMember", "OwnProcess", "work"]
+__all__ = ["Done", "Job", "LocalMember", "OwnProcess", "work", "work_of"]
 
 logger = logging.getLogger("flwr")
 
+Outcome = tuple[Message, Context | None]
+"""The reply, and the changed context; None = the client failed, and its context stays."""
 Done = Callable[[Message, Context | None], None]
-"""``done(reply, context)``: the reply, and the changed context; None = the client failed, and its context stays."""
+"""``done(reply, context)`` takes the outcome."""
+
+
+def work_of(message: Message) -> tuple[int, str]:
+    """Return the node and the kind of work of a message."""
+    return message.metadata.dst_node_id, message.metadata.message_type
 
 
 class LocalMember(NamedTuple):
@@ -45,12 +54,11 @@ class Job:
     done: Done
 
 
-def work(
-    app: ClientApp, message: Message, context: Context, reducers: Mapping[str, Reducer]
-) -> tuple[Message, Context | None]:
+def work(app: ClientApp, message: Message, context: Context, reducers: Mapping[str, Reducer]) -> Outcome:
     """Return the app's reply and the context that it changed; after an exception the error reply and None.
 
-    The default generators are seeded for the message, and no other client of this process computes meanwhile.
+    The default generators are seeded for the message, here or by the app, and no other client of this process computes
+    meanwhile.
 
     Args:
         app: the node's app.
@@ -59,7 +67,8 @@ def work(
         reducers: the client's reducer by the id of its barrier.
     """
     try:
-        with turn(message_seed(message, context)), use_reducers(reducers.__getitem__), NamedConfigErrors():
+        seed = None if getattr(app, "seeds_itself", False) else message_seed(message, context)
+        with turn(seed), use_reducers(reducers.__getitem__), NamedConfigErrors():
             reply: object = app(message, context)
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned {type(reply).__name__}, not a Message")
@@ -81,16 +90,50 @@ class OwnProcess:
     def __init__(self, app: ClientApp, torch_threads: int, threads: int = 1) -> None:
         self._app = app
         self._torch_threads = torch_threads
+        self.seconds: dict[tuple[int, str], float] = {}  # not measured: one client works after the other, in any order
+        self._count = threads
         self._threads = self._pool(threads)
         # Clients that wait for each other at a barrier are all begun, so each barrier has its threads.
         self._of_barrier: dict[str, ThreadPoolExecutor] = {}
+        self._jobs: deque[Job] = deque()  # outside synchronised steps
+        self._working = 0  # threads that work on them, one job after the other
+        self._lock = threading.Lock()  # of the two
         self._begun: set[Future[None]] = set()
 
     def submit(self, job: Job) -> None:
         """Begin a job as soon as a thread is free."""
-        threads = self._of_barrier[job.member.barrier_id] if job.member else self._threads
-        self._begun.add(future := threads.submit(self._work, job))
+        if job.member:
+            self._begin(self._of_barrier[job.member.barrier_id], self._work, job)
+            return
+        with self._lock:
+            self._jobs.append(job)
+            if self._working == self._count:
+                return
+            self._working += 1
+        self._begin(self._threads, self._work_on_jobs)
+
+    def _begin(self, threads: ThreadPoolExecutor, task: Callable[..., None], *args: Any) -> None:
+        self._begun.add(future := threads.submit(task, *args))
         future.add_done_callback(self._begun.discard)
+
+    def _work_on_jobs(self) -> None:
+        done: tuple[Job, Outcome] | None = None
+        with one_after_the_other() as pass_on:
+            while job := self._next():
+                if done:
+                    _hand_over(*done)
+                    pass_on()
+                done = job, self._outcome(job)
+        if done:
+            _hand_over(*done)  # here, so that whoever has all replies finds the generators as they were before
+
+    def _next(self) -> Job | None:
+        """Return the next job; None: the thread has ended its work."""
+        with self._lock:
+            if not self._jobs:
+                self._working -= 1
+                return None
+            return self._jobs.popleft()
 
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
         """Prepare for the members of a synchronised step."""
@@ -102,6 +145,8 @@ class OwnProcess:
 
     def close(self) -> None:
         """Wait for the clients that have begun; drop the other jobs."""
+        with self._lock:
+            self._jobs.clear()
         for threads in [self._threads, *self._of_barrier.values()]:
             threads.shutdown(cancel_futures=True)
         wait(self._begun.copy())  # also members of steps that are over
@@ -112,11 +157,21 @@ class OwnProcess:
         )
 
     def _work(self, job: Job) -> None:
+        _hand_over(job, self._outcome(job))
+
+    def _outcome(self, job: Job) -> Outcome:
         try:
             # The app may change its records, and an error takes back what it changed in the context.
             reducers: dict[str, Reducer] = {}
             if job.member:
                 reducers[job.member.barrier_id] = job.member.barrier.reducer(job.member.node_id)
-            job.done(*work(self._app, copied_message(job.message), copied_context(job.context), reducers))
+            return work(self._app, copied_message(job.message), copied_context(job.context), reducers)
         except Exception as error:  # nobody reads it from the thread
-            job.done(app_error(job.message, error), None)
+            return app_error(job.message, error), None
+
+
+def _hand_over(job: Job, outcome: Outcome) -> None:
+    try:
+        job.done(*outcome)
+    except Exception as error:  # nobody reads it from the thread
+        job.done(app_error(job.message, error), None)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
-from uuid import UUID
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -32,7 +32,7 @@ from fedbn_flwr.compat.flower import (
     set_reply_address,
     stamped,
 )
-from fedbn_flwr.engines.client_work import Job, LocalMember, OwnProcess
+from fedbn_flwr.engines.client_work import Job, LocalMember, OwnProcess, work_of
 from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.protocol import NodeProperties
@@ -94,7 +94,8 @@ class InProcessGrid(ImmediateGrid):
         self._barriers: dict[str, Barrier] = {}
         self._lock = threading.Lock()
         self._queues: dict[int, deque[Callable[[], None]]] = {}  # for each busy node, its next messages
-        self._waiting: dict[str, Future[Message]] = {}
+        self._waiting: dict[str, SimpleQueue[str]] = {}  # for each message without a reply, who is told of it
+        self._ready: dict[str, Message] = {}
         self._host: OwnProcess | WorkerProcesses = OwnProcess(client_app, torch_threads, threads)
         if workers:
             try:
@@ -167,6 +168,10 @@ class InProcessGrid(ImmediateGrid):
         Raises:
             EngineError: a message is for an unknown node.
         """
+        return self._push(messages, SimpleQueue())
+
+    def _push(self, messages: Iterable[Message], arrived: SimpleQueue[str]) -> list[str]:
+        """Start work on the messages and return their ids, which come into the queue ``arrived`` with the replies."""
         messages = list(messages)
         nodes = [message.metadata.dst_node_id for message in messages]
         if unknown := [node_id for node_id in nodes if node_id not in self._partition_of]:
@@ -174,9 +179,12 @@ class InProcessGrid(ImmediateGrid):
         message_ids = [self._new_id() for _ in messages]
         works = []
         for node_id, message, message_id in zip(nodes, messages, message_ids, strict=True):
-            self._waiting[message_id] = result = Future[Message]()
-            works.append(self._work(node_id, stamped(message, message_id, self._run.run_id), self._new_id(), result))
-        for node_id, begin in zip(nodes, works, strict=True):  # a client that works beside this loop would slow it
+            self._waiting[message_id] = arrived
+            works.append(self._work(node_id, stamped(message, message_id, self._run.run_id), self._new_id()))
+        # The longest first, so that no process works on alone at the end.
+        seconds = [self._host.seconds.get(work_of(message), 0.0) for message in messages]
+        for i in sorted(range(len(works)), key=lambda i: -seconds[i]):  # clients work beside this loop: little in it
+            node_id, begin = nodes[i], works[i]
             with self._lock:
                 if busy := node_id in self._queues:
                     self._queues[node_id].append(begin)
@@ -196,23 +204,27 @@ class InProcessGrid(ImmediateGrid):
             reply_to_message_ids: the name of this argument from Flower 1.43 on.
         """
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
-        asked = list(self._waiting if wanted is None else wanted)
-        ready = [i for i in asked if i in self._waiting and self._waiting[i].done()]
-        return [self._waiting.pop(i).result() for i in ready]
+        return [self._ready.pop(i) for i in list(self._ready if wanted is None else wanted) if i in self._ready]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Return the replies to the messages after at most ``timeout`` seconds; see ``Grid.send_and_receive``."""
-        message_ids = self.push_messages(messages)
-        wait([self._waiting[message_id] for message_id in message_ids], timeout)
-        replies = self.pull_messages(message_ids)
-        for message_id in message_ids:
-            self._waiting.pop(message_id, None)  # nobody asks for a late reply
-        return replies
+        arrived = SimpleQueue[str]()
+        message_ids = self._push(messages, arrived)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for _ in message_ids:
+            try:
+                arrived.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except Empty:
+                break
+        with self._lock:
+            for message_id in message_ids:
+                self._waiting.pop(message_id, None)  # nobody asks for a late reply
+        return self.pull_messages(message_ids)
 
     def _new_id(self) -> str:
-        return str(UUID(bytes=self._draw.bytes(16), version=4))
+        return str(self._draw.bytes(16).hex())
 
-    def _work(self, node_id: int, message: Message, reply_id: str, result: Future[Message]) -> Callable[[], None]:
+    def _work(self, node_id: int, message: Message, reply_id: str) -> Callable[[], None]:
         """Return the call that begins a node's work on a message; at its end it begins the node's next one."""
         member = None
         for barrier_id, barrier in self._barriers.items():
@@ -232,14 +244,17 @@ class InProcessGrid(ImmediateGrid):
             elif context is not None:
                 self._contexts[node_id] = context
             set_message_id(reply, reply_id)
+            message_id = message.metadata.message_id
             if set_reply_address(reply, message):
                 logger.warning(
                     "A mod on node %d answered another message than the one it received. Flower's own engines lose "
                     "such a reply, and the server waits for it until its timeout.",
                     node_id,
                 )
-            result.set_result(reply)
             with self._lock:
+                if arrived := self._waiting.pop(message_id, None):
+                    self._ready[message_id] = reply
+                    arrived.put(message_id)
                 following = self._queues[node_id].popleft() if self._queues[node_id] else None
                 if following is None:
                     del self._queues[node_id]
@@ -250,7 +265,7 @@ class InProcessGrid(ImmediateGrid):
 
     def _is_new(self, node_id: int, context: Context) -> bool:
         try:
-            return bool(context == self._new_context(node_id))
+            return not context.state and bool(context == self._new_context(node_id))
         except ValueError:  # a config has an array, whose comparison is not one truth value
             return False
 

@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -76,12 +77,14 @@ def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_thread
 def _reply(
     link: WorkerPipe, number: int, app: ClientApp, message: Message, context: Context, reducers: Mapping[str, Reducer]
 ) -> None:
+    begun = time.monotonic()
     try:
         done = [Packed.of(value) for value in work(app, message, context, reducers)]
     except Exception as error:  # what the app has put into its reply cannot be pickled
         done = [Packed.of(app_error(message, error)), Packed.of(None)]
     with suppress(ConnectionError):  # a command that was killed; this process ends, too
-        link.send((DONE, number), *done)  # apart, so that a kept part does not hold the memory of the whole reply
+        # Reply and context apart, so that a kept part does not hold the memory of the whole reply.
+        link.send((DONE, number, time.monotonic() - begun), *done)
 
 
 class _Members:

@@ -27,7 +27,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedbn_flwr.compat.flower import PARTITION_ID_KEY, app_error
-from fedbn_flwr.engines.client_work import Job
+from fedbn_flwr.engines.client_work import Job, work_of
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import ANSWER, CALL, READY, WORK, serve
 from fedbn_flwr.errors import EngineError, needs_package
@@ -69,6 +69,9 @@ class WorkerProcesses:
         count: number of processes.
         run_id: the run, for Flower's messages.
 
+    Attributes:
+        seconds: what the last message of a node took in its process, by node id and message type.
+
     Raises:
         EngineError: the system is not Linux, the app cannot be sent to a new process, or none can be started.
     """
@@ -84,6 +87,7 @@ class WorkerProcesses:
         self._lock = threading.Lock()  # of the two lists of jobs; nothing is sent while it is held
         self._closed = threading.Event()
         self._broadcasts = Broadcasts()
+        self.seconds: dict[tuple[int, str], float] = {}
         self._jobs: deque[Job] = deque()
         self._barriers: dict[str, Barrier] = {}
         self._workers: list[_Worker] = []
@@ -166,13 +170,17 @@ class WorkerProcesses:
                 self._feed(worker)
 
     def _feed(self, worker: _Worker) -> None:
-        """Give an idle process the next job."""
+        """Give an idle process the next job, and one more in advance while every process will get a further one."""
+        sent: list[tuple[int, Job]] = []
         with self._lock:
-            if worker.gone or worker.jobs or not self._jobs:
-                return
-            job = self._jobs.popleft()
-            number = worker.reserve(job)
-        self._send(worker, number, job)
+            while not worker.gone and self._jobs and len(worker.jobs) < self._jobs_at_once():
+                job = self._jobs.popleft()
+                sent.append((worker.reserve(job), job))
+        for number, job in sent:
+            self._send(worker, number, job)
+
+    def _jobs_at_once(self) -> int:
+        return 2 if len(self._jobs) > len(self._workers) else 1
 
     def _start(self) -> _Worker:
         ours, others = multiprocessing.Pipe()
@@ -204,6 +212,7 @@ class WorkerProcesses:
                     job = worker.jobs.pop(number, None)
                 self._feed(worker)
                 if job:
+                    self.seconds[work_of(job.message)] = call[0]
                     _end(job, values)
                 del job, values  # or this thread would hold the memory of the reply until the next one
 
@@ -245,7 +254,11 @@ class WorkerProcesses:
                     why += ", before it could work (a script with workers begins with `if __name__ == '__main__':`)"
             except Exception as error:
                 why += f", and no other can be started: {type(error).__name__}: {error}"
-            lost = list(worker.jobs.values())
+            # A client that waited for its turn in the process has lost nothing; those of a step were all begun.
+            lost, in_step = list(worker.jobs.values()), any(job.member for job in worker.jobs.values())
+            waited = [] if in_step else lost[1:]
+            lost = lost if in_step else lost[:1]
+            self._jobs.extendleft(reversed(waited))
             worker.jobs.clear()
             stranded = [] if self._workers else list(self._jobs)
             if stranded:
@@ -257,8 +270,8 @@ class WorkerProcesses:
             logger.error("%s; its clients count as failed (partition %s), and the run goes on.", why, partitions)
         for job in [*lost, *stranded]:
             _fail(job, why)
-        if fresh:
-            self._feed(fresh)
+        for other in [fresh] if fresh else list(self._workers):
+            self._feed(other)
 
 
 def _end(job: Job, values: list[Any]) -> None:

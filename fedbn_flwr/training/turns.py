@@ -11,14 +11,14 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 from fedbn_flwr.training.randomness import Generators, seed_generators
 
-__all__ = ["Wait", "interrupted", "turn"]
+__all__ = ["Wait", "interrupted", "one_after_the_other", "turn"]
 
 logger = logging.getLogger("flwr")
 
@@ -47,6 +47,15 @@ class _Turns:
         """Wait for a turn."""
         place = _held_lock()
         self.ask(place)
+        place.acquire()
+
+    def pass_on(self) -> None:
+        """Let those in the queue have their turns first, if there are any."""
+        with self._lock:
+            if not self._queue:
+                return
+            self._queue.append(place := _held_lock())
+            self._queue.popleft().release()
         place.acquire()
 
     def give(self) -> None:
@@ -84,13 +93,29 @@ _HAS_TURN: ContextVar[bool] = ContextVar("has_turn", default=False)
 
 
 @contextmanager
-def turn(seed: int) -> Iterator[None]:
-    """Wait until no other client of this process computes; then seed the default generators for the block."""
+def turn(seed: int | None) -> Iterator[None]:
+    """Wait until no other client of this process computes; then seed the default generators for the block.
+
+    None: the block seeds them itself.
+    """
+    # A turn that this thread has already is one of ``one_after_the_other``.
+    with nullcontext() if _HAS_TURN.get() else one_after_the_other():
+        if seed is not None:
+            seed_generators(seed)
+        yield
+
+
+@contextmanager
+def one_after_the_other() -> Iterator[Callable[[], None]]:
+    """Take a turn for the block, in which several clients compute; call its value between two of them.
+
+    The generators of the process are saved and restored once. Clients of other threads, which wait, are not kept
+    waiting for the whole block.
+    """
     _TURNS.take()
     token = _HAS_TURN.set(True)
     try:
-        seed_generators(seed)
-        yield
+        yield _TURNS.pass_on
     finally:
         _HAS_TURN.reset(token)
         _TURNS.give()

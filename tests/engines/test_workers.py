@@ -24,9 +24,10 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.engines import InProcessGrid, client_work
+from fedbn_flwr.engines.client_work import Job
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import _reply
-from fedbn_flwr.engines.workers import WorkerProcesses
+from fedbn_flwr.engines.workers import WorkerProcesses, _Worker
 from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.norms import use_feature_norm
@@ -636,3 +637,50 @@ def test_what_a_client_keeps_does_not_hold_the_memory_of_its_reply() -> None:
 def test_a_host_does_the_work_of_the_other() -> None:
     calls = {name for name in vars(client_work.OwnProcess) if not name.startswith("_")}
     assert calls == {name for name in vars(WorkerProcesses) if not name.startswith("_")}
+
+
+def test_clients_that_took_longest_before_begin_first() -> None:
+    def handle(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"partition": int(context.node_config["partition-id"]), "begun": time.monotonic()})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    def begun(grid: InProcessGrid) -> list[int]:
+        """The partitions in the order in which their clients begin."""
+        found = [reply.content["metrics"] for reply in grid.send_and_receive(to(grid, 0, 1, 2, 3))]
+        return [metrics["partition"] for metrics in sorted(found, key=lambda metrics: metrics["begun"])]
+
+    with InProcessGrid(app_of(handle), 4, workers=1) as grid:
+        nodes = grid.get_node_ids()
+        assert begun(grid) == [0, 1, 2, 3], "in the order of the messages, as nothing is measured"
+        assert set(grid._host.seconds) == {(node, MessageType.TRAIN) for node in nodes}
+        for node, seconds in zip(nodes, (2.0, 0.5, 3.0, 2.0), strict=True):
+            grid._host.seconds[node, MessageType.TRAIN] = seconds
+        assert begun(grid) == [2, 0, 3, 1]
+        assert not {0.5, 2.0, 3.0}.intersection(grid._host.seconds.values()), "measured again"
+
+
+def test_a_killed_worker_loses_the_client_that_it_worked_on_and_none_that_waited(caplog) -> None:
+    def handle(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Message(RecordDict(), reply_to=message)
+
+    caplog.set_level(logging.CRITICAL, "flwr")
+    with InProcessGrid(app_of(handle), 8, workers=1) as grid:
+        host = grid._host
+        assert isinstance(host, WorkerProcesses)
+        most, reserve = 0, _Worker.reserve
+
+        def noted(worker: _Worker, job: Job) -> int:
+            nonlocal most
+            number = reserve(worker, job)
+            most = max(most, len(worker.jobs))
+            return number
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Worker, "reserve", noted)
+            replies = grid.send_and_receive(to(grid, *range(8)))
+        lost = {reply.metadata.src_node_id for reply in replies if reply.has_error()}
+        assert lost == {grid.get_node_ids()[2]}
+        assert len(replies) == 8
+    assert most == 2, "a process has the next client's message before it has finished the last one"
