@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+import sys
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
+from fedbn_flwr.data import Samples, Subset
 from fedbn_flwr.engines import in_process
 from fedbn_flwr.messages import numpy_client, records
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
-from fedbn_flwr.training import LearningRate, LocalTraining, loop
+from fedbn_flwr.training import LearningRate, LocalTraining, layout, loop
 
 SIZES = (6, 13, 9, 21)
 ROUNDS, STEPS = 3, 2
@@ -44,10 +50,14 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(numpy_client, "to_record", to_record)
     watch(numpy_client, "decode", "entries copied from messages")
     real = in_process.stamped
+    configs: dict[int, Any] = {}
 
     def stamped(message: Message, *ids: Any) -> Message:
         kind = message.metadata.message_type
         counted[kind] += 1
+        config = message.content.get("config")
+        counted["configs"] += id(config) not in configs and config is not None
+        configs[id(config)] = config
         counted["bytes sent"] += sum(len(a.data) for r in message.content.array_records.values() for a in r.values())
         return real(message, *ids)
 
@@ -83,6 +93,8 @@ def test_a_run_does_no_more_work_than_it_must(points, mlp, count, method, builds
     messages = ROUNDS * len(SIZES)
     tried = int(method is FedTAN)  # in its query a synchronised step is tried once
     assert (count["train"], count["evaluate"]) == (messages, messages)
+    if method is not FedTAN:  # whose messages name the exchanges of their step
+        assert count["configs"] == 2 * ROUNDS, "the messages of a round share one"
     assert count["query"] == (len(SIZES) if method is FedTAN else 0)
     assert passes["builds"] == builds
     assert passes["training"] == messages * STEPS + tried
@@ -95,3 +107,62 @@ def test_a_run_does_no_more_work_than_it_must(points, mlp, count, method, builds
     assert count["bytes sent"] == first + rest
     assert count["entries encoded by clients"] == messages * (len(initial) - kept)
     assert count["entries copied from messages"] == 0
+
+
+MODULE = nn.modules.module.__file__
+_OF_MODULES = """
+parameters named_parameters buffers named_buffers modules named_modules children named_children
+state_dict train zero_grad
+"""
+WALKS = {getattr(nn.Module, name).__code__ for name in _OF_MODULES.split()} | {layout._structure.__code__}
+
+
+def calls_and_walks(rounds: int, steps: int) -> tuple[int, int]:
+    """Return the Python calls, in all threads, of a run of FedBN, 20 clients; and the walks over a module tree."""
+    found: Counter[str] = Counter()
+
+    def build() -> nn.Module:
+        first = OrderedDict(flat=nn.Flatten(), fc=nn.Linear(16, 5), bn=nn.BatchNorm1d(5), act=nn.ReLU())
+        return nn.Sequential(OrderedDict(base=nn.Sequential(first), head=nn.Linear(5, 3)))
+
+    pixels = torch.randint(256, (160, 1, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    samples = Samples(pixels, torch.arange(160) % 3)
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=steps, batch_size=4)
+
+    def client_fn(context: Context) -> TorchClient:
+        first = 8 * int(context.node_config["partition-id"])
+        own = Subset(samples, torch.arange(first, first + 8), mean=(0.1,), std=(0.3,))
+        return TorchClient(build, own, own, settings, context=context)
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found["calls"] += 1
+            outside = frame.f_back is None or frame.f_back.f_code.co_filename != MODULE
+            found["walks"] += frame.f_code in WALKS and outside
+
+    before = sys.getprofile()
+    with InProcessGrid(client_app(client_fn), 20) as grid:
+        threading.setprofile(note)
+        sys.setprofile(note)
+        try:
+            FedBN(fraction_evaluate=0.0).start(grid, records.to_record(build().state_dict()), num_rounds=rounds)
+        finally:
+            sys.setprofile(before)
+            threading.setprofile(before)
+    return found["calls"], found["walks"]
+
+
+def test_a_message_of_fedbn_takes_few_calls_and_walks_beside_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """The later rounds of a run, the server's part too: calls of Python functions, walks over the model's modules."""
+    caplog.set_level(logging.ERROR, "flwr")  # what the log's lines take is not counted
+    calls_and_walks(1, 1)  # what is imported and found once
+
+    def of_later_rounds(steps: int) -> tuple[int, int]:
+        (calls, walks), (more_calls, more_walks) = (calls_and_walks(rounds, steps) for rounds in (2, 5))
+        return more_calls - calls, more_walks - walks
+
+    (calls, walks), (with_step, _) = of_later_rounds(1), of_later_rounds(2)
+    messages = 3 * 20
+    beside_steps = calls - (with_step - calls)
+    assert beside_steps / messages <= 900
+    assert walks / messages <= 3

@@ -183,9 +183,10 @@ def check_state(state: State, like: State, parts: Parts) -> None:
     for name, expected in like.items():
         if name not in state:
             continue
-        if problem := _misfit(name, state[name], expected):
-            problems.append(problem)
-        elif problem := _not_finite(name, state[name]):
+        array = state[name]
+        if (array.shape, array.dtype) != (expected.shape, expected.dtype):
+            problems.append(_misfit(name, array, expected))
+        elif problem := _not_finite(name, array):
             problems.append(problem)
             code = NOT_FINITE
         elif name in variances and state[name].size and float(state[name].min()) < 0:
@@ -205,18 +206,11 @@ def check_finite(state: State, subject: str = "") -> None:
 def _misfit(name: str, array: Array, expected: Array) -> str:
     if array.shape != expected.shape:
         return f"entry '{name}' has shape {array.shape}, expected {expected.shape}"
-    if array.dtype != expected.dtype:
-        return f"entry '{name}' has dtype {array.dtype}, expected {expected.dtype}"
-    return ""
+    return f"entry '{name}' has dtype {array.dtype}, expected {expected.dtype}"
 
 
 def _not_finite(name: str, array: Array) -> str:
-    if array.dtype.kind not in "fc" or _is_finite(array):
+    # The sum of squares needs no memory, but it can overflow.
+    if array.dtype.kind not in "fc" or math.isfinite(np.vdot(array, array).real) or np.isfinite(array).all():
         return ""
     return f"entry '{name}' holds {array[~np.isfinite(array)].flat[0]}"
-
-
-def _is_finite(array: Array) -> bool:
-    """Return whether all values are finite; the sum of squares needs no memory, but it can overflow."""
-    with np.errstate(all="ignore"):
-        return math.isfinite(np.vdot(array, array).real) or bool(np.isfinite(array).all())

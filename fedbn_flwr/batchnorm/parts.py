@@ -86,22 +86,22 @@ class Parts:
         wanted = frozenset(parts)
         return tuple(name for name in self.names if self.part_of[name] in wanted)
 
-    @property
+    @cached_property
     def affine(self) -> tuple[str, ...]:
         """Gamma and beta of the BatchNorm layers."""
         return self.select([Part.AFFINE])
 
-    @property
+    @cached_property
     def statistics(self) -> tuple[str, ...]:
         """Running means and variances of the BatchNorm layers."""
         return self.select([Part.STATISTICS])
 
-    @property
+    @cached_property
     def counters(self) -> tuple[str, ...]:
         """``num_batches_tracked`` of the BatchNorm layers (int64, 0-dim)."""
         return self.select([Part.COUNTERS])
 
-    @property
+    @cached_property
     def rest(self) -> tuple[str, ...]:
         """All other entries."""
         return self.select([Part.REST])

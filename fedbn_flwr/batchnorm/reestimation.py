@@ -23,7 +23,7 @@ from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import refuse_scripted
-from fedbn_flwr.training.single_examples import named_layer, takes_one_example
+from fedbn_flwr.training.single_examples import named_error, takes_one_example
 
 __all__ = [
     "GatheredMoments",
@@ -235,8 +235,12 @@ def reestimate_statistics(
         batches = _positions(model if forward is None else None, data, batch_size, prepared)
         with _watched(tracking_layers(model) if layers is None else layers, note), seeded(seed):
             for positions, (inputs, _) in with_positions(data, batches):
-                with named_layer(model, len(positions)):
+                try:
                     (forward or model)(prepared(inputs))
+                except ValueError as error:
+                    if (named := named_error(error, model, len(positions))) is None:
+                        raise
+                    raise named from error
     return gathered.by_path(model)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.protocol import METRICS, NUM_EXAMPLES, NodeProperties, num_partitions_of, partition_of
 from fedbn_flwr.messages.records import from_record, tensors, to_record, to_state
@@ -77,12 +78,12 @@ def answer_statistics(
         StateError: the received entries do not fit the model.
         DataError: the data set has no length, or a batch is no pair.
     """
-    received = next(iter(message.content.array_records.values()))
+    received = next(iter(of_kind(message.content, ArrayRecord).values()))
     load_state(view_with_names(model, received), tensors(from_record(received)))
     data = LoadedBatches(loader)
     moments = reestimate_statistics(unwrap(model), data, batch_size=data.batch_size, forward=forward)
     prefix = wrapper_prefix(received, unwrap(model).state_dict())
     entries = {prefix + name: entry for name, entry in encode_moments(moments, unwrap(model).state_dict()).items()}
-    key = next(iter(message.content.array_records))
+    key = next(iter(of_kind(message.content, ArrayRecord)))
     metrics = MetricRecord({NUM_EXAMPLES: len(data)})
     return Message(RecordDict({key: to_record(to_state(entries)), METRICS: metrics}), reply_to=message)

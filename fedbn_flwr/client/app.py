@@ -37,7 +37,13 @@ from fedbn_flwr.messages.records import to_record, to_state
 __all__ = ["SizedApp", "client_app"]
 
 
-class SizedApp(ClientApp):
+class RepeatableApp(ClientApp):
+    """A ClientApp whose function draws from generators that its mod ``seeded_client`` has seeded."""
+
+    seeds_itself = True
+
+
+class SizedApp(RepeatableApp):
     """A ClientApp that knows the number of training examples of its nodes.
 
     Args:
@@ -93,7 +99,7 @@ def client_app(
             raise ConfigError(f"{name}={given!r:.80} is one mod, and client_app takes a list: write {name}=[...]")
     answers = _ClientMessages(client_fn)
     every = [masked_update, clipped_update, seeded_client, *mods]
-    app = ClientApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
+    app = RepeatableApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
     app.train(mods=list(train_mods))(answers.train)
     app.evaluate()(answers.evaluate)
     app.query()(answers.properties)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,6 +23,7 @@ from fedbn_flwr.client.mailbox import fill_outbox, is_filled, records_in
 from fedbn_flwr.client.noted_model import NotedModel
 from fedbn_flwr.client.replay_log import replay
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import APPLIED, ARRAY_NAMES, INBOX, TrainConfig, merged_config
 from fedbn_flwr.messages.records import from_record, tensors, to_state
 from fedbn_flwr.server.method import HookContext
@@ -88,7 +89,9 @@ def bn_rules(
                 "in a NumPyClient (ClientApp with mods=[local_bn]) `with bn_rules(model, config, context)`"
             )
         model = view_with_names(model, whole)
-        store = LocalState(context, split_state(whole), whole, read.start_id)
+        parts = split_state(whole)
+        fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in whole.items()})
+        store = LocalState(context, parts, fingerprint, read.start_id)
         sent = {name: tensors(from_record(record)) for name, record in records_in(context, INBOX).items()}
         for name in need_context:
             hooks[name].receive(sent, tensors(store.hook_state(type(hooks[name]).__name__)))
@@ -117,7 +120,7 @@ def _whole(message: Message | None, config: Mapping[str, Any], model: nn.Module)
         StateError: the names do not fit the model.
     """
     if message is not None:
-        return next(iter(message.content.array_records.values()))
+        return next(iter(of_kind(message.content, ArrayRecord).values()))
     if ARRAY_NAMES not in config:
         return None
     names = json.loads(str(config[ARRAY_NAMES]))

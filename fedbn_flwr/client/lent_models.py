@@ -23,6 +23,7 @@ from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.freezing import keep_eval, unlike_in_tests
+from fedbn_flwr.training.layout import Layout
 from fedbn_flwr.training.memory_format import MemoryFormat, set_memory_format
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, no_tensors, unwrap
@@ -42,8 +43,9 @@ class LentModel:
 
     Attributes:
         model: the model, possibly compiled or in DDP.
-        plain: the module inside such wrappers.
+        layout: the module inside such wrappers, with the places of its entries.
         parts: the split of its state.
+        fingerprint: that of the parts and the shapes, which kept entries must fit.
         buffers: buffers that are not in the state dict, as they were built: module, name, value.
         tied: entries that are the same tensor as an earlier one, each with the name of the first.
         by_copy: whether a state is loaded by copies of its entries; if not, by ``load_state_dict``.
@@ -51,8 +53,9 @@ class LentModel:
     """
 
     model: nn.Module
-    plain: nn.Module
+    layout: Layout
     parts: Parts
+    fingerprint: str
     buffers: list[tuple[nn.Module, str, Tensor]]
     tied: Mapping[str, str]
     by_copy: bool
@@ -68,12 +71,23 @@ class LentModel:
             for name, buffer in module._buffers.items()
             if name in module._non_persistent_buffers_set and buffer is not None
         ]
-        return cls(model, plain, split_state(plain), buffers, tied_entries(plain), loads_by_copy(plain))
+        layout, parts = Layout(plain), split_state(plain)
+        fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in layout.state.items()})
+        return cls(model, layout, parts, fingerprint, buffers, tied_entries(plain), loads_by_copy(plain))
+
+    @property
+    def plain(self) -> nn.Module:
+        """The module inside wrappers."""
+        return self.layout.model
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """The entries by name. They share memory with the model, until a layer replaces one of its buffers."""
-        return self.plain.state_dict()
+        """The entries by name, see ``Layout.state``."""
+        return self.layout.state
+
+    def current(self) -> LentModel:
+        """Return this model; if the client's code has added or removed layers since it was read, read anew."""
+        return self if self.layout.is_current else LentModel.of(self.model)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load all entries."""
@@ -93,8 +107,13 @@ def lender(
     the function that builds it. ``memory_format`` and ``example`` are those of ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
-        given = functools.cache(lambda: _lendable(model, memory_format, example))
-        return lambda: nullcontext(given())
+        given: list[LentModel] = []
+
+        def lend() -> AbstractContextManager[LentModel]:
+            given[:] = [given[0].current() if given else _lendable(model, memory_format, example)]
+            return nullcontext(given[0])
+
+        return lend
     return lambda: _built(model, memory_format, example)
 
 
@@ -134,12 +153,13 @@ def _warn(text: str) -> None:
 def _built(build: BuildModel, memory_format: MemoryFormat, example: Callable[[], Any] | None) -> Iterator[LentModel]:
     free = _FREE.setdefault(build, [])
     if free:
-        lent = free.pop()
+        lent = free.pop().current()
     else:
         with seeded(0):  # the first weights are drawn in some processes only; what the client draws is as in the others
             lent = _lendable(build(), memory_format, example)
     yield lent  # after an exception the model is not free again: its modes and hooks are as the exception left them
-    lent.plain.zero_grad(set_to_none=True)
+    for parameter in lent.layout.parameters():
+        parameter.grad = None
     for module, name, buffer in lent.buffers:
         module._buffers[name] = buffer.clone()
     free.append(lent)

@@ -16,6 +16,7 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.client.state_folder import Folder, OpenFolder, StateFolder
+from fedbn_flwr.compat.flower import filled
 from fedbn_flwr.errors import NOT_FINITE, StateError, coded
 from fedbn_flwr.messages.protocol import (
     BEGUN,
@@ -32,7 +33,7 @@ from fedbn_flwr.messages.protocol import (
     Continuity,
     ReplyInfo,
 )
-from fedbn_flwr.messages.records import from_record, state_sha256, to_record
+from fedbn_flwr.messages.records import from_record, state_sha256, to_record, views
 from fedbn_flwr.training.input_scale import Scale
 
 __all__ = ["LocalState"]
@@ -47,19 +48,17 @@ class LocalState:
     Args:
         context: Flower's context of the node; None for a client that cannot keep entries.
         parts: the split of the model's state.
-        state: the model's state, tensors or arrays; only the shapes are used, which kept entries must fit.
+        fingerprint: that of the split with the model's shapes, which kept entries must fit.
         start_id: id of the strategy's start: ``restore`` removes what was kept in another. None = it does not.
     """
 
-    def __init__(
-        self, context: Context | None, parts: Parts, state: Mapping[str, Any], start_id: str | None = None
-    ) -> None:
+    def __init__(self, context: Context | None, parts: Parts, fingerprint: str, start_id: str | None = None) -> None:
         self._context = context
         self._without_context = RecordDict()
         self._parts = parts
         self._folder: Folder | None = None
         self._start_id = start_id
-        self._fingerprint = parts.fingerprint({name: tuple(entry.shape) for name, entry in state.items()})
+        self._fingerprint = fingerprint
 
     @property
     def _state(self) -> RecordDict:
@@ -165,7 +164,7 @@ class LocalState:
     def hook_state(self, hook: str) -> Mapping[str, Array]:
         """Return the entries that a client hook kept in the client's last round, else none. Raises as ``load``."""
         kept = self._read(KEPT_BY_HOOKS)
-        return {name.removeprefix(f"{hook}/"): a for name, a in kept.items() if name.startswith(f"{hook}/")}
+        return {name.removeprefix(f"{hook}/"): a.copy() for name, a in kept.items() if name.startswith(f"{hook}/")}
 
     def save_hook_state(self, kept: Mapping[str, State], server_round: int) -> None:
         """Keep the entries of the client hooks, by hook, until the client's next round. Raises as ``keep``."""
@@ -175,30 +174,35 @@ class LocalState:
 
     def sha256(self) -> str:
         """Return the SHA-256 of the kept state; "" if nothing is kept."""
-        kept = {f"{key}/{name}": array for key in (KEPT, KEPT_BY_HOOKS) for name, array in self._read(key).items()}
-        if not kept:
+        about = self._about()
+        if not about:
             return ""
-        about = self._state.config_records[KEPT_ABOUT]
-        if LOCAL_SHA256 not in about:
-            about[LOCAL_SHA256] = state_sha256(kept)
-        return str(about[LOCAL_SHA256])
+        self._check(about)
+        known = about.get(LOCAL_SHA256)
+        if known is None:
+            kept = {f"{key}/{name}": array for key in (KEPT, KEPT_BY_HOOKS) for name, array in self._read(key).items()}
+            self._records[KEPT_ABOUT][LOCAL_SHA256] = known = state_sha256(kept)
+        return str(known)
 
     def reply_metadata(self, server_round: int) -> dict[str, str]:
         """Return the reply's entries about the kept state; empty if nothing is kept."""
-        began = self._begun(server_round) == server_round
+        began = _begun(self._about(), server_round) == server_round
         return ReplyInfo(local_sha256=self.sha256(), durable=self._folder is not None, began=began).write()
 
     def _read(self, key: str) -> Mapping[str, Array]:
-        if key not in self._state:
+        records = self._records
+        if key not in records:
             return {}
-        about = self._state.config_records[KEPT_ABOUT]
+        self._check(records[KEPT_ABOUT])
+        return views(records[key])
+
+    def _check(self, about: Mapping[str, Any]) -> None:
         if about[VERSION] != _VERSION or about[FINGERPRINT] != self._fingerprint:
             raise StateError(
                 f"what this client kept (version {about[VERSION]!s}, round {about[SERVER_ROUND]!s}) belongs to "
                 f"another model: its names, layer types or shapes changed (its first entry is now "
                 f"'{self._parts.names[0]}'). Start a new run, or use the earlier model again."
             )
-        return from_record(self._state.array_records[key])
 
     def _write(self, key: str, entries: State, server_round: int) -> None:
         if self._context is None:
@@ -214,21 +218,23 @@ class LocalState:
                 "keeps its values of the round before. Use a smaller learning-rate, or gradient-clip-norm=1.0."
             )
             raise StateError(coded(NOT_FINITE, text))
-        begun = self._begun(server_round) if self._holds() else server_round
+        about = self._about()
+        begun = _begun(about, server_round) if about else server_round
         self._state[key] = to_record(entries)
         self._describe(server_round, begun)
 
     def _holds(self) -> bool:
         """Return whether anything is kept."""
-        return KEPT in self._state or KEPT_BY_HOOKS in self._state
+        return not self._records.keys().isdisjoint((KEPT, KEPT_BY_HOOKS))
 
-    def _begun(self, server_round: int) -> int:
-        """Return the round in which the kept state began, if this is that round, else 0."""
-        about = self._about()
-        return int(about.get(BEGUN, 0)) if about.get(SERVER_ROUND) == server_round else 0
+    def _about(self) -> dict[str, Any]:
+        """Return what is known of the kept state; empty if nothing is kept."""
+        record = self._records.get(KEPT_ABOUT)
+        return {} if record is None else dict(record.items())
 
-    def _about(self) -> Any:
-        return self._state.get(KEPT_ABOUT, {})
+    @property
+    def _records(self) -> dict[str, Any]:
+        return dict(self._state.items())
 
     def _replace(self, content: Mapping[str, Any] | None) -> None:
         """Replace what is kept with the content of a file of the state folder; None = nothing."""
@@ -243,7 +249,7 @@ class LocalState:
         about: dict[str, int | str] = {VERSION: _VERSION, FINGERPRINT: self._fingerprint}
         if self._start_id is not None:
             about[START_ID] = self._start_id
-        self._state[KEPT_ABOUT] = ConfigRecord({**about, SERVER_ROUND: server_round, BEGUN: begun})
+        self._state[KEPT_ABOUT] = filled(ConfigRecord, {**about, SERVER_ROUND: server_round, BEGUN: begun})
 
     @staticmethod
     def _lost(expected: str, why: str) -> str:
@@ -251,3 +257,8 @@ class LocalState:
             f"the server expects the part that this client kept with SHA-256 {expected[:12]}..., and the client has "
             f"{why}: the part is lost, and the server will send the whole state again"
         )
+
+
+def _begun(about: Mapping[str, Any], server_round: int) -> int:
+    """Return the round in which the kept state began, if this is that round, else 0."""
+    return int(about.get(BEGUN, 0)) if about.get(SERVER_ROUND) == server_round else 0

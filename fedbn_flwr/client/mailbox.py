@@ -11,6 +11,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import OUTBOX
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.training.client_hook import ClientHook
@@ -20,7 +21,7 @@ __all__ = ["fill_outbox", "is_filled", "open_outbox", "records_in", "take_record
 
 def records_in(context: Context | None, box: str) -> dict[str, ArrayRecord]:
     """Return the records of ``box`` (INBOX or OUTBOX) by name."""
-    records: Mapping[str, ArrayRecord] = context.state.array_records if context else {}
+    records: Mapping[str, ArrayRecord] = of_kind(context.state, ArrayRecord) if context else {}
     return {name.removeprefix(f"{box}/"): records[name] for name in records if name.startswith(f"{box}/")}
 
 

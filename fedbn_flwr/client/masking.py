@@ -17,6 +17,7 @@ from torch import Tensor
 from fedbn_flwr.batchnorm.averaging import Array, State, check_state
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import MaskingError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     APPLIED,
     ATTEMPT,
@@ -161,13 +162,13 @@ class _MaskedReducer:
 
 def _received(message: Message, context: Context) -> tuple[str, State]:
     """Return the key of the model's record, and the round's model; by messages only the first one of a step has it."""
-    key, record = next(iter(message.content.array_records.items()))
-    return key, views(ArrayRecord(dict(record or context.state.array_records.get(STEP_MODEL, ArrayRecord()))))
+    key, record = next(iter(of_kind(message.content, ArrayRecord).items()))
+    return key, views(ArrayRecord(dict(record or of_kind(context.state, ArrayRecord).get(STEP_MODEL, ArrayRecord()))))
 
 
 def _masked(message: Message, content: RecordDict, key: str, before: State, masking: _Masking) -> RecordDict:
     """Return what the server may see of a reply."""
-    records, metrics = content.array_records, content.metric_records
+    records, metrics = of_kind(content, ArrayRecord), of_kind(content, MetricRecord)
     seen: RecordDict = RecordDict({key: ArrayRecord()})
     if EXCHANGE in records:
         sent = views(records[EXCHANGE])
@@ -185,10 +186,10 @@ def _masked(message: Message, content: RecordDict, key: str, before: State, mask
             vector = masking.update(entries, before, views(records[MOMENTUM]) if MOMENTUM in records else None)
         seen[key] = to_record({str(MASKED): vector})
     if masking.config.get(MASK_METRICS):
-        seen.metric_records.update(metrics)
+        seen.update(metrics)
     elif counts:
         seen[METRICS] = MetricRecord({NUM_EXAMPLES: counts[0]})
-    info: Mapping[str, Any] = content.config_records.get(INFO, {})
+    info: Mapping[str, Any] = of_kind(content, ConfigRecord).get(INFO, {})
     seen[INFO] = ConfigRecord({name: info[name] for name in _IN_THE_CLEAR if name in info})
     return seen
 
@@ -216,7 +217,7 @@ def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> 
 
 
 def _party(context: Context, config: Mapping[str, Any]) -> Party:
-    kept: Mapping[str, Any] = context.state.config_records.get(MASK_PARTY, {})
+    kept: Mapping[str, Any] = of_kind(context.state, ConfigRecord).get(MASK_PARTY, {})
     party = Party.load(kept[MASK_SECRETS]) if MASK_SECRETS in kept else None
     if party is None or party.server_round != config[SERVER_ROUND]:
         raise MaskingError(

@@ -25,6 +25,7 @@ from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import NamedConfigErrors, StateError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.legacy import with_names
 from fedbn_flwr.messages.numpy_client import open_message, to_records
 from fedbn_flwr.messages.protocol import (
@@ -71,7 +72,7 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
         StateError: an entry was neither sent nor kept here, the kept state belongs to another model or is not finite,
             or the app's reply is not the whole model.
     """
-    if not message.content.array_records:
+    if not of_kind(message.content, ArrayRecord):
         return _sign(_answered(message, call_next(message, context)), context)
     config = TrainConfig.read(merged_config(message))
     if config.attempt is not None:
@@ -80,7 +81,7 @@ def local_bn(message: Message, context: Context, call_next: ClientAppCallable) -
     whole, store = _completed(received, context, config)
     if config.local_entries or config.extras or config.attempt is not None:
         # A TorchClient keeps its part itself, and refuses to work under the mod.
-        next(iter(message.content.config_records.values()))[MOD] = "local_bn"
+        next(iter(of_kind(message.content, ConfigRecord).values()))[MOD] = "local_bn"
     if trained := message.metadata.message_type.partition(".")[0] == MessageType.TRAIN:
         open_outbox(context)
     kept = {name: record for name, record in context.state.items() if name.startswith(PREFIX)}
@@ -152,7 +153,7 @@ def _completed(received: ArrayRecord, context: Context, config: TrainConfig) -> 
 def _keep_own(reply: Message, key: str, config: TrainConfig, store: LocalState) -> None:
     """Keep the client's own entries, and remove them from the reply."""
     if local := config.local_entries:
-        records = reply.content.array_records
+        records = of_kind(reply.content, ArrayRecord)
         state = records.get(key, ArrayRecord())
         if not state:
             others = ", ".join(f"'{name}'" for name in records if name != key)
@@ -175,7 +176,7 @@ def _add_outbox(reply: Message, context: Context) -> None:
     """Add the metrics and records of the client hooks to the reply."""
     report: Mapping[str, Any] = context.state.pop(OUTBOX, {})
     numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
-    for metrics in reply.content.metric_records.values():
+    for metrics in of_kind(reply.content, MetricRecord).values():
         metrics.update(numbers)
     _add_info(reply, {name: value for name, value in report.items() if isinstance(value, str)})
     for name, record in take_records(context, OUTBOX).items():
@@ -187,12 +188,12 @@ def _set_aside_extras(message: Message, context: Context, names: Sequence[str]) 
 
     Further records are the user's, and stay.
     """
-    records = message.content.array_records
+    records = of_kind(message.content, ArrayRecord)
     key, received = next(iter(records.items()))
     take_records(context, INBOX)
     for name in names:
         if name in records:  # a NumPyClient's message has no empty record
-            context.state[f"{INBOX}/{name}"] = records.pop(name)
+            context.state[f"{INBOX}/{name}"] = message.content.pop(name)
     return key, received
 
 
@@ -213,17 +214,17 @@ def _sign(reply: Message, context: Context) -> Message:
 
 def _add_info(reply: Message, entries: Mapping[str, Any]) -> None:
     """Add entries to the reply's ``ReplyInfo`` record."""
-    known: Mapping[str, Any] = reply.content.config_records.get(INFO, {})
+    known: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
     if entries:
         reply.content[INFO] = ConfigRecord({**known, **entries})
 
 
 def _reopen(message: Message, context: Context) -> None:
     """Restore the round's model in a message of FedTAN's exchange."""
-    first = next(iter(message.content.array_records))
+    first = next(iter(of_kind(message.content, ArrayRecord)))
     arrays, config = open_message(message)
     model, config = log_answer(context, arrays, config)
-    _, *further = message.content.array_records
+    _, *further = of_kind(message.content, ArrayRecord)
     entries = dict(zip(json.loads(config[ARRAY_NAMES]), model, strict=True))
     for key, record in to_records(first, entries, further).items():
         message.content[key] = record

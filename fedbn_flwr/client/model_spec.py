@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fedbn_flwr.batchnorm.parts import split_state
@@ -21,6 +20,7 @@ from fedbn_flwr.checked_file import read_checked, write_checked
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.state_folder import partition_folder, state_dir
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import MODEL_SPEC, SPEC_SHAPES, Continuity, partition_of
 
 __all__ = ["ModelSpec", "StateLocation"]
@@ -89,7 +89,7 @@ class ModelSpec:
         """Return the saved spec; None if there is none or it cannot be read."""
         content: dict[str, Any] | None = None
         if MODEL_SPEC in context.state:
-            content = json.loads(str(context.state.config_records[MODEL_SPEC][SPEC_SHAPES]))
+            content = json.loads(str(of_kind(context.state, ConfigRecord)[MODEL_SPEC][SPEC_SHAPES]))
         elif location is not None:
             with suppress(StateError):
                 content = read_checked(location.path)
@@ -97,8 +97,8 @@ class ModelSpec:
 
     def store(self, context: Context, location: StateLocation | None, start_id: str | None) -> LocalState:
         """Return the kept state of a model with this spec."""
-        like = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
-        store = LocalState(context, split_state(like), like, start_id)
+        parts = split_state(self.shapes)
+        store = LocalState(context, parts, parts.fingerprint(self.shapes), start_id)
         if location is not None:
             store.attach(location.root, location.continuity, location.partition_id)
         return store

@@ -29,9 +29,10 @@ def entries_that_stay(lent: LentModel, sent: Sequence[str]) -> tuple[str, ...]:
             the same tensor as a shared one.
     """
     prefix = wrapper_prefix(sent, lent.parts.names)
-    names = tuple(name.removeprefix(prefix) for name in sent)
-    shared = [name for name in lent.parts.affine if name not in names]
-    if shared and len(shared) < len(lent.parts.affine):
+    names = tuple(name.removeprefix(prefix) for name in sent) if prefix else tuple(sent)
+    affine = lent.parts.affine
+    shared = [name for name in affine if name not in names]
+    if shared and len(shared) < len(affine):
         raise ConfigError(
             f"the strategy leaves gamma and beta of BatchNorm layers with the clients, but not '{shared[0]}': names "
             "alone do not show it as one of these. Pass parts=split_state(model) to the strategy."
@@ -79,7 +80,9 @@ def load_received(lent: LentModel, parameters: list[Array], config: Config, kept
         record, _, entry = name.partition("/")
         further.setdefault(record, {})[entry] = tensors({entry: received.pop(name)})[entry]
     prefix = wrapper_prefix(received, model)
-    state = {**{name.removeprefix(prefix): array for name, array in received.items()}, **kept}
+    if prefix:
+        received = {name.removeprefix(prefix): array for name, array in received.items()}
+    state = {**received, **kept}
     if extra := [name for name in state if name not in model]:
         raise StateError(
             f"received {len(extra)} entries the model does not have ('{extra[0]}', ...). Build the client's model "
@@ -90,7 +93,11 @@ def load_received(lent: LentModel, parameters: list[Array], config: Config, kept
             f"no value for {len(missing)} entries ('{missing[0]}', ...): they were neither sent nor kept by this "
             "client; the server will send the whole state again"
         )
-    lent.load(tensors({name: _fit(name, state[name], model[name]) for name in model}))
+    for name, like in model.items():
+        array = state[name]
+        if array.shape != like.shape or (array.dtype.kind == "f" and not like.is_floating_point()):
+            state[name] = _fit(name, array, like)
+    lent.load(tensors(state))
     extras = {}
     for record, entries in further.items():
         extras[record] = {name.removeprefix(prefix): entry for name, entry in entries.items()}

@@ -88,7 +88,10 @@ def unchanged_buffers(model: nn.Module, rule: StepRule) -> Iterator[None]:
     Raises:
         ConfigError: one has changed.
     """
-    before = {name: value.clone() for name, value in model.named_buffers()} if isinstance(rule, DPSGD) else {}
+    if not isinstance(rule, DPSGD):
+        yield
+        return
+    before = {name: value.clone() for name, value in model.named_buffers()}
     yield
     after = dict(model.named_buffers())
     for name, value in before.items():

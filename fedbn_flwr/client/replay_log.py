@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,
     ATTEMPT,
@@ -53,7 +54,7 @@ def log_answer(
     prefix = f"{EXCHANGE}/"
     answers = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
     model = {name: array for name, array in arrays.items() if not name.startswith(prefix)}
-    about = dict(state.config_records.get(STEP_ABOUT, {}))
+    about = dict(of_kind(state, ConfigRecord).get(STEP_ABOUT, {}))
     if model:
         state[STEP_MODEL], state[STEP_ANSWERS] = to_record(model), ArrayRecord()
         state.pop(STEP_SENT, None)
@@ -68,8 +69,8 @@ def log_answer(
         state[STEP_ANSWERS] = ArrayRecord()
         state.pop(STEP_SENT, None)
     state[STEP_ABOUT] = ConfigRecord({SERVER_ROUND: server_round, STEP_ATTEMPT: attempt})
-    state.array_records[STEP_ANSWERS].update(to_record(answers))
-    kept = from_record(state.array_records[STEP_MODEL])
+    of_kind(state, ArrayRecord)[STEP_ANSWERS].update(to_record(answers))
+    kept = from_record(of_kind(state, ArrayRecord)[STEP_MODEL])
     return list(kept.values()), {**config, ARRAY_NAMES: json.dumps(list(kept))}
 
 
@@ -77,19 +78,20 @@ def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
     """Return the reducer that answers from the log; None for a message of another kind."""
     if context is None or ATTEMPT not in config:
         return None
-    records = context.state.array_records
+    records = of_kind(context.state, ArrayRecord)
     sent = tensors(from_record(records[STEP_SENT])) if STEP_SENT in records else None
     return Replay(tensors(from_record(records[STEP_ANSWERS])), int(config[UNION]), sent, STEP_ONLY in config)
 
 
 def log_sent(context: Context, exchange: NextExchange) -> None:
     """Add the sent tensor to the log, to check that a user's training repeats itself exactly."""
-    sent = context.state.array_records.get(STEP_SENT, ArrayRecord())
+    sent = of_kind(context.state, ArrayRecord).get(STEP_SENT, ArrayRecord())
     context.state[STEP_SENT] = ArrayRecord({**sent, **to_record(exchange.tensors)})
 
 
 def clear_log(context: Context | None) -> None:
     """Remove the log at the end of the round."""
-    for key in (STEP_MODEL, STEP_ANSWERS, STEP_SENT, STEP_ABOUT):
-        if context is not None and key in context.state:
-            del context.state[key]
+    if context is None:
+        return
+    for key in {STEP_MODEL, STEP_ANSWERS, STEP_SENT, STEP_ABOUT}.intersection(context.state.keys()):
+        del context.state[key]

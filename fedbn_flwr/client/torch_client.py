@@ -281,6 +281,7 @@ class TorchClient(NumPyClient):
                 hooks=list(hooks.values()),
                 task=self.task,
                 rule=rule,
+                layout=lent.layout,
             )
         clear_log(self.context)
         state = to_state(lent.state)
@@ -393,7 +394,7 @@ class TorchClient(NumPyClient):
                 f"the app has the mod {config[MOD]}, and its client is a TorchClient, which keeps and sends its part "
                 "itself. Leave the mod out."
             )
-        store = LocalState(self.context, lent.parts, lent.state, sent.start_id)
+        store = LocalState(self.context, lent.parts, lent.fingerprint, sent.start_id)
         if sent.continuity is not None:
             folder = self.state_dir or (state_dir(self.context) if self.context else None)
             if folder is not None:

@@ -7,6 +7,7 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import merged_config
 from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.privacy.coordinates import CLIP, SCALE, Coordinates, clipped
@@ -27,13 +28,14 @@ def clipped_update(message: Message, context: Context, call_next: ClientAppCalla
     config = merged_config(message)
     if CLIP not in config or message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
         return call_next(message, context)
-    key, received = next(iter(message.content.array_records.items()))
+    key, received = next(iter(of_kind(message.content, ArrayRecord).items()))
     before = views(ArrayRecord(dict(received)))
     reply = call_next(message, context)
     if reply.has_content():
-        if key not in reply.content.array_records:
+        records = of_kind(reply.content, ArrayRecord)
+        if key not in records:
             raise StateError(f"clipped_update: the reply has no ArrayRecord '{key}'; nothing is sent")
-        state = views(reply.content.array_records[key])
+        state = views(records[key])
         if odd := [name for name in state if name not in before or state[name].shape != before[name].shape]:
             raise StateError(
                 f"clipped_update: the reply's entry '{odd[0]}' is not one that was received; nothing is sent"

@@ -6,17 +6,17 @@ Flower changes it. Supported: Flower 1.41 and 1.42.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client.mod.utils import make_ffn
 from flwr.clientapp.client_app import ClientAppException
 from flwr.clientapp.typing import ClientAppCallable, Mod
@@ -31,12 +31,14 @@ __all__ = [
     "PARTITION_ID_KEY",
     "BufferArray",
     "Run",
+    "answer",
     "app_error",
     "array_of_bytes",
     "calling_dp_wrapper",
     "copied_context",
     "copied_message",
     "empty_run",
+    "filled",
     "identify_process",
     "is_app_error",
     "is_default_aggregation",
@@ -46,6 +48,7 @@ __all__ = [
     "lacks_function",
     "later_mods",
     "log_start",
+    "readdressed",
     "retry_http_500",
     "set_message_id",
     "set_reply_address",
@@ -54,6 +57,8 @@ __all__ = [
     "with_mods",
 ]
 
+T = TypeVar("T")
+R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord, RecordDict)
 _TRIES = 8  # of a request that the SuperLink answers with HTTP 500
 
 
@@ -110,29 +115,43 @@ def _is_instance(grid: Grid, class_name: str) -> bool:
 
 def copied_message(message: Message) -> Message:
     """Return a message with the same metadata, and with records of its own, which may be changed."""
-    metadata = message.metadata
-    copied = Message(_copied(message.content), metadata.dst_node_id, metadata.message_type)
-    copied.metadata.__dict__.update(metadata.__dict__)
+    copied = _shallow(message)
+    copied.__dict__.update(_metadata=_shallow(message.metadata), _content=_copied(message.content))
     return copied
 
 
 def copied_context(context: Context) -> Context:
     """Return an equal context with records and configs of its own, which may be changed."""
-    copied = copy.copy(context)  # with the attributes that an app may have added
+    copied = _shallow(context)  # with the attributes that an app may have added
     copied.state = _copied(context.state)
     copied.node_config, copied.run_config = dict(context.node_config), dict(context.run_config)
     return copied
 
 
+def _shallow(value: T) -> T:
+    """Return ``copy.copy(value)`` of an object whose attributes are in its dict, in a fifth of the time."""
+    copied = object.__new__(type(value))
+    copied.__dict__.update(value.__dict__)
+    return copied
+
+
 def _copied(records: RecordDict) -> RecordDict:
     """Return a copy of the records. Arrays are shared, since an array's bytes cannot be changed."""
-    copied = RecordDict()
-    for key, record in records.items():
-        if isinstance(record, ArrayRecord):
-            copied[key] = record.copy()
-        else:
-            copied[key] = copy.deepcopy(record)
-    return copied
+    copied = {key: record.copy() for key, record in records.items()}
+    for record in copied.values():
+        if not isinstance(record, ArrayRecord):
+            record.__dict__["_data"].update({name: list(v) for name, v in record.items() if isinstance(v, list)})
+    return filled(RecordDict, copied)
+
+
+def filled(kind: type[R], values: Mapping[str, Any]) -> R:
+    """Return a record of this class with values that it takes; Flower checks each assignment, in four to nine calls."""
+    record: R = _EMPTY[kind].copy()
+    record.__dict__["_data"] = dict(values)
+    return record
+
+
+_EMPTY: dict[type, Any] = {kind: kind() for kind in (ArrayRecord, ConfigRecord, MetricRecord, RecordDict)}
 
 
 def array_of_bytes(dtype: str, shape: tuple[int, ...], data: bytes) -> Array:
@@ -173,10 +192,40 @@ class BufferArray(Array):
 
 def stamped(message: Message, message_id: str, run_id: int) -> Message:
     """Return the message with these ids, as Flower's own engines set them, and with the same content."""
-    sent = copy.copy(message)
-    sent.__dict__["_metadata"] = metadata = copy.copy(message.metadata)
+    sent = _shallow(message)
+    sent.__dict__["_metadata"] = metadata = _shallow(message.metadata)
     metadata.__dict__.update(_message_id=message_id, _run_id=run_id)
     return sent
+
+
+def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
+    """Return the same message with another content to another node; Flower's constructor makes forty calls."""
+    sent = _shallow(message)
+    metadata = _shallow(message.metadata)
+    metadata.__dict__["_dst_node_id"] = node_id
+    sent.__dict__.update(_metadata=metadata, _content=content)
+    return sent
+
+
+def answer(message: Message, content: RecordDict) -> Message:
+    """Return ``Message(content, reply_to=message)``, whose constructor makes seventy calls."""
+    metadata = _shallow(message.metadata)
+    about = metadata.__dict__
+    now = time.time()
+    about.update(
+        _message_id="",
+        _src_node_id=about["_dst_node_id"],
+        _dst_node_id=about["_src_node_id"],
+        _src_task_id=about["_dst_task_id"],
+        _dst_task_id=about["_src_task_id"],
+        _reply_to_message_id=about["_message_id"],
+        _created_at=now,
+        _ttl=about["_created_at"] + about["_ttl"] - now,
+    )
+    metadata.delivered_at = ""
+    reply = _shallow(message)
+    reply.__dict__.update(_metadata=metadata, _content=content, _error=None)
+    return reply
 
 
 def set_message_id(message: Message, message_id: str) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedbn_flwr.batchnorm.averaging import Array
+from fedbn_flwr.compat.flower import answer, filled
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, INFO, LOSS, METRICS, NUM_EXAMPLES, merged_config
 from fedbn_flwr.messages.records import decode, to_record, view
 
@@ -37,7 +39,7 @@ def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Conf
     ``copy=False`` gives read-only views of the message, for a client that only reads them.
     """
     read = decode if copy else view
-    arrays = [read(array) for record in message.content.array_records.values() for array in record.values()]
+    arrays = [read(array) for record in of_kind(message.content, ArrayRecord).values() for array in record.values()]
     return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}
 
 
@@ -76,11 +78,11 @@ def reply_to_fit(
             f"{of} returned {len(arrays)} arrays for {len(names)} names; if they differ from those received, "
             f"return their names in metrics['{ARRAY_NAMES}'] (a JSON list)"
         )
-    first, *others = message.content.array_records
-    content = RecordDict({key: ArrayRecord() for key in (first, *others)})  # in the order of the message
-    content.update(to_records(first, dict(zip(names, arrays, strict=True)), others))
-    _add_metrics(content, num_examples, metrics, of)
-    return Message(content, reply_to=message)
+    first, *others = of_kind(message.content, ArrayRecord)
+    sent = to_records(first, dict(zip(names, arrays, strict=True)), others)
+    records: dict[str, Any] = {key: sent.get(key) or ArrayRecord() for key in (first, *others)}  # the message's order
+    records |= _metrics(num_examples, metrics, of)
+    return answer(message, filled(RecordDict, records))
 
 
 def reply_to_evaluate(message: Message, loss: float, num_examples: float, metrics: Config) -> Message:
@@ -89,10 +91,8 @@ def reply_to_evaluate(message: Message, loss: float, num_examples: float, metric
     Raises:
         StateError: a metric cannot be sent.
     """
-    content = RecordDict()
     metrics = {LOSS: loss, **metrics} | {LOSS: loss}  # in front, and whatever the client's metrics call a loss
-    _add_metrics(content, num_examples, metrics, "evaluate")
-    return Message(content, reply_to=message)
+    return answer(message, filled(RecordDict, _metrics(num_examples, metrics, "evaluate")))
 
 
 def describe(message: Message, properties: Config) -> Message:
@@ -102,7 +102,7 @@ def describe(message: Message, properties: Config) -> Message:
         StateError: a value cannot be sent.
     """
     numbers, _ = _split(properties, "get_properties")
-    return Message(RecordDict({METRICS: MetricRecord(numbers)}), reply_to=message)
+    return answer(message, filled(RecordDict, {METRICS: filled(MetricRecord, numbers)}))
 
 
 def to_records(first: str, entries: Mapping[str, Array], further: Collection[str]) -> dict[str, ArrayRecord]:
@@ -122,17 +122,19 @@ def to_records(first: str, entries: Mapping[str, Array], further: Collection[str
 
 def _names(message: Message) -> list[str]:
     names: list[str] = []
-    for index, (key, record) in enumerate(message.content.array_records.items()):
+    for index, (key, record) in enumerate(of_kind(message.content, ArrayRecord).items()):
         names += [f"{key}/{name}" if index else name for name in record]
     return names
 
 
-def _add_metrics(content: RecordDict, num_examples: float, metrics: Config, of: str) -> None:
-    """Add the metrics that the method ``of`` returned: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
+def _metrics(num_examples: float, metrics: Config, of: str) -> dict[str, MetricRecord | ConfigRecord]:
+    """Return what the method ``of`` returned: numbers in a MetricRecord, text and bytes in a ConfigRecord."""
     numbers, texts = _split(metrics, of)
-    content[METRICS] = MetricRecord({NUM_EXAMPLES: num_examples, **numbers} | {NUM_EXAMPLES: num_examples})
+    numbers = {NUM_EXAMPLES: num_examples, **numbers} | {NUM_EXAMPLES: num_examples}
+    records: dict[str, MetricRecord | ConfigRecord] = {METRICS: filled(MetricRecord, numbers)}
     if texts:
-        content[INFO] = ConfigRecord(texts)
+        records[INFO] = filled(ConfigRecord, texts)
+    return records
 
 
 def _split(values: Config, of: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -144,6 +146,8 @@ def _split(values: Config, of: str) -> tuple[dict[str, Any], dict[str, Any]]:
     numbers: dict[str, Any] = {}
     texts: dict[str, Any] = {}
     for key, value in values.items():
+        if not isinstance(key, str):
+            raise StateError(f"{of} returned a value with the key {key!r}: the keys of metrics are texts")
         if hasattr(value, "tolist"):  # a scalar or an array of NumPy or torch; a bool is a number, too
             value = value.tolist()
         if isinstance(value, (str, bytes)):

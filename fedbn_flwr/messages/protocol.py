@@ -11,6 +11,7 @@ the words of the code: ``fedbn-flwr.rules`` belongs to client hooks, ``frame`` a
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -20,6 +21,7 @@ from typing import Any, Self
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord
 
 from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.seeds import derive_seed
 
 __all__ = [
@@ -235,7 +237,10 @@ def comma_list(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def merged_config(message: Message) -> dict[str, Any]:
     """Return the entries of all ConfigRecords of the message."""
-    return {key: value for record in message.content.config_records.values() for key, value in record.items()}
+    merged: dict[str, Any] = {}
+    for record in of_kind(message.content, ConfigRecord).values():
+        merged.update(record.items())
+    return merged
 
 
 def round_in(config: Mapping[str, Any]) -> int | None:
@@ -326,6 +331,7 @@ def _words(text: object) -> tuple[str, ...]:
     return tuple(word for word in str(text).split(",") if word)
 
 
+@functools.lru_cache(maxsize=64)
 def _from_json(text: object) -> tuple[str, ...]:
     return tuple(json.loads(str(text)))
 
@@ -343,6 +349,13 @@ def _entry(
 ) -> Any:
     """Declare a field of a ``MessageConfig``: its key, its default, which is not sent, and how its value travels."""
     return field(default=default, metadata={"key": key, "read": read, "write": write})
+
+
+@functools.cache
+def _readers(kind: type[MessageConfig]) -> list[tuple[str, Key, Callable[[Any], Any]]]:
+    """Return the name, the key and the function that reads it for each field that is an entry of its own."""
+    entries = [(entry.name, entry.metadata) for entry in fields(kind) if entry.metadata]
+    return [(name, about["key"], about["read"]) for name, about in entries]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,9 +392,9 @@ class MessageConfig:
         server_round = round_in(config)
         values: dict[str, Any] = {"server_round": 1 if server_round is None else server_round}
         values["continuity"] = Continuity.read(config)
-        for entry in fields(cls):
-            if entry.metadata and entry.metadata["key"] in config:
-                values[entry.name] = entry.metadata["read"](config[entry.metadata["key"]])
+        for name, key, read in _readers(cls):  # type: ignore[arg-type]  # a class is hashable
+            if key in config:
+                values[name] = read(config[key])
         return cls(**values)
 
     def write(self) -> dict[str, Any]:
@@ -452,7 +465,8 @@ class ReplyInfo:
     @classmethod
     def read(cls, reply: Message) -> ReplyInfo:
         """Return the report of a reply; an empty one for an error or for a client without a client part."""
-        info: Mapping[str, Any] = (reply.content.config_records.get(INFO) if reply.has_content() else None) or {}
+        configs = of_kind(reply.content, ConfigRecord) if reply.has_content() else {}
+        info: dict[str, Any] = dict(configs[INFO].items()) if INFO in configs else {}
         partition_id = info.get(PARTITION_ID)
         return cls(
             frozenset(comma_list(info, APPLIED)),
@@ -501,9 +515,9 @@ class NodeProperties:
     def read(cls, reply: Message) -> NodeProperties:
         """Return the properties in a reply to the query; negative numbers are ignored."""
         numbers: dict[str, int] = {}
-        for metrics in reply.content.metric_records.values():
+        for metrics in of_kind(reply.content, MetricRecord).values():
             numbers |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
-        info: Mapping[str, Any] = reply.content.config_records.get(INFO) or {}
+        info: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
         known = (numbers.get(PARTITION_ID), numbers.get(NUM_EXAMPLES), numbers.get(BATCH_SIZE))
         unusable, refusal, report = (str(info.get(key, "")) for key in (UNUSABLE, REFUSAL, DATA_REPORT))
         return cls(*known, unusable, refusal, report, numbers.get(NUM_PARTITIONS))

@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord
 from numpy.lib.format import write_array_header_1_0
 
 from fedbn_flwr.batchnorm.averaging import Array, State
-from fedbn_flwr.compat.flower import BufferArray, array_of_bytes
+from fedbn_flwr.compat.flower import BufferArray, array_of_bytes, filled
 from fedbn_flwr.errors import StateError
 
 __all__ = [
@@ -68,18 +68,20 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
     Raises:
         StateError: a tensor's dtype has no NumPy counterpart (bfloat16, float8), or an entry is no array, by name.
     """
-    record = ArrayRecord()  # filled entry by entry: its constructor makes each Array once more
+    arrays: dict[str, FlowerArray] = {}
     for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            record[name] = encode(_to_numpy(name, value), order="C")
+        if isinstance(value, np.ndarray):
+            arrays[name] = encode(value)
+        elif isinstance(value, torch.Tensor):
+            arrays[name] = encode(_to_numpy(name, value), order="C")
         elif value is None or isinstance(value, (bytes, Mapping)):
             raise StateError(
                 f"entry '{name}' is a {type(value).__name__}, as get_extra_state of a layer may return it, and cannot "
                 "be sent: let it return a tensor, or keep the value in an attribute"
             )
         else:
-            record[name] = encode(np.asarray(value))
-    return record
+            arrays[name] = encode(np.asarray(value))
+    return filled(ArrayRecord, arrays)
 
 
 def encode(array: Array, order: Literal["C", "K"] = "K") -> FlowerArray:
@@ -156,16 +158,13 @@ def _layout(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C",
 
 def select(record: ArrayRecord, names: Collection[str]) -> ArrayRecord:
     """Return a record with the entries of these names, in the record's order; it shares their arrays."""
-    chosen = ArrayRecord()  # the constructor would make each Array once more, and takes no buffer but bytes
-    for name, array in record.items():
-        if name in names:
-            chosen[name] = array
-    return chosen
+    return filled(ArrayRecord, {name: array for name, array in record.items() if name in names})
 
 
 def tensors(state: State) -> dict[str, torch.Tensor]:
     """Return the arrays as tensors by name, sharing their memory. Do not write to tensors of read-only arrays."""
-    return {name: torch.from_numpy(_writable(np.asarray(array))) for name, array in state.items()}
+    arrays = {name: np.asarray(array) for name, array in state.items()}
+    return {n: torch.from_numpy(a if a.flags.writeable else np.asarray(_Alias(a))) for n, a in arrays.items()}
 
 
 class _Alias:
@@ -175,10 +174,6 @@ class _Alias:
         interface = array.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
         self._array = array  # keeps the memory
-
-
-def _writable(array: Array) -> Array:
-    return array if array.flags.writeable else np.asarray(_Alias(array))
 
 
 def num_bytes(record: ArrayRecord) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import ClientPartError, MaskingError, ReplyError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     MASK_ANSWERED,
     MASK_EQUAL,
@@ -298,11 +299,11 @@ class MaskedRound:
                 number = number_of[reply.metadata.src_node_id]
                 if reply.has_error():
                     why[number] = error_text(reply)
-                elif MASK_REPLY not in reply.content.config_records:
+                elif MASK_REPLY not in of_kind(reply.content, ConfigRecord):
                     why[number] = _LACKS_MOD
                 else:
                     try:
-                        answers[number] = read(reply.content.config_records[MASK_REPLY])
+                        answers[number] = read(of_kind(reply.content, ConfigRecord)[MASK_REPLY])
                     except (KeyError, TypeError, ValueError) as error:  # from outside
                         text = f"{type(error).__name__}: {error}"
                         why[number] = f"its answer to '{stage}' of the masks cannot be read: {text}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
+from fedbn_flwr.compat.flower import filled, readdressed
 from fedbn_flwr.errors import raise_shared_config_error
 from fedbn_flwr.messages.records import num_bytes, select
 from fedbn_flwr.server.failures import error_text
@@ -80,11 +81,16 @@ def address(
         traffic.count_down(num_bytes(model))
     for extra in extras.values():
         traffic.count_down(num_bytes(extra))
-    messages = []
+    if not nodes:
+        return Sent(timeout=run.timeout)
+    messages, common = [], ConfigRecord(dict(config))
+    first = Message(RecordDict(), nodes[0].node_id, message_type)
+    arrays_key, config_key, undo = run.options.arrays_key, run.options.config_key, run.methods.whole.undo
     for node in nodes:
-        content = RecordDict({run.options.arrays_key: models[node.node_id], **extras})
-        content[run.options.config_key] = ConfigRecord({**config, **run.kept.config(node, run.methods.whole.undo)})
-        messages.append(Message(content, node.node_id, message_type))
+        own = run.kept.config(node, undo)
+        sent = ConfigRecord({**config, **own}) if own else common
+        records = {arrays_key: models[node.node_id], **extras, config_key: sent}
+        messages.append(readdressed(first, filled(RecordDict, records), node.node_id))
     return Sent(nodes, messages, timeout=run.timeout)
 
 

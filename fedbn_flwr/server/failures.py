@@ -86,11 +86,9 @@ def training_losses(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
 
     Another loss, as of validation data that a client does not have, may be NaN.
     """
-
-    def stays(name: str) -> bool:
-        return not name.endswith("loss") or re.fullmatch("(train.*)?loss", name) is not None
-
-    return {label: {name: value for name, value in values.items() if stays(name)} for label, values in metrics.items()}
+    losses = {name for values in metrics.values() for name in values if name.endswith("loss")}
+    others = {name for name in losses if not re.fullmatch("(train.*)?loss", name)}
+    return {label: {name: values[name] for name in values if name not in others} for label, values in metrics.items()}
 
 
 def divergence(report: RoundReport, advice: str) -> str:

@@ -59,8 +59,9 @@ class Kept:
     def noted(self, received: NodeReplies, usable: Usable) -> Kept:
         """Note what the senders of the received replies keep, and the BN parts that the usable ones share."""
         hashes, volatile = dict(self.hashes), set(self.volatile)
+        read = {node.node_id: reply.info for node, _, reply in usable}
         for node, message in received:
-            info = ReplyInfo.read(message)
+            info = read.get(node.node_id) or ReplyInfo.read(message)
             if not info.local_sha256:
                 continue
             if info.began and node.label in hashes:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message, MetricRecord
 
 from fedbn_flwr.batchnorm.averaging import State, check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import ClientPartError, ReplyError, split_code
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, views
@@ -84,7 +85,8 @@ class Terms:
         """
         metrics = read_metrics(message, self.count_key)
         state, extras, sizes = read_arrays(message, self.arrays_key, self.extras)
-        self._refuse_missing_part(state, message)
+        info = ReplyInfo.read(message)
+        self._refuse_missing_part(state, info)
         if self.expected and not state:
             raise ReplyError(f"the ArrayRecord '{self.arrays_key}' of the reply has no arrays: return the model in it")
         check_state(state, self.expected, self.facts.parts)
@@ -93,7 +95,7 @@ class Terms:
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
-        return Reply(node, count, state, metrics, extras, sizes, ReplyInfo.read(message))
+        return Reply(node, count, state, metrics, extras, sizes, info)
 
     def check(self, reply: Reply) -> None:
         """Check what travels beside the model, and that held entries return as they were sent.
@@ -147,7 +149,7 @@ class Terms:
                     f"{no_batchnorm_hint(self.facts.parts)}."
                 )
 
-    def _refuse_missing_part(self, state: State, message: Message) -> None:
+    def _refuse_missing_part(self, state: State, info: ReplyInfo) -> None:
         """Refuse a reply from an app without the method's client part; the error names what is missing."""
         local = set(self.facts.local)
         if kept := [name for name in state if name in local]:
@@ -155,7 +157,7 @@ class Terms:
                 f"the reply holds {len(kept)} entries that stay with the client under strategy '{self.strategy}' "
                 f"('{kept[0]}', ...). Make the app `ClientApp(mods=[local_bn])`, from fedbn_flwr.mods."
             )
-        if missing := sorted(self.hooks - ReplyInfo.read(message).applied):
+        if missing := sorted(self.hooks - info.applied):
             raise ClientPartError(
                 f"the client did not apply the client hook '{missing[0]}' of strategy '{self.strategy}'. Run its "
                 "training inside `with bn_rules(model, msg, context) as rules:` (docs/flower-projects.md says what to "
@@ -228,10 +230,12 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
     if message.has_error():
         kind = ClientPartError if is_mod_refusal(message) else ReplyError  # a mod refuses the next message, too
         raise kind(error_text(message))
-    if len(message.content.metric_records) != 1:
-        found = len(message.content.metric_records)
-        raise ReplyError(f"the reply has {found} MetricRecords; return exactly one, which contains '{count_key}'")
-    (metrics,) = message.content.metric_records.values()
+    records = list(of_kind(message.content, MetricRecord).values())
+    if len(records) != 1:
+        raise ReplyError(
+            f"the reply has {len(records)} MetricRecords; return exactly one, which contains '{count_key}'"
+        )
+    metrics = records[0]
     count = metrics.get(count_key)
     if not isinstance(count, (int, float)) or not math.isfinite(count) or count <= 0:
         raise ReplyError(f"'{count_key}' is {count}, which must be a finite number above 0")
@@ -249,7 +253,7 @@ def read_arrays(
         ReplyError: the model's record is missing, or an array cannot be read.
     """
     try:
-        records = message.content.array_records
+        records = of_kind(message.content, ArrayRecord)
         state = views(records[arrays_key])
         further: dict[str, State] = {key: views(records[key]) for key in extras if key in records}
         return state, further, [num_bytes(record) for record in records.values()]
@@ -263,4 +267,4 @@ def tested_nothing(message: Message, count_key: str) -> bool:
     """Return whether a client without test data answered an evaluation: nothing to average, but no error."""
     if not message.has_content():
         return False
-    return [metrics.get(count_key) for metrics in message.content.metric_records.values()] == [0]
+    return [metrics.get(count_key) for metrics in of_kind(message.content, MetricRecord).values()] == [0]

@@ -12,6 +12,7 @@ import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from fedbn_flwr.errors import split_code
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
     EXAMPLES_NOT_FINITE,
@@ -119,6 +120,7 @@ class RoundReport:
 
 _MAY_BE_NAN = tuple(f"-{name}" for name in METRICS)
 _COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_NOT_FINITE, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
+_OF_SET = f"-{NUM_EXAMPLES}"  # of one test set
 AVERAGED = "averages weighted by examples, counts summed"
 """The result of ``average_metrics`` in words, for the log."""
 
@@ -137,17 +139,17 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
     """
     values: dict[str, list[tuple[float, Any]]] = {}
     for content in contents:
-        (record,) = content.metric_records.values()
+        (record,) = of_kind(content, MetricRecord).values()
         weight = float(np.asarray(record[weighted_by_key]))
-        sizes = {key: value for key, value in record.items() if _is_of_set(key) and _is_whole(value)}
+        sizes = {key: value for key, value in record.items() if key.endswith(_OF_SET) and _is_whole(value)}
         sets = {key.removesuffix(NUM_EXAMPLES): float(np.asarray(size)) for key, size in sizes.items()}
         for key, value in record.items():
             if key != weighted_by_key:
-                of = max((prefix for prefix in sets if key.startswith(prefix)), key=len, default="")  # mnist, mnist-m
-                values.setdefault(key, []).append((sets.get(of, weight), value))
+                fitting = [prefix for prefix in sets if key.startswith(prefix)] if sets else []  # mnist, mnist-m
+                values.setdefault(key, []).append((sets[max(fitting, key=len)] if fitting else weight, value))
     averaged = MetricRecord()
     for key, pairs in values.items():
-        if len({np.shape(value) for _, value in pairs}) > 1:
+        if len({len(value) if isinstance(value, list) else None for _, value in pairs}) > 1:
             logger.warning("metric '%s' has different shapes at different clients and is not averaged", key)
             continue
         if _is_count(key) and all(_is_whole(value) for _, value in pairs):
@@ -164,11 +166,7 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
 
 def _is_count(key: str) -> bool:
     """Return whether a metric has the name of a count of this package; a user's ``mean-local-steps`` has not."""
-    return key in _COUNTS or _is_of_set(key)
-
-
-def _is_of_set(key: str) -> bool:
-    return key.endswith(f"-{NUM_EXAMPLES}")
+    return key in _COUNTS or key.endswith(_OF_SET)
 
 
 def _is_whole(value: Any) -> bool:

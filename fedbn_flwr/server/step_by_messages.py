@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.batchnorm.sync import exchange_bytes
 from fedbn_flwr.compat.flower import lacks_function
 from fedbn_flwr.errors import NOT_FINITE, FedBNError, ReplyError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import ATTEMPT, EXCHANGE, EXCHANGE_QUERY, STEP_ONLY, UNION
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.server.report import Traffic
@@ -128,7 +129,7 @@ class _Post:
         by_query = answer is not None and node_id not in self._without_query
         message = with_config(self._first[node_id], {**config, STEP_ONLY: True} if by_query else config)
         if node_id in self._begun:
-            for key in message.content.array_records:
+            for key in of_kind(message.content, ArrayRecord):
                 message.content[key] = ArrayRecord()
         if answer is not None:
             message.content[EXCHANGE] = answer
@@ -180,7 +181,7 @@ def _sort(
 
 
 def _tensors_of(reply: Message) -> ArrayRecord:
-    return reply.content.array_records.get(EXCHANGE, ArrayRecord())
+    return of_kind(reply.content, ArrayRecord).get(EXCHANGE, ArrayRecord())
 
 
 def _read(record: ArrayRecord) -> TaggedTensor:

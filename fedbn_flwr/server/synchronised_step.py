@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.sync import Combine, combine
 from fedbn_flwr.errors import EngineError
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     BARRIER,
     CHANNEL_ADDRESS,
@@ -156,6 +157,6 @@ def send_until(grid: Grid, messages: Sequence[Message], enough: Enough) -> dict[
 def with_config(message: Message, config: Mapping[str, Any]) -> Message:
     """Return a copy of the message with further entries in its config."""
     content = RecordDict(dict(message.content))
-    for key, record in message.content.config_records.items():
+    for key, record in of_kind(message.content, ConfigRecord).items():
         content[key] = ConfigRecord({**record, **config})
     return Message(content, message.metadata.dst_node_id, message.metadata.message_type)

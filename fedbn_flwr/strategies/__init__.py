@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from pydantic import create_model
@@ -238,13 +238,13 @@ def _combined(kinds: tuple[type[Kind], ...]) -> Combination:
     return Combination(kinds, create_model(f"{title}Params", __base__=tuple(bases)))
 
 
-def make_hooks(names: Iterable[str], context: HookContext) -> dict[str, ClientHook]:
+def make_hooks(names: Collection[str], context: HookContext) -> dict[str, ClientHook]:
     """Return the client hooks that a training message names, by name, in that order.
 
     Raises:
         ConfigError: the message names a hook that neither this version nor a registered strategy has.
     """
-    makers = _makers()
+    makers = _makers() if names else {}
     for name in names:
         if name not in makers:
             raise ConfigError(

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches, with_positions
 from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs, RetryStep, around_step
+from fedbn_flwr.training.layout import Layout
 from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import Generators, seeded
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.single_examples import SingleExamples, named_layer
+from fedbn_flwr.training.single_examples import SingleExamples, named_error
 from fedbn_flwr.training.step_rule import StepRule, Stream
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import load_state, named_compiler, unwrap
@@ -64,6 +65,7 @@ def train(
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
     rule: StepRule | None = None,
+    layout: Layout | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
 
@@ -77,6 +79,7 @@ def train(
         task: the loss, and which targets count.
         optimizer: an optimizer to continue with (the centralized reference keeps its momentum); None = a new one.
         rule: how a step draws its batch and computes its gradients; None = as the settings say.
+        layout: the known layout of the model without wrappers; None = it is found.
 
     Raises:
         DataError: there is no data, every batch has one example and was dropped, or outputs or targets do not fit the
@@ -86,14 +89,18 @@ def train(
     """
     if len(data) == 0:
         raise DataError("no training examples: leave this client out or give it data")
-    device, prepared = device_of(model), inputs_for(model)
-    model.train()
-    bare = unwrap(model)  # hooks see the names without a wrapper's prefix; the passes use the wrapper
+    layout = layout or Layout(unwrap(model))
+    device, prepared = device_of(layout), inputs_for(layout)
+    bare = layout.model
+    if model is not bare or not layout.in_train_mode():
+        model.train()
+    # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     with _begun(hooks, bare):
-        seed = stream("survey").initial_seed()
         for hook in hooks:
-            hook.survey(bare, data, settings.batch_size, seed)
-        optimizer, rule = optimizer or make_optimizer(model, settings), rule or StepRule()
+            hook.survey(bare, data, settings.batch_size, stream("survey").initial_seed())
+        rule = rule or StepRule()
+        known = None if hooks else layout.parameters()  # a hook may have given the model other parameters
+        optimizer = optimizer or make_optimizer(model, settings, known)
         stream = rule.stream(stream)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
@@ -101,15 +108,19 @@ def train(
             hook.start(bare, optimizer)
         augment = stream("augment")
         totals, singles = _Totals(task), SingleExamples(model, hooks)
-        with seeded(stream("dropout").initial_seed()):
+        with seeded(stream("dropout").initial_seed()), named_compiler(model):
             order = rule.batches(model, settings, len(data), stream("batches"))
             for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
                 inputs, targets = prepared(inputs), task.on_device(targets, device)
-                if rule.may_drop and len(positions) == 1 and singles.drop(step, inputs):
+                if rule.may_drop and positions.shape[0] == 1 and singles.drop(step, inputs):
                     continue
                 compute = functools.partial(rule.compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
-                with named_layer(bare, len(positions)), named_compiler(model):
-                    loss, outputs = _computed(compute, hooks, step, bare, len(positions))
+                try:
+                    loss, outputs = _computed(compute, hooks, step, bare, positions.shape[0]) if hooks else compute()
+                except ValueError as error:
+                    if (named := named_error(error, bare, positions.shape[0])) is None:
+                        raise
+                    raise named from error
                 if settings.gradient_clip_norm:
                     nn.utils.clip_grad_norm_(bare.parameters(), settings.gradient_clip_norm)  # not HBN's alpha
                 for hook in hooks:
@@ -170,10 +181,10 @@ class _Totals:
     def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Add a step's mean loss, its outputs (B, classes, ...) and its targets (B, ...)."""
         self.steps += 1
-        if not len(outputs):
+        if not outputs.shape[0]:
             return
         self.losses.append(loss)
-        self.sizes.append(len(outputs))
+        self.sizes.append(outputs.shape[0])
         self.correct.append(self.task.correct(outputs, targets))
         self.counted.append(self.task.counted(targets))
         if (wrong := self.task.unusable(targets)) is not None:

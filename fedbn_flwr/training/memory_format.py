@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from fedbn_flwr.training.inputs import map_inputs
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import unwrap
 
-__all__ = ["MemoryFormat", "device_of", "inputs_for", "set_memory_format"]
+__all__ = ["Entries", "MemoryFormat", "device_of", "inputs_for", "set_memory_format"]
 
 MemoryFormat = Literal["auto", "contiguous", "channels-last"]
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
@@ -105,21 +105,37 @@ def _normalises_each_channel(module: nn.Module) -> bool:
     return by_group or isinstance(module, _InstanceNorm)
 
 
-def device_of(model: nn.Module) -> torch.device:
+class Entries(Protocol):
+    """A model, or its ``Layout``."""
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters."""
+
+    def buffers(self) -> Iterable[Tensor]:
+        """Return the buffers."""
+
+
+def device_of(model: Entries) -> torch.device:
     """Return the device of the model's first parameter, else buffer; BatchNorm alone may have no parameter."""
-    return next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
+    first = next(_entries(model), None)
+    return torch.get_default_device() if first is None else first.device
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
+def _entries(model: Entries) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _dtype_of(model: Entries) -> torch.dtype:
     """Return the dtype of the model's first real entry, else that of its first complex one, else the default."""
-    entries = itertools.chain(model.parameters(), model.buffers())
+    entries = _entries(model)
     # Not of a table: of integers, or complex and not trained.
     dtypes = (e.dtype for e in entries if e.is_floating_point() or (e.is_complex() and e.requires_grad))
     first = next(dtypes, torch.get_default_dtype())
     return next((dtype for dtype in itertools.chain([first], dtypes) if dtype.is_floating_point), first)
 
 
-def inputs_for(model: nn.Module) -> Callable[[Any], Any]:
+def inputs_for(model: Entries) -> Callable[[Any], Any]:
     """Return the function that brings a batch's inputs to the model's device, dtype and memory format.
 
     Inputs in several parts keep their structure.

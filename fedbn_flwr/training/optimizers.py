@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -26,20 +27,22 @@ class _AdamW(_Adam, torch.optim.AdamW):
     """AdamW, in the same way."""
 
 
-def make_optimizer(model: nn.Module, settings: LocalTraining) -> torch.optim.Optimizer:
-    """Return a new optimizer over the trainable parameters.
+def make_optimizer(
+    model: nn.Module, settings: LocalTraining, known: Sequence[nn.Parameter] | None = None
+) -> torch.optim.Optimizer:
+    """Return a new optimizer over the trainable parameters; ``known``: the model's parameters, None = they are found.
 
     SGD and Adam add the weight decay to the gradient; AdamW shrinks the weights by learning rate times weight decay.
 
     Raises:
         ConfigError: there are none.
     """
-    if not any(p.requires_grad for p in model.parameters()):
+    parameters = [p for p in known or model.parameters() if p.requires_grad]
+    if not parameters:
         raise ConfigError(f"{type(model).__name__} has no parameter that requires a gradient: nothing to train")
     if settings.optimizer == "sgd":
-        return sgd(model, settings)
+        return sgd(model, settings, parameters)
     kind = _Adam if settings.optimizer == "adam" else _AdamW
-    parameters = [p for p in model.parameters() if p.requires_grad]
     return kind(parameters, settings.learning_rate.initial, weight_decay=settings.weight_decay)
 
 

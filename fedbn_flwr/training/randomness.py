@@ -7,6 +7,7 @@ only one client computes at a time (``turns``).
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Iterator
@@ -47,16 +48,21 @@ class Generators(NamedTuple):
         torch.set_rng_state(self.torch)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
-        elif torch.cuda.is_available():  # it was not used before; it may have been since
+        elif _has_gpu():  # it was not used before; it may have been since
             torch.cuda.manual_seed_all(torch.initial_seed())  # what torch keeps for its first use
         self.numpy.restore()
         random.setstate(self.python)
 
 
+@functools.cache  # torch asks the driver at each call
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
 def seed_generators(seed: int) -> None:
     """Seed the default generators of torch (on CUDA, of all devices), NumPy and Python."""
     _seed_on_cpu(seed)
-    if torch.cuda.is_available():  # before the first use of the GPU torch keeps the seed for it
+    if _has_gpu():  # before the first use of the GPU torch keeps the seed for it
         torch.cuda.manual_seed_all(seed)
 
 
@@ -69,7 +75,7 @@ def _seed_on_cpu(seed: int) -> None:
 def seed_secretly() -> None:
     """Seed them with the operating system's entropy, for what must not follow the run's seed."""
     torch.default_generator.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
-    if torch.cuda.is_available():
+    if _has_gpu():
         torch.cuda.manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
     np.random.seed(np.frombuffer(os.urandom(4 * 624), np.uint32))
     random.seed(os.urandom(64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ class PlainSGD(torch.optim.SGD):
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
-def sgd(model: nn.Module, settings: LocalTraining) -> PlainSGD:
-    """Return a new SGD optimizer over the trainable parameters (torch adds the weight decay to the gradient)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def sgd(model: nn.Module, settings: LocalTraining, known: Sequence[nn.Parameter] | None = None) -> PlainSGD:
+    """Return a new SGD optimizer over the trainable parameters (torch adds the weight decay to the gradient).
+
+    ``known``: the model's parameters; None = they are found.
+    """
+    parameters = [p for p in known or model.parameters() if p.requires_grad]
     rate = settings.learning_rate.initial
     return PlainSGD(parameters, rate, momentum=settings.sgd_momentum, weight_decay=settings.weight_decay)
 

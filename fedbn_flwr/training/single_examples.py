@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.scripted import is_scripted_batchnorm
 
-__all__ = ["SingleExamples", "named_layer", "refusing_layers", "takes_one_example"]
+__all__ = ["SingleExamples", "named_error", "refusing_layers", "takes_one_example"]
 
 
 @dataclass
@@ -41,26 +41,19 @@ class SingleExamples:
         return not self.fit
 
 
-@contextmanager
-def named_layer(model: nn.Module, batch_size: int) -> Iterator[None]:
-    """Name the BatchNorm layer in which a ValueError of the block is raised, as torch does for one value per channel.
+def named_error(error: ValueError, model: nn.Module, batch_size: int) -> NormLayerError | None:
+    """Return an error that names the BatchNorm layer in which torch raised this one, as for one value per channel.
 
-    Raises:
-        NormLayerError: in place of that ValueError.
+    None for an error of another origin.
     """
-    try:
-        yield
-    except FedBNError:
-        raise
-    except ValueError as error:
-        path = _raised_in(error, model)
-        if path is None:
-            raise
-        raise NormLayerError(
-            f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples: {error}. If it normalises virtual "
-            "batches (ghost BatchNorm), the last one has a row alone: use a batch-size, and numbers of examples, that "
-            "leave no rest of one."
-        ) from error
+    path = None if isinstance(error, FedBNError) else _raised_in(error, model)
+    if path is None:
+        return None
+    return NormLayerError(
+        f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples: {error}. If it normalises virtual "
+        "batches (ghost BatchNorm), the last one has a row alone: use a batch-size, and numbers of examples, that "
+        "leave no rest of one."
+    )
 
 
 def _raised_in(error: ValueError, model: nn.Module) -> str | None:

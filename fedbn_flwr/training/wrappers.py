@@ -155,7 +155,9 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
 def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
     """Return the wrappers' prefix of ``names``, compared with ``model_names``; "" if they have none."""
     prefix = ""
-    while names and not all(name.removeprefix(prefix) in model_names for name in names):
+    if all(map(model_names.__contains__, names)):
+        return prefix
+    while not all(name.removeprefix(prefix) in model_names for name in names):
         step = next(iter(names)).removeprefix(prefix).partition(".")[0]
         if step not in _WRAPPERS or not all(name.startswith(f"{prefix}{step}.") for name in names):
             return ""

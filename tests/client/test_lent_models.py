@@ -167,3 +167,21 @@ def test_states_are_loaded_as_load_state_dict_does(make, by_copy: bool) -> None:
     lent.load(other.state_dict())
     for name, value in other.state_dict().items():
         assert torch.equal(lent.plain.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("given", ["model", "function"])
+def test_layers_that_the_clients_code_adds_between_messages_are_read_anew(mlp, given: str) -> None:
+    model = mlp()
+    lend = lender(model if given == "model" else lambda: model)
+    with lend() as lent:
+        names = list(lent.state)
+    with lend() as again:
+        assert again is lent
+    model.append(nn.BatchNorm1d(3))
+    with lend() as changed:
+        assert list(changed.state) == list(changed.parts.names) == list(model.state_dict())
+        assert changed.parts.names != tuple(names)
+        assert changed.fingerprint != lent.fingerprint
+        assert changed.layout.parameters() == list(model.parameters())
+    with lend() as again:
+        assert again is changed

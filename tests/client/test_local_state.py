@@ -21,7 +21,8 @@ def empty_context() -> Context:
 
 
 def store(context: Context | None, model: nn.Module) -> LocalState:
-    return LocalState(context, split_state(model), model.state_dict())
+    parts = split_state(model)
+    return LocalState(context, parts, parts.fingerprint({n: tuple(e.shape) for n, e in model.state_dict().items()}))
 
 
 def keep(context: Context | None, model: nn.Module, server_round: int = 4) -> dict[str, np.ndarray]:

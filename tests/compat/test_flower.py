@@ -27,7 +27,7 @@ import flwr
 import httpx
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 from flwr.common import ndarrays_to_parameters
@@ -161,6 +161,56 @@ def test_copied_context(seam: ModuleType, message: Message) -> None:
         copied.node_config["a"] = copied.run_config["b"] = 5
         assert context == Context(1, 2, {"a": 1}, message.content, {"b": 2})
         assert message.content["config"]["lr"] == 0.1
+
+
+def test_filled(seam: ModuleType) -> None:
+    with canary("a record keeps its entries in _data", f"let filled in {SEAM} write where records keep them now."):
+        config, metrics = ConfigRecord({"text": "a", "list": [1, 2]}), MetricRecord({"loss": 0.5})
+        arrays = ArrayRecord({"w": Array(np.arange(3.0))})
+        content = RecordDict({"arrays": arrays, "config": config, "metrics": metrics})
+        for record in (config, metrics, arrays, content):
+            made = seam.filled(type(record), dict(record))
+            assert made == record
+            assert made.object_id == record.object_id
+            assert list(made) == list(record)
+        made = seam.filled(ConfigRecord, {})
+        made["x"] = 1
+        assert seam.filled(ConfigRecord, {}) == {}, "each record is its own"
+        with pytest.raises(TypeError):
+            made["x"] = object()
+
+
+def test_readdressed(seam: ModuleType, message: Message) -> None:
+    todo = f"let readdressed in {SEAM} copy what a message keeps now."
+    with canary("a message is its metadata, its content and its error", todo):
+        other = Message(RecordDict(), 7, message.metadata.message_type, ttl=60, group_id="3")
+        made = seam.readdressed(message, other.content, 7)
+        expected = {**metadata(other), "created_at": message.metadata.created_at}
+        assert metadata(made) == expected
+        assert made.content is other.content
+        assert message.metadata.dst_node_id == 4, "the first one does not change"
+
+
+@pytest.mark.parametrize("error", [False, True], ids=["reply", "reply to an error"])
+def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
+    todo = f"let answer in {SEAM} make the metadata that Message(content, reply_to=message) makes now."
+    with canary("a reply's metadata follows from the message's", todo):
+        seam.set_message_id(message, "asked")
+        if error:
+            message = Message(Error(1, "lost"), reply_to=message)
+        usual, made = Message(RecordDict(), reply_to=message), seam.answer(message, content := RecordDict())
+        times = ("created_at", "ttl")
+        expected, told = metadata(usual), metadata(made)
+        assert {k: v for k, v in told.items() if k not in times} == {
+            k: v for k, v in expected.items() if k not in times
+        }
+        for key in times:
+            assert told[key] == pytest.approx(expected[key], abs=5)
+        assert told["created_at"] + told["ttl"] == pytest.approx(expected["created_at"] + expected["ttl"])
+        assert made.content is content
+        assert not made.has_error()
+        assert vars(made).keys() == vars(usual).keys()
+        assert vars(made.metadata).keys() == vars(usual.metadata).keys()
 
 
 def test_array_of_bytes(seam: ModuleType) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr.training import randomness
 from fedbn_flwr.training.numpy_state import NumpyState
 from fedbn_flwr.training.randomness import Generators, drawing_from, seed_generators, seeded
 from fedbn_flwr.training.turns import Wait, interrupted, turn
@@ -205,7 +206,7 @@ def test_outside_a_turn_nothing_is_interrupted() -> None:
 def test_a_gpu_that_is_not_used_yet_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's first client puts its model on the GPU after the seed; torch keeps the seed until then."""
     seeds: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(randomness, "_has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     torch.manual_seed(42)
     before = Generators.now()

@@ -132,7 +132,7 @@ class Subset:
             for block in _blocks(positions, 4 * math.prod(self._samples.shape)):
                 inputs, targets = self.batch(torch.cat(block) if len(block) > 1 else block[0])
                 sizes = [len(batch) for batch in block]
-                yield from zip(inputs.split(sizes), targets.split(sizes), strict=True)
+                yield from zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
             return
         requests = (self._request(batch, generator) for batch in positions)
         for inputs, targets in self._samples.take_each(requests, self._augment):

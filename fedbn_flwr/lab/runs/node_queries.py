@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import ConfigError, DataError, EngineError, raise_shared_config_error
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import MOMENTS, MOMENTS_QUERY, NodeProperties, ReplyInfo
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.server.nodes import Node
@@ -128,7 +129,7 @@ def _moments(reply: Message, channels: int) -> FeatureMoments:
     """
     if unusable := NodeProperties.read(reply).unusable:
         raise DataError(unusable)
-    sent = from_record(reply.content.array_records.get(MOMENTS, ArrayRecord()))
+    sent = from_record(of_kind(reply.content, ArrayRecord).get(MOMENTS, ArrayRecord()))
     values = {name: torch.from_numpy(array).double() for name, array in sent.items()}
     known = values.keys() == FeatureMoments.__dataclass_fields__.keys()
     if not known or any(v.shape != (channels,) or not v.isfinite().all() for v in values.values()):
