@@ -82,7 +82,6 @@ NOT_PUBLIC_YET = {
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.output.folder"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.runs.run"),
     ("docs/reference/output-folder.md", "fedbn_flwr.lab.setup"),
-    ("docs/reference/training.md", "fedbn_flwr.training.evaluation"),
     ("docs/resume.md", "fedbn_flwr.checked_file"),
     ("docs/resume.md", "fedbn_flwr.messages.protocol"),
     ("docs/resume.md", "fedbn_flwr.messages.records"),

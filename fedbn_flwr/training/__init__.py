@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import batches_of
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.optimizers import make_optimizer
@@ -24,6 +25,7 @@ __all__ = [
     "Task",
     "TrainResult",
     "batches_of",
+    "evaluate",
     "make_optimizer",
     "sgd",
     "train",

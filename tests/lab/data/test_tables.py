@@ -131,6 +131,11 @@ def test_a_word_that_is_no_missing_value_can_stay_a_category(tmp_path: Path) -> 
     assert own_info(wanted(tmp_path / "t.csv", text, **keys)).feature_names == ("smoking=heavy",)
     kept = wanted(tmp_path / "t.csv", text, **keys, missing_values="NA")
     assert own_info(kept).feature_names == ("smoking=heavy", "smoking=none")
+    classes = "age,label\n" + "40,none\n41,mild\n" * 4
+    with pytest.raises(DataError, match=r"4 of the 8 values of .*'label' are missing.*missing-values=.*None"):
+        own_info(wanted(tmp_path / "c.csv", classes))
+    named = wanted(tmp_path / "c.csv", classes, missing_values="NA")
+    assert own_info(named).class_names == ("mild", "none")
 
 
 def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:

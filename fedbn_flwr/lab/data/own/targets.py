@@ -77,9 +77,15 @@ def _refuse_missing(request: OwnData, values: Any, what: str, row: Callable[[int
         missing = np.vectorize(lambda value: value is None or value != value, otypes=[bool])(values)
     if missing.any():
         first = int(np.argwhere(missing)[0][0])
+        remedy = "Leave these examples out, or fill them in."
+        if request.kind == "csv":
+            remedy = (
+                f"A value is missing where the cell is empty or one of missing-values={request.missing_values}. Leave "
+                "these examples out, fill them in, or set missing-values without the text that is a class here."
+            )
         raise request.problem(
             f"{int(missing.sum())} of the {len(values)} values of {what} are missing or infinite; the first is in "
-            f"{row(first)}. Leave these examples out, or fill them in."
+            f"{row(first)}. {remedy}"
         )
 
 
