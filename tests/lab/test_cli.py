@@ -46,6 +46,14 @@ def call(*arguments: str):
 
 
 # --- help and usage --------------------------------------------------------------------------------------------------
+def test_the_command_alone_shows_its_groups_and_two_examples() -> None:
+    result = call()
+    assert result.exit_code == 0
+    assert result.output == call("--help").output
+    places = [result.output.index(group) for group in ("Before a run", "Train", "Afterwards")]
+    assert places == sorted(places)
+    for example in ("fedbn-flwr run apps/main/recipes/fixbn.yaml", "fedbn-flwr doctor runs/fixbn"):
+        assert example in result.output
 
 
 def test_the_commands() -> None:

@@ -6,7 +6,7 @@ import sys
 
 # isort: off
 # Each module adds its command to the app; --help shows them in this order.
-from fedbn_flwr.lab.cli import run, sweep, reading, before, finished  # noqa: F401
+from fedbn_flwr.lab.cli import before, run, sweep, reading, finished  # noqa: F401
 from fedbn_flwr.lab.cli.console import app
 
 # isort: on

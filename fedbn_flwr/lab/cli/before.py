@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.lab.cli.console import app, console, exit_codes, report_own_data, say
+from fedbn_flwr.lab.cli.console import BEFORE, app, console, exit_codes, report_own_data, say
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.runs.inspection import Inspection
@@ -20,7 +20,7 @@ Kind = Literal["strategies", "norms", "models", "datasets", "partitions"]
 """The registries that ``list`` shows."""
 
 
-@app.command(name="list", epilog="Example: fedbn-flwr list strategies")
+@app.add(BEFORE, "list strategies", name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     """List the names that a config can use, one line each, with the source."""
     from fedbn_flwr.lab.config.table import rows
@@ -30,7 +30,7 @@ def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
         say(f"{name.ljust(len(max(names, key=len)))}  {what.ljust(len(max(texts, key=len)))}  {source}")
 
 
-@app.command(epilog="Example: fedbn-flwr inspect --model resnet20 --strategy silobn --num-clients 5")
+@app.add(BEFORE, "inspect --model resnet20 --strategy silobn --num-clients 5")
 def inspect(
     model: Annotated[str, typer.Option(help="Model; `fedbn-flwr list models`.")] = "resnet20",
     strategy: Annotated[str, typer.Option(help="Strategy; `fedbn-flwr list strategies`.")] = "fedavg",
@@ -135,7 +135,7 @@ def _notes(inspection: Inspection) -> Iterator[str]:
         yield f"{number} parameters are frozen. They are equal on all clients, and sent anyway."
 
 
-@app.command(epilog="Example: fedbn-flwr partition --set partition=dirichlet --set num-clients=10 --out split.png")
+@app.add(BEFORE, "partition --set partition=dirichlet --set num-clients=10 --out split.png")
 def partition(
     config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,

@@ -25,6 +25,9 @@ from typer.models import TyperPath
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 
 __all__ = [
+    "AFTERWARDS",
+    "BEFORE",
+    "TRAIN",
     "Bar",
     "EngineChoice",
     "app",
@@ -41,6 +44,7 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+BEFORE, TRAIN, AFTERWARDS = "Before a run", "Train", "Afterwards"  # groups of commands in the help
 
 
 class _Command(TyperCommand):
@@ -57,16 +61,23 @@ class _Command(TyperCommand):
 
 
 class _App(typer.Typer):
-    """Typer whose commands are of this kind."""
+    """Typer whose commands are of this kind, in groups, each with an example."""
 
-    def command(self, name: str | None = None, **options: Any) -> Callable[[F], F]:
-        """Return the decorator of a command."""
-        return super().command(name, cls=_Command, **options)
+    def add(self, group: str, example: str, name: str | None = None) -> Callable[[F], F]:
+        """Return the decorator of a command.
+
+        Args:
+            group: its heading in the help.
+            example: what stands behind ``fedbn-flwr``.
+            name: the command, where it is not that of the function.
+        """
+        return self.command(name, cls=_Command, rich_help_panel=group, epilog=f"Example: fedbn-flwr {example}")
 
 
 app = _App(
     help="Batch Normalization in federated learning, on Flower.",
-    no_args_is_help=True,
+    epilog="fedbn-flwr run apps/main/recipes/fixbn.yaml --out runs/fixbn\n\nfedbn-flwr doctor runs/fixbn",
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -84,9 +95,12 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _of_all_commands(
+    ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
-    """See the help of ``app``."""
+    """See the help of ``app``, which the command alone prints."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
 
 
 EngineChoice = Literal["in-process", "simulation"]

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from fedbn_flwr.lab.cli.console import app, console, exit_codes, say
+from fedbn_flwr.lab.cli.console import AFTERWARDS, app, console, exit_codes, say
 
 PartChoice = Literal["train", "test", "all"]
 """The examples that ``evaluate`` uses: ``finished_runs.examples.DataPart``, without its import."""
 
 
-@app.command(epilog="Example: fedbn-flwr evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out usps")
+@app.add(AFTERWARDS, "evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out usps")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     dataset: Annotated[str, typer.Option(help="The data; `fedbn-flwr list datasets`.")],
@@ -56,7 +56,7 @@ def evaluate(
             say(f"results: {out.absolute()}")
 
 
-@app.command(epilog="Example: fedbn-flwr export runs/fedbn --client 2 --format onnx --fold-bn --out home/model.onnx")
+@app.add(AFTERWARDS, "export runs/fedbn --client 2 --format onnx --fold-bn --out home/model.onnx")
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of the run; on a remote site its config.yaml and model suffice.")],
     format: Annotated[Literal["torch", "torch-export", "onnx"], typer.Option(help="The file's format.")],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
-from fedbn_flwr.lab.cli.console import app, exit_codes, interrupt, say
+from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, interrupt, say
 
 if TYPE_CHECKING:
     from fedbn_flwr.doctor.findings import Diagnosis
@@ -20,7 +20,7 @@ _NOT_KNOWN = 3
 """The exit code of ``doctor --strict`` where nothing was found and a part was not measured."""
 
 
-@app.command(epilog="Example: fedbn-flwr report runs/digits --out digits.html")
+@app.add(AFTERWARDS, "report runs/digits --out digits.html")
 def report(
     folder: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="The --out of a run or a sweep.")],
     live: Annotated[bool, typer.Option("--live", help="Follow a running folder until it is finished.")] = False,
@@ -40,7 +40,7 @@ def report(
         say(f"report: {target.absolute()}")
 
 
-@app.command(epilog="Example: fedbn-flwr doctor runs/fedbn --out doctor")
+@app.add(AFTERWARDS, "doctor runs/fedbn --out doctor")
 def doctor(
     target: Annotated[str, typer.Argument(help="Folder of a run, file of a saved state, or name of a model.")],
     state: Annotated[Path | None, typer.Option(help="Saved state of the model: .safetensors, .pt, .pth, .npz.")] = None,

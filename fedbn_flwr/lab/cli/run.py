@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fedbn_flwr.errors import ConfigError, DivergedError
 from fedbn_flwr.lab.cli.console import (
+    TRAIN,
     EngineChoice,
     app,
     console,
@@ -24,7 +25,7 @@ from fedbn_flwr.lab.cli.console import (
 )
 
 
-@app.command(epilog="Example: fedbn-flwr run --set strategy=fedbn --set num-server-rounds=30 --out runs/fedbn")
+@app.add(TRAIN, "run --set strategy=fedbn --set num-server-rounds=30 --out runs/fedbn")
 def run(
     config: Annotated[Path | None, typer.Argument(help="YAML file of settings; without it, the defaults.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,

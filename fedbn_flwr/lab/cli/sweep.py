@@ -12,6 +12,7 @@ from rich.progress import Progress, Task, TaskID
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.cli.console import (
+    TRAIN,
     EngineChoice,
     app,
     bars,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from fedbn_flwr.lab.studies.study_checks import Selection
 
 
-@app.command(epilog="Example: fedbn-flwr sweep apps/main/recipes/demo.yaml --out runs/digits --parallel 2")
+@app.add(TRAIN, "sweep apps/main/recipes/demo.yaml --out runs/digits --parallel 2")
 def sweep(
     study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper, target, tune.")],
     out: Annotated[Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")],
