@@ -51,7 +51,8 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.transport import Barrier, Member
-from fedbn_flwr.transport.grpc_channel import ChannelReducer, ChannelServer
+from fedbn_flwr.transport.channel_server import ChannelServer
+from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
 LOOK = 0.5  # a SuperNode looks for its app's reply so often, in seconds
 POLL = 0.05  # FLWR_SUPEREXEC_TASK_POLL_INTERVAL of docker-compose.yml, in seconds

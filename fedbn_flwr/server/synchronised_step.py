@@ -26,7 +26,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.transport import Barrier, BarrierGrid, Member
-from fedbn_flwr.transport.grpc_channel import ChannelServer
+from fedbn_flwr.transport.channel_server import ChannelServer
 from fedbn_flwr.transport.polling_grid import Pauses, in_simulation, polls
 
 __all__ = ["Enough", "Limits", "StepResult", "send_until", "step_by_barrier", "step_by_channel", "with_config"]

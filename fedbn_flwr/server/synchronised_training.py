@@ -16,7 +16,7 @@ from fedbn_flwr.server.step_by_messages import step_by_messages
 from fedbn_flwr.server.synchronised_step import Limits, StepResult, step_by_barrier, step_by_channel, with_config
 from fedbn_flwr.server.travels import LinkSettings
 from fedbn_flwr.transport import BarrierGrid, Member
-from fedbn_flwr.transport.grpc_channel import ChannelServer
+from fedbn_flwr.transport.channel_server import ChannelServer
 
 if TYPE_CHECKING:  # a run has its link
     from fedbn_flwr.server.run import Run

@@ -1,7 +1,7 @@
 """A barrier that reduces: it collects a tensor from every client of a round and returns the answer to all of them.
 
-In process the clients' own threads wait here; with the gRPC channel threads of the server wait for them. For members in
-worker processes nobody waits: the answer is sent to them. A member that leaves, stalls or sends an unusable tensor is
+In process the clients' own threads wait here. For members behind the gRPC channel and in worker processes nobody waits:
+the answer is sent to them. A member that leaves, stalls or sends an unusable tensor is
 dropped, and the others repeat the step, so the step stays exact.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.sync import Combine, combine, exchange_bytes
-from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, FedBNError, coded, split_code
+from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, coded, split_code
 from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport.through_user_code import Dropped, Reducer, RetryStep
 
@@ -184,6 +184,8 @@ class Barrier:
     def _take(self, node_id: int, attempt: int, tag: str, tensor: Tensor) -> _Exchange:
         """Take a member's tensor, and return its exchange."""
         self._refuse_dropped(node_id)
+        if node_id in self._closed:  # nobody would answer: the others do not wait for it
+            raise Dropped(f"{self.members[node_id].name} sent exchange '{tag}' after the end of its step")
         exchange = self._exchange
         if attempt != exchange.attempt:
             raise RetryStep(f"attempt {attempt} is over; attempt {exchange.attempt} has begun")
@@ -294,7 +296,7 @@ class Barrier:
         tag, _ = exchange.sent[left[0]]
         try:
             exchange.answer = self._answer(tag, [exchange.sent[i][1] for i in left], weights)
-        except FedBNError as error:  # all members sent the same unusable tensor
+        except Exception as error:  # all members sent the same unusable tensor, of any kind
             self._drop(dict.fromkeys(left, f"sent what cannot be combined: {error}"))
             return
         self.exchanges += 1

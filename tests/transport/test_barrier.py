@@ -277,3 +277,23 @@ def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
         assert isinstance(elsewhere, EngineError)
     with pytest.raises(EngineError):
         local_reducer("a")
+
+
+def test_a_member_that_sends_after_the_end_of_its_step_is_told_so_and_does_not_wait(members) -> None:
+    barrier = Barrier(members(1, 1), timeout=3600)
+    outcomes = []
+    barrier.close(100)
+    barrier.send(100, 0, "mean/0", torch.ones(1), outcomes.append)
+    assert [type(outcome) for outcome in outcomes[0].values()] == [Dropped]
+    assert barrier.dropped == {}
+
+
+def test_arithmetic_that_fails_in_any_way_drops_the_members_that_sent(members) -> None:
+    def fails(*_: object) -> None:
+        raise IndexError("no such row")
+
+    barrier, outcomes = Barrier(members(1, 1), timeout=3600, answer=fails), {}
+    for node_id in (100, 101):
+        barrier.send(node_id, 0, "mean/0", torch.ones(1), outcomes.update)
+    assert [type(outcome) for outcome in outcomes.values()] == [Dropped, Dropped]
+    assert set(barrier.dropped) == {100, 101}

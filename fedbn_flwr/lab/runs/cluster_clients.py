@@ -25,7 +25,7 @@ from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.ray_cluster import Machine, machines, on_this_machine
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.training.settings import share_of
-from fedbn_flwr.transport.grpc_channel import is_loopback
+from fedbn_flwr.transport.channel_frame import is_loopback
 
 __all__ = ["check_cluster", "check_room", "cluster_client_app"]
 

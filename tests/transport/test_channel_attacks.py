@@ -1,0 +1,126 @@
+"""Attacks on the gRPC channel: while somebody holds as many calls as it can, the honest clients are served."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from fedbn_flwr.transport import Barrier, channel_server
+from fedbn_flwr.transport.channel_server import ChannelServer
+from fedbn_flwr.transport.grpc_channel import ChannelReducer
+
+CALL = "/fedbn.Channel/Call"
+MANY = 600  # more than a pool of threads that wait for bodies would have
+
+
+@pytest.fixture
+def server() -> Iterator[ChannelServer]:
+    server = ChannelServer("127.0.0.1:0")
+    yield server
+    server.close()
+
+
+Attack = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def attack() -> Iterator[Attack]:
+    """``attack(address, token, body, count)``: calls at once, without an end; a body that is None never comes."""
+    over = threading.Event()
+    channels = []
+
+    def bodies() -> Iterator[bytes]:
+        over.wait()
+        yield from ()
+
+    def start(address: str, token: str, body: bytes | None, count: int = MANY) -> list[Any]:
+        channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        channels.append(channel)
+        metadata = (("token", token),)
+        if body is None:
+            call = channel.stream_unary(CALL)
+            return [call.future(bodies(), metadata=metadata) for _ in range(count)]
+        call = channel.unary_unary(CALL)
+        return [call.future(body, metadata=metadata) for _ in range(count)]
+
+    yield start
+    over.set()
+    for channel in channels:
+        channel.close()
+
+
+def exchange(tag: str, *values: float) -> bytes:
+    text = json.dumps({"op": "reduce", "attempt": 0, "tag": tag, "dtype": "float32", "shape": [len(values)]}).encode()
+    return struct.pack(">I", len(text)) + text + torch.tensor(values).numpy().tobytes()
+
+
+def test_a_stranger_that_holds_calls_open_stalls_nobody(server, members, at_once, steps, attack) -> None:
+    barrier = Barrier(members(1, 3), timeout=10)
+    tokens = server.admit(barrier)
+    calls = attack(server.address, "no token", None)
+    honest = [ChannelReducer(server.address, token, b"", 10) for token in tokens.values()]
+    done = at_once(*(partial(steps, reducer, {"mean/0": torch.tensor([4.0 * i])}) for i, reducer in enumerate(honest)))
+    assert [answers["mean/0"].item() for answers, _, _ in done] == [3.0, 3.0]
+    assert barrier.dropped == {}
+    assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}, "refused without their bodies"
+
+
+@pytest.mark.parametrize("body", [None, exchange("mean/0", 1000.0)], ids=["no body", "an exchange"])
+def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_served(
+    server, members, at_once, steps, attack, body
+) -> None:
+    barrier = Barrier(members(1, 3, 1), timeout=10)
+    tokens = server.admit(barrier)
+    calls = attack(server.address, tokens[102], body)
+    honest = [ChannelReducer(server.address, tokens[i], b"", 10) for i in (100, 101)]
+    done = at_once(*(partial(steps, reducer, {"mean/0": torch.tensor([4.0 * i])}) for i, reducer in enumerate(honest)))
+    assert [answers["mean/0"].item() for answers, _, _ in done] == [3.0, 3.0], "without the caller's statistics"
+    assert list(barrier.dropped) == [102]
+    assert "while another of its calls was open" in barrier.dropped[102]
+    ended = threading.Semaphore(0)
+    for call in calls:
+        call.add_done_callback(lambda _: ended.release())
+    for _ in range(MANY - 1):  # one of those without a body stays open until its time is over
+        assert ended.acquire(timeout=20)
+    assert all(call.exception() or b'"dropped"' in call.result() for call in calls if call.done())
+
+
+def test_a_body_that_never_comes_drops_the_member(server, members, at_once, steps, attack, monkeypatch) -> None:
+    monkeypatch.setattr(channel_server, "BODY_SECONDS", 0.2)
+    barrier = Barrier(members(1, 3, 1), timeout=60)
+    tokens = server.admit(barrier)
+    held = attack(server.address, tokens[102], None, 1)  # without a reference gRPC ends the call
+    honest = [ChannelReducer(server.address, tokens[i], b"", 10) for i in (100, 101)]
+    done = at_once(*(partial(steps, reducer, {"mean/0": torch.tensor([4.0 * i])}) for i, reducer in enumerate(honest)))
+    assert [answers["mean/0"].item() for answers, _, _ in done] == [3.0, 3.0]
+    assert barrier.dropped == {102: "sent no body of a call within 0.2 s"}
+    assert held[0].code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_any_number_of_clients_waits_for_one_another(server, members) -> None:
+    """Each client that waits holds no thread of the server."""
+    tokens = server.admit(Barrier(members(*[1] * MANY), timeout=60))
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary(CALL)
+        sent = [
+            call.future(exchange("mean/0", 2.0 * i), metadata=(("token", token),))
+            for i, token in enumerate(tokens.values())
+        ]
+        answers = {waiting.result(timeout=20)[-4:] for waiting in sent}
+    assert answers == {torch.tensor(MANY - 1.0).numpy().tobytes()}
+
+
+def test_a_stranger_is_named_in_the_log_and_does_not_fill_it(server, attack, caplog) -> None:
+    calls = attack(server.address, "no token", None)
+    assert all(call.exception(timeout=20) for call in calls)
+    said = [record.getMessage() for record in caplog.records if "without a valid token" in record.getMessage()]
+    assert [text.partition(" call")[0].split()[-1] for text in said] == ["1", "10", "100"]
+    assert all(text.endswith("from ipv4:127.0.0.1") for text in said)

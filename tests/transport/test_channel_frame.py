@@ -1,0 +1,126 @@
+"""Frames of the gRPC channel: what a member may send, and that nothing else than a refusal comes of the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.transport import Barrier, RetryStep
+from fedbn_flwr.transport.barrier import Outcome
+from fedbn_flwr.transport.channel_frame import Call, Reply, pack, unpack
+from fedbn_flwr.transport.channel_server import answer
+from fedbn_flwr.transport.grpc_channel import ChannelReducer
+
+PATIENCE = 20
+
+
+def frame(header: object, body: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(4, "big") + text + body
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+)
+
+
+def mostly(*usual: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from(usual) | anything
+
+
+headers = st.fixed_dictionaries(
+    {},
+    optional={
+        "op": mostly("reduce", "begin", "close"),
+        "attempt": mostly(0, 1, math.inf, -1, 2**31),
+        "tag": mostly("mean/0", "gradients/1/a", "mean/\ud800", "moments/0"),
+        "dtype": mostly("float32", "float64", "int64", "object"),
+        "shape": mostly([2], [3, 1], [-1], [0], [2**62, 0]),
+        "more": anything,
+    },
+)
+whole = st.builds(frame, headers, st.binary(max_size=32) | st.just(bytes(8)) | st.just(b"\xff" * 8))
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    data = bytearray(pack(Call(op="reduce", tag="mean/0"), torch.ones(2)))
+    for _ in range(draw(st.integers(0, 3))):
+        data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
+    return bytes(data[: draw(st.integers(0, len(data)))])
+
+
+frames = st.binary(max_size=64) | whole | damaged()
+
+
+@pytest.mark.parametrize("number", [300, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(members, number: int) -> None:
+    """The two other members wait: after any frame they have their answer, or try again without the sender."""
+
+    @settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(frames)
+    def hold(data: bytes) -> None:
+        barrier = Barrier(members(1, 1, 1), timeout=3600)
+        others: dict[int, Outcome] = {}
+
+        def then(outcomes: Mapping[int, Outcome]) -> None:
+            others.update(outcomes)
+
+        for node_id in (100, 101):
+            barrier.send(node_id, 0, "mean/0", torch.ones(2), then)
+        try:
+            reply, _ = unpack(Reply, loop.run_until_complete(asyncio.wait_for(answer(barrier, 102, data), PATIENCE)))
+        except ValueError:
+            assert list(barrier.dropped) == [102], "at once"
+            assert all(isinstance(outcome, RetryStep) for outcome in others.values())
+            assert others.keys() == {100, 101}
+            return
+        call, _ = unpack(Call, data)
+        late = call.op == "begin" or reply.status == "retry"  # it may still send
+        assert late or others.keys() == {100, 101}
+
+    loop = asyncio.new_event_loop()
+    hold()
+    loop.close()
+
+
+@pytest.mark.parametrize("kind", [Call, Reply])
+def test_reading_raises_nothing_but_value_errors(kind) -> None:
+    @settings(max_examples=300, deadline=None, database=None)
+    @given(frames)
+    def hold(data: bytes) -> None:
+        text = ""
+        try:
+            unpack(kind, data)
+        except ValueError as error:
+            text = str(error)
+        assert text.isprintable(), "it goes into logs"
+
+    hold()
+
+
+def test_a_reply_that_cannot_be_read_is_an_error_of_the_channel(monkeypatch) -> None:
+    reducer = ChannelReducer("127.0.0.1:1", "token", b"", 10)
+    monkeypatch.setattr(reducer, "_call", lambda *args, **kwargs: b"\x00\x00\x00\x02[]")
+    with pytest.raises(EngineError, match="cannot be read"):
+        reducer.begin()
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.randn(3), torch.randn(2, 5, dtype=torch.float64), torch.arange(6), torch.ones(0)]
+)
+def test_a_tensor_comes_back_to_the_bit(tensor) -> None:
+    header, back = unpack(Call, pack(Call(op="reduce", attempt=3, tag="moments/2/layer1.0.bn"), tensor))
+    assert (header.op, header.attempt, header.tag) == ("reduce", 3, "moments/2/layer1.0.bn")
+    assert back.dtype == tensor.dtype
+    assert torch.equal(back, tensor)
