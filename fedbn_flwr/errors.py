@@ -13,8 +13,10 @@ from contextlib import ContextDecorator, contextmanager
 from typing import Any
 
 __all__ = [
+    "ABOUT_THE_RUN",
     "MOD_ON_QUERIES",
     "MOD_RAISED",
+    "NOT_ALLOWED",
     "NOT_FINITE",
     "TOO_FEW_LEFT",
     "ClientPartError",
@@ -41,6 +43,10 @@ __all__ = [
 
 NOT_FINITE = "not-finite"
 """The code of a value that is NaN or infinite."""
+NOT_ALLOWED = "not-allowed"
+"""The code of a path or a module of a run's config that a node does not allow."""
+ABOUT_THE_RUN = "about-the-run"
+"""The code of an error of a node's data whose text is about the run's config, and has nothing of the data."""
 TOO_FEW_LEFT = "too-few-left"
 """The code of a synchronised step that has lost too many clients."""
 MOD_RAISED = "mod-raised"

@@ -73,6 +73,7 @@ def client_app(
     train_mods: Sequence[Mod] = (),
     *,
     num_examples: Callable[[Context], int] | None = None,
+    reason: Callable[[Exception, Context], str] | None = None,
 ) -> ClientApp:
     """Return a ``ClientApp`` for the Message API, made from a function that returns a ``NumPyClient``.
 
@@ -90,6 +91,7 @@ def client_app(
         num_examples: returns the number of a node's training examples, as its client would report it. ``InProcessGrid``
             then sends no query, which takes a message and a client for each node.
             Not used with ``mods``, or by methods that synchronise the clients' steps.
+        reason: returns what the server is told of an error of a node's data; default: the error's text.
 
     Raises:
         ConfigError: a mod stands in place of a list of mods.
@@ -97,7 +99,7 @@ def client_app(
     for name, given in (("mods", mods), ("train_mods", train_mods)):
         if callable(given):
             raise ConfigError(f"{name}={given!r:.80} is one mod, and client_app takes a list: write {name}=[...]")
-    answers = _ClientMessages(client_fn)
+    answers = _ClientMessages(client_fn, reason or _text)
     every = [masked_update, clipped_update, seeded_client, *mods]
     app = RepeatableApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
     app.train(mods=list(train_mods))(answers.train)
@@ -112,8 +114,8 @@ def client_app(
 class _ClientMessages:
     """The answers to each kind of message, by the client that ``client_fn`` returns for it."""
 
-    def __init__(self, client_fn: Callable[[Context], Any]) -> None:
-        self._client_fn = client_fn
+    def __init__(self, client_fn: Callable[[Context], Any], reason: Callable[[Exception, Context], str]) -> None:
+        self._client_fn, self._reason = client_fn, reason
 
     def _client(self, context: Context) -> NumPyClient:
         client = self._client_fn(context)
@@ -146,7 +148,7 @@ class _ClientMessages:
         try:
             properties = self._client(context).get_properties(merged_config(message))
         except (DataError, NormLayerError) as error:  # an answer: the server reports it and goes on with the others
-            properties, info = {NUM_EXAMPLES: 0}, {UNUSABLE: str(error)}
+            properties, info = {NUM_EXAMPLES: 0}, {UNUSABLE: self._reason(error, context)}
         node: dict[str, Any] = {PARTITION_ID: partition_of(context), NUM_PARTITIONS: num_partitions_of(context)}
         properties = {**node, **properties}
         if DATA_REPORT in properties:
@@ -176,7 +178,7 @@ class _ClientMessages:
                 raise DataError(f"its client is a {type(client).__name__}; fedbn_flwr.TorchClient needed")
             content[MOMENTS] = to_record(to_state(vars(client.input_moments())))
         except DataError as error:  # an answer, as to the query
-            info[UNUSABLE] = str(error)
+            info[UNUSABLE] = self._reason(error, context)
         return Message(content, reply_to=message)
 
 
@@ -184,6 +186,10 @@ class _ClientMessages:
 def seeded_client(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Let what the client draws repeat: a Flower mod."""
     return call_next(message, context)
+
+
+def _text(error: Exception, _: Context) -> str:
+    return str(error)
 
 
 def _only_reads(method: Callable[..., Any], ours: Callable[..., Any]) -> bool:

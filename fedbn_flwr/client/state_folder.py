@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from flwr.app import Context
 
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
+from fedbn_flwr.client.permissions import check_path
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.protocol import STATE_DIR, Continuity
 
@@ -34,11 +35,14 @@ def state_dir(context: Context, of_run: str | None = None) -> Path | None:
         of_run: the run's folder; None = the one that the run config names.
 
     Raises:
-        ConfigError: the path is not absolute.
+        ConfigError: the path is not absolute, or it is the run's and the node does not allow it.
     """
     if of_run is None:
         of_run = str(context.run_config.get(STATE_DIR, ""))
-    named = os.path.expanduser(str(context.node_config.get(STATE_DIR, "")) or of_run)
+    own = str(context.node_config.get(STATE_DIR, ""))
+    if of_run and not own:
+        check_path(context, STATE_DIR, of_run)
+    named = os.path.expanduser(own or of_run)
     if named and not Path(named).is_absolute():
         raise ConfigError(f"state-dir={named!r} is relative; write an absolute path")
     return Path(named) if named else None

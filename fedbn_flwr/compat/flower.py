@@ -48,6 +48,7 @@ __all__ = [
     "lacks_function",
     "later_mods",
     "log_start",
+    "on_network_node",
     "readdressed",
     "retry_http_500",
     "set_message_id",
@@ -91,6 +92,14 @@ def identify_process(run_id: int) -> None:
         _ = TaskIdentity.run_id
     except RuntimeError:
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run_id, SUPERLINK_NODE_ID
+
+
+def on_network_node() -> bool:
+    """Return whether this process works for a SuperNode: it was given that node's identity, which no other one has."""
+    try:
+        return TaskIdentity.node_id != SUPERLINK_NODE_ID
+    except RuntimeError:  # it has none, as in simulation
+        return False
 
 
 def is_simulation_grid(grid: Grid) -> bool:

@@ -172,8 +172,19 @@ STATE_DIR = Key("state-dir", "str: absolute folder of the kept state", "node con
 DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
 REPORT_DATA = Key("report-data", "bool: the server may have the data report", "node config", "client")
 DATA_CLASSES = Key("data-classes", "str, comma list: classes of the node's own data", "node config", "client")
+ALLOW_PATHS = Key("allow-paths", "str, comma list: folders whose paths a run may name", "node config", "client")
+ALLOW_MODULES = Key("allow-modules", "str, comma list: modules that a run may name", "node config", "client")
 
-NODE_KEYS = (PARTITION_ID, NUM_PARTITIONS, STATE_DIR, DATA_PATH, REPORT_DATA, DATA_CLASSES)
+NODE_KEYS = (
+    PARTITION_ID,
+    NUM_PARTITIONS,
+    STATE_DIR,
+    DATA_PATH,
+    REPORT_DATA,
+    DATA_CLASSES,
+    ALLOW_PATHS,
+    ALLOW_MODULES,
+)
 """Keys of a node's config that the default app knows."""
 
 # --- Context.state ----------------------------------------------------------------------------------------------------

@@ -118,6 +118,18 @@ def test_identify_process(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
         assert seam.TaskIdentity.run_id == 5
 
 
+def test_on_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    todo = f"find what a process of flwr-clientapp alone knows of itself, and let on_network_node in {SEAM} ask that."
+    with canary("flwr-clientapp notes the node's id in TaskIdentity, and simulation does not", todo):
+        clientapp = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+        assert "TaskIdentity.node_id = res.context.node_id" in inspect.getsource(clientapp)
+        actor = importlib.import_module("flwr.simulation.ray_transport.ray_actor")
+        assert "TaskIdentity" not in inspect.getsource(actor)
+        for node_id, on_node in ((None, False), (seam.SUPERLINK_NODE_ID, False), (7, True)):
+            monkeypatch.setattr(seam.TaskIdentity, "_node_id", node_id)
+            assert seam.on_network_node() is on_node
+
+
 def check_grid(function: Callable[[Any], bool], engine: str, name: str, other: str) -> None:
     """The engine makes its grid with the class of that name, which the function knows; the other class is another."""
     todo = f"find the class of the grid that {engine} gives a ServerApp, and name it in {function.__name__} in {SEAM}."

@@ -43,9 +43,9 @@ headers = st.fixed_dictionaries(
     optional={
         "op": mostly("reduce", "begin", "close"),
         "attempt": mostly(0, 1, math.inf, -1, 2**31),
-        "tag": mostly("mean/0", "gradients/1/a", "mean/\ud800", "moments/0"),
+        "tag": mostly("mean/0", "gradients/1/a", "mean/\ud800", "moments/0", "variance/0"),
         "dtype": mostly("float32", "float64", "int64", "object"),
-        "shape": mostly([2], [3, 1], [-1], [0], [2**62, 0]),
+        "shape": mostly([2], [3, 1], [-1], [0], [], [2**62, 0]),
         "more": anything,
     },
 )

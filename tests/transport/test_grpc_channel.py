@@ -113,6 +113,7 @@ GARBAGE = [
     ),
     frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "float32", "shape": [10**30, 0]}),
     frame({"op": "reduce", "attempt": 0, "tag": "mean/0", "dtype": "float32", "shape": [True]}, b"1234"),
+    frame({"op": "reduce", "attempt": 0, "tag": "variance/0", "dtype": "float32", "shape": []}, b"1234"),
     frame({"op": "reduce", "attempt": 0, "tag": "mean/0"}),
     frame({"op": "reduce", "attempt": 0, "tag": "mean/0"}, b"1234"),
     frame({"op": "begin", "dtype": "float32", "shape": [1]}, b"1234"),

@@ -21,7 +21,7 @@ from fedbn_flwr.lab.deployment.compose import given_variables
 from fedbn_flwr.lab.deployment.compose_nodes import write_for_nodes
 from fedbn_flwr.lab.deployment.federation import Federation
 from fedbn_flwr.lab.deployment.layout import Layout
-from fedbn_flwr.lab.deployment.runs import nodes_online, run_app, stop_run, unfinished_runs
+from fedbn_flwr.lab.deployment.runs import Outcome, follow_run, nodes_online, run_app, stop_run, unfinished_runs
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 Folder = Annotated[Path, typer.Option(help="state, logs and certificates of the federation")]
@@ -139,6 +139,22 @@ def run(
         for run_id in unfinished_runs(layout):
             typer.echo(f"run {run_id} goes on; `make federation-stop` ends it")
         raise typer.Exit(130) from None
+    _end(outcome)
+
+
+@app.command("flwr-run", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def flwr_run(context: typer.Context, application: str, connection: str) -> None:
+    """Do ``flwr run``; exit with code 1 unless the run completes: the service ``cli``."""
+    try:
+        outcome = follow_run([application, connection, *context.args], os.environ, on_line=typer.echo)
+    except KeyboardInterrupt:
+        typer.echo(f"the run goes on; `flwr stop RUN_ID {connection}` ends it")
+        raise typer.Exit(130) from None
+    _end(outcome)
+
+
+def _end(outcome: Outcome) -> None:
+    """Say how a run ended; exit with code 1 unless it completed."""
     typer.echo(f"run {outcome.run_id}: {outcome.status}")
     if not outcome.completed:
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ from fedbn_flwr.engines.flower_run import Scalar, flower_runs, stream, toml_pair
 from fedbn_flwr.errors import EngineError, unknown_name
 from fedbn_flwr.lab.deployment.layout import Layout
 
-__all__ = ["Outcome", "nodes_online", "run_app", "stop_run", "unfinished_runs"]
+__all__ = ["Outcome", "follow_run", "nodes_online", "run_app", "stop_run", "unfinished_runs"]
 
 _AWAY_SECONDS = 60.0  # Flower fails a run if the SuperLink is away for longer
 _STARTED = re.compile(r"started run (\d+)")
@@ -75,12 +75,36 @@ def run_app(
     """
     _check_keys(app or layout.definition.parent, run_config)
     environment, prefix = _cli(layout)
-    command = list(layout.services()["cli"].command)
+    words = list(layout.services()["cli"].command)
+    last = "flwr-run" if "flwr-run" in words else "run"  # the latter in a compose file of an earlier version
+    words = words[words.index(last) + 1 :]
     if app:
-        command = [*prefix, "flwr", "run", str(app), _CONNECTION, "--stream"]
+        words = [str(app), _CONNECTION, "--stream"]
     if run_config:
-        command += ["--run-config", run_config if isinstance(run_config, str) else toml_pairs(run_config)]
-    before = {run["run-id"] for run in flower_runs(environment, _CONNECTION, prefix)}
+        words += ["--run-config", run_config if isinstance(run_config, str) else toml_pairs(run_config)]
+    return follow_run(words, environment, prefix, on_line)
+
+
+def follow_run(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    prefix: Sequence[str] = (),
+    on_line: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Do ``flwr run APP CONNECTION ...`` with these words, and wait for the run's end: Flower itself exits with 0.
+
+    Args:
+        words: what follows ``flwr run``; the second one is the connection.
+        environment: of the command.
+        prefix: words before the command.
+        on_line: called with each line of the run's log.
+
+    Raises:
+        EngineError: Flower refused the run, or the SuperLink went away.
+    """
+    connection = words[1]
+    command = [*prefix, "flwr", "run", *words]
+    before = {run["run-id"] for run in flower_runs(environment, connection, prefix)}
     started: list[str] = []  # the id of the run, once Flower has given it
 
     def note(line: str) -> None:
@@ -93,7 +117,7 @@ def run_app(
     last_seen = time.monotonic()
     while True:
         try:
-            new = [run for run in flower_runs(environment, _CONNECTION, prefix) if run["run-id"] not in before]
+            new = [run for run in flower_runs(environment, connection, prefix) if run["run-id"] not in before]
             last_seen = time.monotonic()
         except EngineError:
             if time.monotonic() > last_seen + _AWAY_SECONDS:

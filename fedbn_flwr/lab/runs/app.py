@@ -12,10 +12,11 @@ from fedbn_flwr.client import client_app as make_client_app
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.node import client_fn
+from fedbn_flwr.lab.runs.node_guard import guarded, reason
 
 __all__ = ["client_app", "server_app"]
 
-client_app = make_client_app(client_fn)
+client_app = make_client_app(client_fn, mods=[guarded], reason=reason)
 server_app = ServerApp()
 
 

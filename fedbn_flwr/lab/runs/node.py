@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, Context
 from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import OpenFolder, state_dir
 from fedbn_flwr.client.torch_client import TorchClient
-from fedbn_flwr.errors import ConfigError, DataError, unknown_name
+from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
 from fedbn_flwr.lab.data import Scale, Subset, is_own, listed, load_local_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import (
@@ -129,7 +129,8 @@ class RunClients:
             if config.data_on_nodes() and shared:
                 raise DataError(
                     f"eval-on={','.join(sorted(shared))} needs a test set that all nodes hold; a node with a data-path "
-                    "has the test set own alone. Use eval-on=personal-own."
+                    "has the test set own alone. Use eval-on=personal-own.",
+                    code=ABOUT_THE_RUN,
                 )
             split, client = _own_data(config, context)[0], 0
             tests = {"own": split.test_view(0)}

@@ -119,7 +119,10 @@ def test_nodes_that_are_not_in_the_file_are_copies_of_its_first(layout: Layout, 
     for n in range(1, 6):
         node, executor = services[f"supernode-{n}"], services[f"superexec-clientapp-{n}"]
         own = layout.state(executor.name) / "state" / "parts"
-        assert node.command[-1] == f"partition-id={n - 1} num-partitions=5 state-dir='{own}'"
+        assert (
+            node.command[-1]
+            == f"partition-id={n - 1} num-partitions=5 state-dir='{own}' allow-paths='{ROOT}/data/node-{n}'"
+        )
         assert f"--auth-supernode-private-key={tmp_path}/certs/node-{n}/node.key" in node.command
         assert f"--host={layout.addresses[node.name]}" in node.command
         assert f"--runtime-api-address={layout.addresses[node.name]}:9094" in executor.command
@@ -150,10 +153,10 @@ def test_variables_of_a_node_mean_the_same_as_under_compose(layout: Layout) -> N
     parts = [given.state(f"superexec-clientapp-{n}") / "state" for n in range(1, 6)]
     assert configs == [
         f"partition-id=7 data-path='/srv/one/x.npz' state-dir='{parts[0]}/mine'",
-        f"partition-id=1 num-partitions=5 state-dir='{parts[1]}/parts'",
-        f"partition-id=2 num-partitions=5 state-dir='{parts[2]}/parts'",
+        f"partition-id=1 num-partitions=5 state-dir='{parts[1]}/parts' allow-paths='{ROOT}/data/node-2'",
+        f"partition-id=2 num-partitions=5 state-dir='{parts[2]}/parts' allow-paths='{ROOT}/data/node-3'",
         f'partition-id=8 data-path="{ROOT}/four" data-classes="a,b"',
-        f"partition-id=4 num-partitions=5 state-dir='{parts[4]}/parts'",
+        f"partition-id=4 num-partitions=5 state-dir='{parts[4]}/parts' allow-paths='{ROOT}/data/node-5'",
     ]
     mounts = [services[f"superexec-clientapp-{n}"].mounts["/data"] for n in range(1, 6)]
     assert mounts == ["/srv/one", *(f"{ROOT}/data/node-{n}" for n in (2, 3)), f"{ROOT}/four", f"{ROOT}/data/node-5"]

@@ -19,7 +19,7 @@ from fedbn_flwr.lab.deployment import runs as flower
 ROOT = Path(__file__).parents[3]
 LAYOUT: Any = SimpleNamespace(
     definition=ROOT / "docker-compose.yml",
-    services=lambda: {"cli": SimpleNamespace(command=["flwr", "run"])},
+    services=lambda: {"cli": SimpleNamespace(command=["flwr-run", "/app", "federation"])},
     environment=lambda service: {},
     prefixes={},
     num_nodes=3,

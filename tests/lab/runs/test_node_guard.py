@@ -1,0 +1,163 @@
+"""What a server can make a node of the default app do: what the run's config names, and what errors tell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedbn_flwr.app import client_app
+from fedbn_flwr.compat.flower import identify_process
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.messages.protocol import INFO, NUM_EXAMPLES, UNUSABLE
+
+SECRET = "Mueller_1961"
+DEFAULTS = {key: value for key, value in Config.make({}).to_mapping().items() if value != ""}
+SHARE = {"partition-id": 0, "num-partitions": 2}
+_OPENED: list[str] = []
+_WATCHING: list[bool] = []
+
+
+def _audit(event: str, values: tuple[Any, ...]) -> None:
+    if _WATCHING and event in ("open", "import", "os.listdir", "os.scandir", "os.mkdir"):
+        _OPENED.append(str(values[0]))
+
+
+sys.addaudithook(_audit)  # stays, and does nothing after the test
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[str], bool]]:
+    """``opened(part)``: whether a path or a module with this part in its name was opened since the test began."""
+    _OPENED.clear()
+    _WATCHING.append(True)
+    yield lambda part: any(part in name for name in _OPENED)
+    _WATCHING.clear()
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is one that a SuperNode has started."""
+    identify_process(1)
+    monkeypatch.setattr(TaskIdentity, "_node_id", 7)
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret.csv"
+    path.write_text(f"{SECRET},y\n1,2\n")
+    return path
+
+
+def ask(run: dict[str, Any], node: dict[str, Any], kind: str = "query") -> RecordDict:
+    """Return the node's answer to a message of this kind."""
+    context = Context(run_id=1, node_id=7, node_config=node, state=RecordDict(), run_config={**DEFAULTS, **run})
+    reply = client_app(Message(RecordDict(), dst_node_id=7, message_type=kind), context)
+    assert not reply.has_error()
+    return reply.content
+
+
+def examples(content: RecordDict) -> int:
+    return next(int(record[NUM_EXAMPLES]) for record in content.values() if NUM_EXAMPLES in record)
+
+
+def asks_for(path: Path) -> dict[str, dict[str, Any]]:
+    """Return run configs that name a path."""
+    return {
+        "dataset": {"dataset": f"csv:{path}", "label-column": "y", "task": "regression", "partition": "iid"},
+        "folder": {"dataset": f"folder:{path.parent}"},
+        "hub": {"dataset": f"hf:{path.parent}"},
+        "data-dir": {"dataset": "mnist", "data-dir": str(path.parent)},
+        "state-dir": {"state-dir": str(path.parent / "new")},
+        "out": {"state-dir": "out", "out": str(path.parent / "new")},
+    }
+
+
+@pytest.mark.parametrize("name", asks_for(Path()))
+@pytest.mark.parametrize("node", [SHARE, {"partition-id": 0, "data-path": "/srv/own.csv"}], ids=["share", "own data"])
+def test_a_path_of_the_run_is_not_opened_unless_the_node_allows_it(network, secret, opened, name, node) -> None:
+    with pytest.raises(ConfigError, match="allow-paths") as error:
+        ask(asks_for(secret)[name], node)
+    assert SECRET not in str(error.value)
+    assert not opened(str(secret.parent))
+    assert not (secret.parent / "new").exists()
+    with pytest.raises(ConfigError, match="allow-paths"):
+        ask(asks_for(secret)[name], {**node, "allow-paths": f"/srv,{secret.parent}x"})
+
+
+def test_a_module_of_the_run_is_not_imported_unless_the_node_allows_it(network, tmp_path, monkeypatch) -> None:
+    (tmp_path / "sly_models.py").write_text("from torch import nn\ndef net(num_classes): return nn.Linear(1, 1)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = {"model": "sly_models:net"}
+    for node in (SHARE, {**SHARE, "allow-modules": "sly,sly_models.inner"}):
+        with pytest.raises(ConfigError, match="allow-modules"):
+            ask(run, node)
+    assert "sly_models" not in sys.modules
+    assert examples(ask(run, {**SHARE, "allow-modules": "other,sly_models"})) > 0
+
+
+def test_a_node_that_allows_a_folder_opens_what_is_in_it_and_follows_no_link_out_of_it(network, secret) -> None:
+    inside = secret.parent / "inside"
+    inside.mkdir()
+    (inside / "table.csv").write_text("x,y\n" + "\n".join(f"{n},{n}" for n in range(40)))
+    (inside / "link.csv").symlink_to(secret)
+    node = {**SHARE, "allow-paths": f"/srv,{inside}"}
+    assert examples(ask(asks_for(inside / "table.csv")["dataset"], node)) > 0
+    with pytest.raises(ConfigError, match="allow-paths"):
+        ask(asks_for(inside / "link.csv")["dataset"], node)
+    with pytest.raises(ConfigError, match="allow-paths"):
+        ask(asks_for(inside / ".." / "secret.csv")["dataset"], node)
+
+
+def test_a_nodes_own_folder_wins_over_that_of_the_run(network, secret) -> None:
+    run = {"state-dir": str(secret.parent / "new")}
+    assert examples(ask(run, {**SHARE, "state-dir": str(secret.parent / "mine")})) > 0
+
+
+def test_on_one_machine_everything_is_open_unless_a_node_says_otherwise(secret) -> None:
+    identify_process(1)
+    run = {"state-dir": str(secret.parent / "new")}
+    assert examples(ask(run, SHARE)) > 0
+    with pytest.raises(ConfigError, match="allow-paths"):
+        ask(run, {**SHARE, "allow-paths": ""})
+
+
+OWN = {"dataset": "csv:", "label-column": "wanted", "feature-columns": "x", "task": "regression", "model": "mlp"}
+OWN |= {"standardise": "local"}
+
+
+def test_an_error_says_nothing_of_a_files_content(network, secret, caplog) -> None:
+    node = {"partition-id": 0, "data-path": str(secret)}
+    content = ask(OWN, node)
+    told = str(content[INFO][UNUSABLE])
+    assert SECRET not in told
+    assert "DataError" in told
+    assert "report-data=true" in told
+    assert SECRET in caplog.text, "the node's log has it"
+    assert SECRET in str(ask(OWN, {**node, "report-data": True})[INFO][UNUSABLE])
+
+
+def test_an_error_of_any_kind_says_nothing_of_a_files_content(network, secret, monkeypatch) -> None:
+    def breaks(*_: Any, **__: Any) -> None:
+        raise KeyError(secret.read_text())
+
+    monkeypatch.setattr("fedbn_flwr.lab.runs.node.load_data", breaks)
+    node = {"partition-id": 0, "data-path": str(secret)}
+    run = {**OWN, "label-column": "y", "feature-columns": SECRET}
+    with pytest.raises(Exception, match="KeyError") as error:
+        ask(run, node)
+    assert SECRET not in str(error.value)
+    with pytest.raises(KeyError, match=SECRET):
+        ask(run, {**node, "report-data": True})
+
+
+def test_what_is_wrong_with_the_run_itself_is_told(network, secret) -> None:
+    run = {**OWN, "label-column": "y", "eval-on": "personal-global"}
+    content = ask(run, {"partition-id": 0, "data-path": str(secret)})
+    assert "personal-own" in str(content[INFO][UNUSABLE])
