@@ -131,6 +131,11 @@ class ClientLevelDP(Protection):
                 "dp-sampling=secret: a client's first message is larger than the next ones, so traffic tells who was "
                 "drawn before; use dp-sampling=known"
             )
+        if self.secret_sampling and (kept := methods.params.cohort_rounds) > 1:
+            problems.append(
+                f"dp-sampling=secret counts on a new draw in each round, and cohort-rounds={kept} keeps the clients: "
+                "leave it out, or use dp-sampling=known"
+            )
         if problems:
             subject = f"strategy {methods.name!r} with dp={self.settings.dp}"
             raise ConfigError("\n".join(f"{subject}: {what}" for what in problems))

@@ -80,7 +80,7 @@ from fedbn_flwr.server.synchronised_step import Limits, with_config
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.polling_grid import polling
 
-__all__ = ["MaskSettings", "MaskedSums", "beside_sums", "refusals"]
+__all__ = ["MaskSettings", "MaskedSums", "beside_sums", "changing_sums", "refusals"]
 
 logger = logging.getLogger("flwr")
 
@@ -114,6 +114,25 @@ def refusals(methods: Methods) -> list[str]:
             named = f" ({beside.key!r} in the reply)" if beside.key else ""
             lines.append(f"strategy {methods.name!r} with masked-sums=true: {beside.text}{named}")
     return lines
+
+
+def changing_sums(asked: int, able: int, cohort_rounds: int, num_rounds: int | None) -> str:
+    """Return the warning of sums whose clients change: they tell of single clients; "" where they do not change.
+
+    Args:
+        asked: clients of a round.
+        able: clients that could train.
+        cohort_rounds: rounds in a row with the same clients.
+        num_rounds: rounds of the run; None = not known.
+    """
+    if asked >= able or (num_rounds is not None and num_rounds <= cohort_rounds):
+        return ""
+    return (
+        f"masked-sums=true with {asked} of {able} clients in a round: the sums of changing clients are equations from "
+        "which the server can solve what stays the same of a single client, such as its class mix. Masks do not hide "
+        f"that. Use fraction-train=1, cohort-rounds={num_rounds or 'ROUNDS'} (the same clients in all rounds), or "
+        "noise (dp=client)."
+    )
 
 
 class RepeatedSums:
@@ -164,6 +183,7 @@ class MaskedSums(Protection):
         self._terms: Terms | None = None
         self._masks: MaskedRound | None = None
         self._training, self._statistics, self._fresh = RepeatedSums(), RepeatedSums(), 0
+        self._warned = False
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
         """Check that the method needs sums alone.
@@ -181,6 +201,7 @@ class MaskedSums(Protection):
             raise ConfigError("\n".join(problems))
         self._terms = self._masks = None
         self._training, self._statistics, self._fresh = RepeatedSums(), RepeatedSums(), 0
+        self._warned = False
         self._inner.begin(methods, weighted_by_key)
 
     def admits(self, run: Run, asked: int) -> bool:
@@ -200,9 +221,17 @@ class MaskedSums(Protection):
             ClientPartError: no client has the mod.
             ConfigError: all clients would repeat what they sent before.
         """
+        self._warn_of_changes(run, len(messages))
         weights = _weights(run, run.before)
         known = [sums.begin(weights) for sums in (self._training, self._statistics)]
         return self._agreed(run, messages, grid, timeout, any(known))
+
+    def _warn_of_changes(self, run: Run, asked: int) -> None:
+        """Warn once if the clients of the sums change."""
+        text = changing_sums(asked, run.num_able, run.methods.params.cohort_rounds, run.num_rounds)
+        if text and not self._warned:
+            logger.warning("%s", text)
+        self._warned = self._warned or bool(text)
 
     def open_statistics(
         self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, before: State

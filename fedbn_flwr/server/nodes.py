@@ -25,7 +25,7 @@ from fedbn_flwr.errors import (
     split_code,
 )
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
-from fedbn_flwr.seeds import numpy_generator
+from fedbn_flwr.seeds import derive_seed, numpy_generator
 from fedbn_flwr.server.failures import MOD_ORDER
 from fedbn_flwr.transport.polling_grid import ImmediateGrid
 
@@ -149,6 +149,15 @@ class NodeRegistry:
             return nodes
         drawn = numpy_generator(self._seed, f"sample-{purpose}", server_round).choice(len(nodes), count, replace=False)
         return [nodes[i] for i in sorted(drawn)]
+
+    def cohort(self, nodes: list[Node], count: int, number: int) -> list[Node]:
+        """Return ``count`` of the nodes in the same order: the first of an order that the cohort of this number has.
+
+        A node has its place in that order whoever else is there: where one is lost, the others of the cohort stay.
+        """
+        first = sorted(nodes, key=lambda node: derive_seed(self._seed, "cohort", number, node.label))[:count]
+        chosen = {node.node_id for node in first}
+        return [node for node in nodes if node.node_id in chosen]
 
     def node(self, node_id: int) -> Node:
         """Return the node; an unknown id has empty metadata."""

@@ -83,6 +83,13 @@ class Params(Settings):
         "training does not use them. eval-on=recalibrated tests with them, but saves the model as trained",
     )
     min_replies: int = setting(1, "with fewer usable replies a round keeps the previous model", "rounds", ge=1)
+    cohort_rounds: int = setting(
+        1,
+        "rounds in a row that train with the same clients, where fraction-train is below 1: with masked-sums, sums "
+        "over changing clients tell of single ones. A client that is lost is replaced, the others stay",
+        "rounds",
+        ge=1,
+    )
     eval_every: int = setting(1, "evaluate after every so many rounds, and after the last", "rounds", ge=1)
     eval_on: str = setting(
         "",

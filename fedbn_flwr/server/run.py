@@ -85,6 +85,7 @@ class Run:
         travels: the phase of this round: what travels in it.
         link: the way of a synchronised step.
         num_able: number of nodes with training data, N of the papers.
+        most_able: the largest ``num_able`` of a round so far; counted where ``cohort_rounds`` is above 1.
         smallest: training examples of the node among them that has fewest; 0 if none says how many it has.
         reestimated: re-estimated running statistics of the model after this round.
         statistics_at_start: those of the model at the start of this round.
@@ -117,6 +118,7 @@ class Run:
     travels: Travels = field(default_factory=Travels)
     link: Link = field(default_factory=Link)
     num_able: int = 0
+    most_able: int = 0
     smallest: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)
     statistics_at_start: dict[str, Any] = field(default_factory=dict)

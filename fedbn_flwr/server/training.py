@@ -36,12 +36,24 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     able = _able_to_train(run, present)
     run.num_able = len(able)
     run.smallest = min((node.num_examples for node in able if node.num_examples), default=0)
-    count = max(share_of(options.fraction_train, len(able)), options.min_train_nodes)
-    nodes = run.nodes.sample(able, count, "train", number)
+    nodes = _drawn(run, able, number)
     if nodes and not run.protection.admits(run, len(nodes)):
         return []
     logger.info("configure_train: Sampled %s nodes (out of %s)", len(nodes), run.num_able)
     return nodes
+
+
+def _drawn(run: Run, able: list[Node], number: int) -> list[Node]:
+    """Return the nodes of a round: drawn anew, or those of the cohort that trains for several rounds.
+
+    A cohort keeps its size where a node is lost: else a node of it would leave, too.
+    """
+    fraction, least = run.options.fraction_train, run.options.min_train_nodes
+    rounds = run.methods.params.cohort_rounds
+    if rounds == 1:
+        return run.nodes.sample(able, max(share_of(fraction, len(able)), least), "train", number)
+    run.most_able = max(run.most_able, len(able))
+    return run.nodes.cohort(able, max(share_of(fraction, run.most_able), least), (number - 1) // rounds)
 
 
 def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:

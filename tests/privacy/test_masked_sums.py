@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ from fedbn_flwr.transport import wrapped
 from tests.support.noise import SeededNoise
 from tests.support.synchronised import TRANSPORTS, Branches, client_data, synchronised, trained
 
+ROOT = Path(__file__).parents[2]
 SIZES = (12, 5, 8, 21)
 
 
@@ -650,6 +652,24 @@ def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> 
         found.append(sum(form in received for form in forms))
     assert found[0] > 50
     assert found[1] == 0
+
+
+def test_the_guide_names_every_entry_that_the_server_sees(federate, run_step, datasets, mlp, branches) -> None:
+    page = (ROOT / "docs/guides/masked-sums.md").read_text()
+    steps = masked(synchronised(FedTAN, "messages")), branches, client_data((3, 6, 6), (2, 5, 1))
+    runs = [
+        federate(masked(FedBN()), mlp, datasets, rounds=2),
+        federate(masked(FedAvg(recalibrate=True, momentum_scope="global")), mlp, datasets, rounds=1, sgd_momentum=0.9),
+        run_step(*steps, transport="messages"),
+    ]
+    replies = [message.content for run in runs for message in run.grid.received if message.has_content()]
+    numbers = {key for reply in replies for record in reply.metric_records.values() for key in record}
+    texts = {key for reply in replies for record in reply.config_records.values() for key in record}
+    arrays = {(name, key) for reply in replies for name, record in reply.array_records.items() for key in record}
+    assert numbers >= {"num-examples", "batch-size", "partition-id"}
+    assert len(texts) > 5
+    masked_alone = {key if name != "fedtan" else name for name, key in arrays}
+    assert [key for key in sorted(numbers | texts | masked_alone) if f"`{key}`" not in page] == []
 
 
 def test_a_reply_holds_no_metrics_unless_published(federate, datasets, mlp) -> None:

@@ -22,6 +22,7 @@ Conditions = dict[str, tuple[bool, str]]
 
 _OF_A_FEDERATION = (
     "fraction_train",
+    "cohort_rounds",
     "fraction_evaluate",
     "min_replies",
     "round_timeout",
@@ -163,6 +164,7 @@ def _of_training(config: Values) -> Conditions:
             any(name.startswith("personal") for name in config.evaluations()),
             "no test of eval-on is done by clients",
         ),
+        "cohort_rounds": (config.fraction_train < 1, "all clients train in each round (fraction-train=1)"),
         "lr_decay_at": (
             steps and ("freeze" not in split(config.lr_decay_at) or config.freezes_bn()),
             never_frozen if steps else "it is for learning-rate-schedule=step",

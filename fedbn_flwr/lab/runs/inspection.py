@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.start_checks import misfits
 from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
+from fedbn_flwr.privacy.masked_sums import changing_sums
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies.fixbn import FreezePlan, freeze_plan, freeze_round
@@ -128,7 +130,13 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         phases=_phases(start, later, step, config.num_server_rounds, plan),
         reestimation=costs.reestimation(),
         plain=costs.one_round(costs.everything, costs.everything),
-        warnings=(*refused, *partly_without_effect(costs.parts, methods), *config.warnings(), *_uncounted(config)),
+        warnings=(
+            *refused,
+            *partly_without_effect(costs.parts, methods),
+            *config.warnings(),
+            *_uncounted(config),
+            *_told(config, num_clients),
+        ),
         frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
         fixed=tuple(path for path, module in model.named_modules() if module in in_eval),
     )
@@ -216,6 +224,16 @@ def _uncounted(config: Config) -> Iterator[str]:
         yield "masked-sums: its further exchanges, and the 64 bits of each masked float, are not counted here"
     if config.fraction_train < 1 and config.methods().local:
         yield "fraction-train: a client first asked after round 1 gets the whole model, which is not counted here"
+
+
+def _told(config: Config, num_clients: int) -> Iterator[str]:
+    """Yield what the sums of a run tell of single clients; ``num_clients``: clients of a round."""
+    if not config.masked_sums:
+        return
+    able = config.num_clients or math.ceil(num_clients / config.fraction_train)
+    told = changing_sums(num_clients, able, config.cohort_rounds, config.num_server_rounds)
+    if told:
+        yield told
 
 
 def _phases(
