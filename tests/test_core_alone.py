@@ -148,7 +148,7 @@ for name in ("pandas", "fedbn_flwr.lab.cli"):
 
 
 def test_the_block_blocks(tmp_path: Path) -> None:
-    assert python(BLOCKED, tmp_path).stdout == "pandas is blocked\nfedbn_flwr.lab.cli.run imports typer\n"
+    assert python(BLOCKED, tmp_path).stdout == "pandas is blocked\nfedbn_flwr.lab.cli.before imports typer\n"
 
 
 def test_the_core_names_no_other_package() -> None:

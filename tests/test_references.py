@@ -68,7 +68,7 @@ def test_every_known_paper_is_cited() -> None:
 @pytest.mark.parametrize(
     ("text", "number", "name"),
     [
-        ("FedWon (arXiv:2306.05879)", True, False),
+        ("FedWon (arXiv:2306.11879)", True, False),
         ("Hsu, Qi & Brown 2019 (arXiv 1909.06335)", True, False),
         ("Zhuang 2023, arXiv:2306.05879", False, True),
         ("Zhuang, Liu 2024, arXiv:2306.05879", False, True),

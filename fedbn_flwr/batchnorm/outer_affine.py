@@ -32,6 +32,8 @@ def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
             other modules in order, an activation say.
         name: the name of its BatchNorm layer without gamma and beta; "" if the owner is that layer itself.
     """
+    if isinstance(owner, torch.jit.ScriptModule):  # it shows no modules by path
+        return {}
     layer = owner.get_submodule(name)
     if not isinstance(layer, _BatchNorm) or layer.affine or layer.running_mean is None:
         return {}

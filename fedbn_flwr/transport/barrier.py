@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.sync import Combine, combine, exchange_bytes
-from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, coded, split_code
+from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, FedBNError, coded, split_code
 from fedbn_flwr.training.turns import Wait
 from fedbn_flwr.transport.through_user_code import Dropped, Reducer, RetryStep
 
@@ -296,8 +296,13 @@ class Barrier:
         tag, _ = exchange.sent[left[0]]
         try:
             exchange.answer = self._answer(tag, [exchange.sent[i][1] for i in left], weights)
-        except Exception as error:  # all members sent the same unusable tensor, of any kind
+        except FedBNError as error:  # all members sent the same unusable tensor
             self._drop(dict.fromkeys(left, f"sent what cannot be combined: {error}"))
+            return
+        except (
+            Exception
+        ) as error:  # of any kind, perhaps once only: the one whose tensor came last pays, and no call hangs
+            self._drop({next(reversed(exchange.sent)): f"completed exchange '{tag}', whose answer failed: {error}"})
             return
         self.exchanges += 1
         size, apart = exchange_bytes(tag, exchange.answer)

@@ -508,7 +508,7 @@ def test_a_split_that_misses_a_batchnorm_without_running_statistics_is_refused(p
     """A strategy that has names alone cannot find it, and would average its gamma and beta."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)).double()
     own = TorchClient(model, points(9), points(3), SETTINGS, context=context())
-    with pytest.raises(ConfigError, match=r"but not '2.weight': .* Pass parts=split_state\(model\) to it\."):
+    with pytest.raises(ConfigError, match=r"but not '2.weight': .* Pass parts=split_state\(model\) to the strategy\."):
         own.fit(own.get_parameters({}), {"fedbn-flwr.local-entries": BN, "server-round": 1})
     whole = json.dumps([*json.loads(BN), "2.weight", "2.bias"])
     assert len(own.fit(own.get_parameters({}), {"fedbn-flwr.local-entries": whole, "server-round": 1})[0]) == 2

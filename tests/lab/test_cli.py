@@ -57,7 +57,7 @@ def test_the_command_alone_shows_its_groups_and_two_examples() -> None:
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["run", "sweep", "report", "doctor", "list", "inspect", "partition", "evaluate", "export"]
+    assert COMMANDS == ["list", "inspect", "partition", "run", "sweep", "report", "doctor", "evaluate", "export"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

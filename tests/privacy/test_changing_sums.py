@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ def test_a_warning_comes_before_the_first_training(
 ) -> None:
     strategy = FedAvg(fraction_train=fraction, fraction_evaluate=0.0, cohort_rounds=cohort_rounds)
     strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
+    caplog.set_level(logging.INFO, logger="flwr")
     federate(strategy, mlp, datasets, rounds=3, local_steps=1)
     said = [record.getMessage() for record in caplog.records]
     found = [at for at, text in enumerate(said) if "cohort-rounds=3" in text]

@@ -159,8 +159,8 @@ def test_unknown_and_wrong_arguments_are_refused() -> None:
         FedAvg(freeze_at=3)
     assert str(error.value) == (
         "strategy 'fedavg': FedAvg.__init__() got an unexpected keyword argument 'freeze_at'. In addition to Flower's "
-        "own arguments it takes: agc, eval_every, eval_on, min_replies, momentum_scope, on_divergence, recalibrate, "
-        "seed, variance, on_round_end, parts."
+        "own arguments it takes: agc, cohort_rounds, eval_every, eval_on, min_replies, momentum_scope, on_divergence, "
+        "recalibrate, seed, variance, on_round_end, parts."
     )
     with pytest.raises(ConfigError, match=r"unknown variance 'poled'\. Did you mean 'pooled'?"):
         FedAvg(variance="poled")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -368,7 +369,7 @@ def test_inputs_take_the_models_dtype_but_integers_stay(points) -> None:
     assert prepared(torch.zeros(2, dtype=torch.int64)).dtype == torch.int64
 
 
-def test_a_step_does_not_import_torchs_compiler(at_once: dict[str, str]) -> None:
+def test_a_step_does_not_import_torchs_compiler() -> None:
     """Over a network every message starts a process, and the compiler takes longer to import than a step."""
     code = """
 import sys, torch
@@ -384,7 +385,7 @@ with synchronised(model, lambda tag, tensor: tensor, batch_size=2, union_batch_s
 sgd_step(optimizer)
 print("torch._dynamo" in sys.modules)
 """
-    done = subprocess.run(["python", "-c", code], env=at_once, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 

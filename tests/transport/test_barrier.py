@@ -288,12 +288,14 @@ def test_a_member_that_sends_after_the_end_of_its_step_is_told_so_and_does_not_w
     assert barrier.dropped == {}
 
 
-def test_arithmetic_that_fails_in_any_way_drops_the_members_that_sent(members) -> None:
+def test_arithmetic_that_fails_in_any_way_drops_the_member_that_sent_last_and_no_call_hangs(members) -> None:
     def fails(*_: object) -> None:
         raise IndexError("no such row")
 
     barrier, outcomes = Barrier(members(1, 1), timeout=3600, answer=fails), {}
     for node_id in (100, 101):
         barrier.send(node_id, 0, "mean/0", torch.ones(1), outcomes.update)
-    assert [type(outcome) for outcome in outcomes.values()] == [Dropped, Dropped]
+    assert {node_id: type(outcome) for node_id, outcome in outcomes.items()} == {100: RetryStep, 101: Dropped}
+    barrier.send(100, 1, "mean/0", torch.ones(1), outcomes.update)
+    assert type(outcomes[100]) is Dropped
     assert set(barrier.dropped) == {100, 101}

@@ -142,7 +142,11 @@ def test_the_remedies_that_the_message_names_help(tmp_path: Path, remedy: Mappin
             {"eta": 0.1},
             "eta=1e+20. In small runs its default",
         ),
-        ({"strategy": "fedwon", "norm": "wsconv", "model": "lenet", "agc": 0.0}, {"agc": 0.1}, "agc=0."),
+        (
+            {"strategy": "fedwon", "norm": "wsconv", "model": "lenet", "learning-rate": 10.0, "agc": 0.0},
+            {"agc": 0.1},
+            "agc=0.",
+        ),
         pytest.param(DEEP, {"norm": "batch"}, "also norm=batch", marks=pytest.mark.slow),
         pytest.param(DEEP, {"learning-rate": 0.01}, "a lower learning-rate", marks=pytest.mark.slow),
     ],

@@ -85,6 +85,9 @@ def slow_rounds(model: nn.Module, strategy: str) -> list[Traffic]:
             cost.exchanges += per_layer * len(channels)
             cost.down += 4 * rows * sum(channels)
             cost.up += 4 * rows * sum(channels) * CLIENTS
+            if rows:  # beside each variance: the examples per element
+                cost.counters_down += 4 * len(channels)
+                cost.counters_up += 4 * len(channels) * CLIENTS
         rounds.append(cost)
     return rounds
 
