@@ -299,9 +299,7 @@ class Barrier:
         except FedBNError as error:  # all members sent the same unusable tensor
             self._drop(dict.fromkeys(left, f"sent what cannot be combined: {error}"))
             return
-        except (
-            Exception
-        ) as error:  # of any kind, perhaps once only: the one whose tensor came last pays, and no call hangs
+        except Exception as error:  # perhaps once only: the member whose tensor came last pays, and no call hangs
             self._drop({next(reversed(exchange.sent)): f"completed exchange '{tag}', whose answer failed: {error}"})
             return
         self.exchanges += 1
