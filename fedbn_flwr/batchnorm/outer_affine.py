@@ -12,16 +12,16 @@ from itertools import permutations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.norms.own_forward import random_input
 from fedbn_flwr.training.copying import copied
 
 __all__ = ["outer_affine"]
 
 _MOST = 4  # parameters that are tried in pairs
-_SHAPES = ((5, 4, 3), (5,), (5, 4), (5, 4, 3, 2))  # examples and positions; the channels come second
 
 
 def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
@@ -50,7 +50,7 @@ def outer_affine(owner: nn.Module, name: str) -> dict[str, str]:
 @torch.no_grad()
 def _tried(trial: nn.Module, name: str, near: list[str]) -> dict[str, str]:
     layer: Any = trial.get_submodule(name)
-    x = _input(layer)
+    x = random_input(layer, torch.float64)
     output = trial(x)
     for leaves in _choices(near):
         gamma, beta = (trial.get_parameter(leaf) if leaf else None for leaf in leaves)
@@ -78,16 +78,3 @@ def _with_random_entries(owner: nn.Module) -> nn.Module:
     for entry in (*trial.parameters(), *trial.buffers()):
         entry.copy_(0.5 + torch.rand(entry.shape, generator=draw))
     return trial
-
-
-def _input(layer: _BatchNorm) -> Tensor:
-    """Return a random input that the layer takes."""
-    for first, *others in _SHAPES:
-        shape = (first, layer.num_features, *others)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        try:
-            layer._check_input_dim(x)  # type: ignore[no-untyped-call]
-        except ValueError:
-            continue
-        return x
-    raise ValueError(f"{type(layer).__name__} takes no input of 2 to 5 dimensions")

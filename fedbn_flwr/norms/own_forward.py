@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.copying import copied
 
-__all__ = ["has_own_forward"]
+__all__ = ["has_own_forward", "random_input"]
 
 _OF_TORCH = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 _ENTRIES = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
@@ -44,7 +44,7 @@ def has_own_forward(layer: _BatchNorm, *, training: bool, then_children: bool = 
         trial = _with_random_entries(layer)
         modes = (False, True) if training else (False,)
         after = list(trial.children()) if then_children else []
-        return any(_differs(trial.train(mode), _input(trial), after) for mode in modes)
+        return any(_differs(trial.train(mode), random_input(trial), after) for mode in modes)
     except Exception:  # a forward pass of the user's own may raise anything, and a layer may refuse to be copied
         return True
 
@@ -67,10 +67,15 @@ def _with_random_entries(layer: _BatchNorm) -> _BatchNorm:
     return trial
 
 
-def _input(layer: _BatchNorm) -> Tensor:
-    """Return a random input that the layer takes."""
+def random_input(layer: _BatchNorm, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a random input on the CPU that the layer takes, the same in every call.
+
+    Raises:
+        ValueError: it takes none of 2 to 5 dimensions.
+    """
     for first, *others in _SHAPES:
-        x = torch.randn((first, layer.num_features, *others), generator=torch.Generator().manual_seed(1))
+        shape = (first, layer.num_features, *others)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
         try:
             layer._check_input_dim(x)  # type: ignore[no-untyped-call]
         except ValueError:
