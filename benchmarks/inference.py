@@ -61,7 +61,7 @@ def onnx_pass(model: nn.Module, image: Tensor, folder: Path) -> Pass:
 
 def torch_pass(model: nn.Module, image: Tensor) -> Pass:
     """Return a pass of the model under torch, channels last."""
-    model, image = (part.to(memory_format=torch.channels_last) for part in (model, image))
+    model, image = model.to(memory_format=torch.channels_last), image.to(memory_format=torch.channels_last)
 
     def run() -> Tensor:
         with torch.inference_mode():

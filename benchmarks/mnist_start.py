@@ -110,7 +110,7 @@ def reestimate(model: nn.Module, images: Subset) -> None:
             module.momentum = None  # the plain mean
     model.train()
     with torch.no_grad():
-        for positions in torch.arange(len(images)).split(500):
+        for positions in torch.split(torch.arange(len(images)), 500):
             model(images.batch(positions)[0])
 
 

@@ -27,8 +27,8 @@ from flwr.app import ArrayRecord, Context
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.doctor.diagnose import default_loss
 from fedbn_flwr.doctor.gradients import Batch, deviations
+from fedbn_flwr.doctor.mismatch import default_loss
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
