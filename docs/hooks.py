@@ -1,4 +1,4 @@
-"""What the site needs beside Markdown: the repository's address, formulas as MathML, links to sources, wide tables.
+"""What the site needs beside Markdown: the repository's address, formulas as MathML, links to sources, tables.
 
 Nothing is fetched when a page is opened, and no formula needs JavaScript.
 """
@@ -13,12 +13,19 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from latex2mathml.converter import convert
-
 _LINK = re.compile(r"(!?)\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^(```\w+) no-run: .*$", re.MULTILINE)
 _MATH = re.compile(r'<(span|div) class="arithmatex">\s*\\([(\[])(.*?)\\[)\]]\s*</\1>', re.DOTALL)
 _WIDE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
+_CELL = re.compile(r"<(t[hd])[^>]*>(.*?)</\1>", re.DOTALL)
+_TAG = re.compile(r"<[^>]+>")
+# "67.00 ± 5.24", "62.21 ± 8.82 / 54.5", "18.91 (+13.4 to +16.6)", "<= 0.92", "1.1e+04", "50.6 MB"
+_NUMBER = re.compile(r"(?:[-+<>=≤≥±/()%,:\s]|to|[kMG]B|m?s|\d(?:[\d.,]*\d)?(?:e[-+]?\d+)?)*")
+_CLASS = ' class="number"'
+_EMPTY = {"", "-", "none", "diverges", "NaN"}
+_CODE = re.compile(r"(<(?:pre|code|math)\b.*?</(?:pre|code|math)>)", re.DOTALL)
+_TIED = re.compile(r"(?<=\d) (±) (?=\d)|(?<=\d) (%|ms|s|MB|GB|kB)\b|(?<=\d) (%)")
 
 
 def on_config(config: Any) -> None:
@@ -52,9 +59,32 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Write formulas as MathML, and let wide tables scroll in a box that the keyboard reaches."""
+    """Write formulas as MathML, keep numbers whole and below each other, and let wide tables scroll in a box.
+
+    The keyboard reaches the box.
+    """
     content = _MATH.sub(_mathml, content)
-    return _WIDE.sub(lambda table: f'<div class="scroll" tabindex="0" role="region">{table[0]}</div>', content)
+    parts = _CODE.split(content)
+    parts[::2] = (_TIED.sub(lambda found: found[0].replace(" ", "\u00a0"), text) for text in parts[::2])
+    return _WIDE.sub(_table, "".join(parts))
+
+
+def _table(table: re.Match[str]) -> str:
+    """Return a table in its box; the columns of numbers have the class ``number``."""
+    rows = [[_TAG.sub("", cell).strip() for _, cell in _CELL.findall(row)] for row in _ROW.findall(table[0])]
+    columns = list(zip(*rows, strict=True))
+    numbers = [_is_number(column[1:]) for column in columns]
+
+    def row(found: re.Match[str]) -> str:
+        cells = zip(_CELL.findall(found[1]), numbers, strict=True)
+        return f"<tr>{''.join(f'<{tag}{_CLASS * of_numbers}>{cell}</{tag}>' for (tag, cell), of_numbers in cells)}</tr>"
+
+    return f'<div class="scroll" tabindex="0" role="region">{_ROW.sub(row, table[0])}</div>'
+
+
+def _is_number(cells: tuple[str, ...]) -> bool:
+    told = [html.unescape(cell) for cell in cells if cell not in _EMPTY]
+    return bool(told) and all(_NUMBER.fullmatch(cell) for cell in told)
 
 
 def on_post_build(config: Any) -> None:
@@ -65,6 +95,8 @@ def on_post_build(config: Any) -> None:
 
 
 def _mathml(match: re.Match[str]) -> str:
+    from latex2mathml.converter import convert  # the site's own dependency: the rest is tested without it
+
     latex = " ".join(html.unescape(match[3]).split())
     formula = convert(latex, display="block" if match[1] == "div" else "inline")
     return f'<div class="formula" tabindex="0">{formula}</div>' if match[1] == "div" else formula

@@ -9,9 +9,11 @@ import shutil
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
+from doc_results import finding_of
 from doc_tables import changed, main
 
 import fedbn_flwr
@@ -120,6 +122,16 @@ def blocks() -> list[Block]:
 BLOCKS = blocks()
 
 
+def hooks() -> ModuleType:
+    """The hooks of the site."""
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs/hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def to_run(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language and not block.reason]
 
@@ -220,15 +232,54 @@ def test_nothing_derived_is_stale() -> None:
 
 
 def test_what_a_method_reached_stands_in_the_results() -> None:
-    recorded = {page: (ROOT / "docs/results" / page).read_text() for page in ("README.md", "which-method.md")}
     data = yaml.safe_load((ROOT / "docs/results/methods.yaml").read_text())
     assert set(data["methods"]) <= set(STRATEGIES)
     for rows in data["methods"].values():
         for row in rows:
             assert row["study"] in data["studies"]
             study = data["studies"][row["study"]]
-            assert "here" not in row or str(row["here"]) in recorded[study.get("page", "README.md")], row
-            assert ("here" in row) == ("how" in study), row
+            assert ("here" in row) == ("how" in study) == ("page" in study), row
+            if "here" in row:
+                page = ROOT / "docs/results" / study["page"].partition("#")[0]
+                assert str(row["here"]) in page.read_text(), row
+
+
+def test_each_study_opens_with_its_finding_and_its_picture() -> None:
+    """The numbers of a finding stand in the page below it, rounded."""
+    row = re.compile(r"^\| \[.+?\]\(([\w.-]+)\) \| ", re.MULTILINE)
+    studies, _, checks = (ROOT / "docs/results/README.md").read_text().partition("## Privacy")
+    pictured = {*row.findall(studies)} - {"window-rule.md"}
+    listed = row.findall(studies + checks)
+    assert len(pictured) > 12
+    for page in listed:
+        text = (ROOT / "docs/results" / page).read_text()
+        _, finding = finding_of(text)
+        below = text.partition("**\n\n")[2]
+        assert below.startswith("![") or page not in pictured, page
+        recorded = {float(number) for number in re.findall(r"\d+\.\d+", below)}
+        for number in re.findall(r"\b\d\d\.\d\b", finding):
+            assert any(abs(float(number) - one) <= 0.0501 for one in recorded), (page, number)
+
+
+@pytest.mark.parametrize(
+    ("cells", "whole"),
+    [
+        (("%", "67.00 ± 5.24", "-"), True),
+        (("a / b", "62.21 ± 8.82 / 54.5"), True),
+        (("difference", "+15.0 (+13.4 to +16.6)", "-", "<= 0.92", "1.1e+04", "50.6 (1.00)", "1,913"), True),
+        (("method", "FedAvg", "3"), False),
+        (("seeds", "0 to 4", "ResNet-20"), False),
+        (("nothing", "-", ""), False),
+    ],
+)
+def test_a_column_of_numbers_is_set_as_one(cells: tuple[str, ...], whole: bool) -> None:
+    rows = "".join(f"<tr><td>{cell}</td><td>ResNet</td></tr>" for cell in cells)
+    made = hooks().on_page_content(f"<table>{rows}</table>")
+    assert made.count('<td class="number">') == (len(cells) if whole else 0)
+    assert "<td>ResNet</td>" in made
+    assert hooks().on_page_content("<p>67.00 ± 5.24 <code>1 ± 2</code></p>") == (
+        "<p>67.00\u00a0±\u00a05.24 <code>1 ± 2</code></p>"
+    )
 
 
 def test_the_numbers_of_the_advice_are_recorded() -> None:

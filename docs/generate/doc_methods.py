@@ -241,8 +241,7 @@ def _reached(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> I
     order = list(results["studies"]).index
     for row in sorted(results["methods"].get(method.name, ()), key=lambda row: order(row["study"])):
         study = results["studies"][row["study"]]
-        page = study.get("page", "README.md")
-        how = f"[{study['name']}](../results/{page}#{study['section']}), {study['how']}" if "how" in study else "-"
+        how = f"[{study['name']}](../results/{study['page']}), {study['how']}" if "how" in study else "-"
         yield f"| {_setting(row, results)} | {row.get('here', 'not run')} | {row.get('paper', '-')} | {how} |"
 
 

@@ -11,8 +11,7 @@ import yaml
 
 __all__ = ["head_of", "papers_page"]
 
-_HEAD = """# Every table and figure of the papers
-
+_HEAD = """
 What of the four papers was repeated here. "Done" is the paper's setting at its length with several seeds, or a figure
 that needs no training; "partly" says what is missing; a study that was not run is there and can be: its time is for two
 cores, and its small twin asks the same question in a shorter run ([studies](../../studies/README.md)). Made from
@@ -33,7 +32,8 @@ def papers_page(root: Path) -> str:
     every = [entry for paper in papers for entry in paper["shows"]]
     counts = Counter(entry.get("state", "nothing to run") for entry in every)
     order = ("done", "partly", "not run", "nothing to run")
-    text = _HEAD + f"\nOf {len(every)}: {', '.join(f'{state} {counts[state]}' for state in order)}.\n"
+    counted = ", ".join(f"{state} {counts[state]}" for state in order)
+    text = f"# Every table and figure of the papers\n\n**Of {len(every)} tables and figures: {counted}.**\n{_HEAD}"
     for paper in papers:
         text += f"\n## {paper['name']}\n\n{_COLUMNS}"
         for entry in paper["shows"]:

@@ -23,6 +23,7 @@ from doc_papers import papers_page
 from doc_privacy import privacy_table
 from doc_references import references_page
 from doc_refusals import refusals_table
+from doc_results import results_list
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.situations import SITUATIONS
@@ -68,6 +69,7 @@ def derived(root: Path) -> dict[Path, str]:
         "docs/guides/privacy.md": {"protections": privacy_table()},
         "docs/reference/privacy-refusals.md": {"refusals": refusals_table()},
         "docs/reference/messages.md": {"keys": key_table()},
+        "docs/results/README.md": {"findings": results_list(root, texts)},
     }
     for name, blocks in marked.items():
         texts[Path(name)] = _filled(root / name, blocks)
@@ -98,8 +100,7 @@ def glance_table(root: Path) -> str:
     for row in results["at-a-glance"]:
         study = results["studies"][row["study"]]
         cells = [_recorded(results, row["study"], *row[column]) if column in row else "" for column in _COLUMNS]
-        page = study.get("page", "README.md")
-        made = f"[{study['name']}](docs/results/{page}#{study['section']}), {study['how'].partition(', commit')[0]}"
+        made = f"[{study['name']}](docs/results/{study['page']}), {study['how'].partition(', commit')[0]}"
         lines.append("| " + " | ".join([row["title"], *cells, made]) + " |")
     return "\n".join(lines)
 

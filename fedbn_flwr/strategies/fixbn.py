@@ -45,7 +45,7 @@ decay: it diverges at rate 1.0 on MNIST, and from 0.01 on with Office-Caltech-10
 The weights are those of eq. (6); Algorithm 1 prints $1/M$, the case of equal sizes. The rule of the automatic $T^*$ is
 ours where B.6 is silent: it has a variance for each client and does not say whose must be small. The paper asks for a
 large $W$ and a small $\tau$ and gives neither: $W$ = 100 and $\tau$ = 0.002 are calibrated on MNIST
-(`docs/results/README.md`). $\delta$ has the scale of the statistics, so another network may want another $\tau$.
+(`docs/results/window-rule.md`). $\delta$ has the scale of the statistics, so another network may want another $\tau$.
 
 The authors of HBN have a public FixBN as a baseline (Hongyao-Chen/HybridBN at 1c0e151). It differs: after $T^*$ the
 whole model is in eval mode, dropout included; BN's counters are averaged as floats; gradients are clipped to norm 10; a
