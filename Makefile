@@ -36,11 +36,11 @@ slow: .venv/installed-dev
 network: .venv/installed-dev
 	$(BIN)/python -m pytest -m network
 
-# Every benchmark, its tables into docs/performance.md; 40 quiet minutes on two cores. Without DATA the images are random;
+# Every benchmark, its figures into docs/performance.yaml, tables and charts; 40 quiet minutes on two cores. Without DATA the images are random;
 # without PEERS and PEER_PYTHON the other packages are named as missing (benchmarks/simulation.py says what they need):
 # make bench DATA=DIR PEERS=DIR PEER_PYTHON=/path/to/python
 bench: .venv/installed
-	$(BIN)/python benchmarks/simulation.py --write docs/performance.md $(if $(DATA),--data-dir "$(DATA)") \
+	$(BIN)/python benchmarks/simulation.py --write docs/performance.yaml $(if $(DATA),--data-dir "$(DATA)") \
 		$(if $(PEERS),--peers "$(PEERS)") $(if $(PEER_PYTHON),--peer-python "$(PEER_PYTHON)")
 	$(BIN)/python benchmarks/growth.py --write docs/performance.md
 	$(BIN)/python benchmarks/fedtan.py --write docs/performance.md $(if $(DATA),--data-dir "$(DATA)")
@@ -55,6 +55,8 @@ bench: .venv/installed
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 		then $(BIN)/python benchmarks/gpu.py --write docs/performance.md; \
 		else echo "benchmarks/gpu.py is left out: there is no CUDA device here"; fi
+	$(BIN)/python docs/generate
+	$(BIN)/python docs/pictures.py
 
 # 40 models of torchvision and timm, in five ways, under four methods, each against plain torch; hours on one core. Less:
 # make strangers ARGS="--models 8 --way plain --size 32"

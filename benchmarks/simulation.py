@@ -36,12 +36,16 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from measure import ROOT, commit, facts, in_turns, number, table, write_block
+import yaml
+from measure import ROOT, commit, facts, in_turns
 from peers.work import MARK, SETTINGS, Job, Setting
 
 from fedbn_flwr.lab.data import load_dataset
 
 BARE = "bare torch loop"
+_HEAD = """# What benchmarks/simulation.py measured: medians over all rounds of all turns. The chart and the tables of
+# performance.md are made of this file (`python docs/pictures.py`, `make generate`).
+"""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -254,19 +258,27 @@ class Figures:
             found += result[key] if isinstance(result[key], list) else [result[key]]
         return statistics.median(found) if found and None not in found else None
 
-    def markdown(self, real_data: bool) -> str:
-        """Return the setting's table."""
-        rows = []
-        bare = self.seconds(BARE)
+    def data(self, real_data: bool) -> dict[str, Any]:
+        """Return what the page needs of the setting; see ``docs/performance.yaml``."""
+        rows = {}
         for name, results in self.results.items():
-            seconds = self.seconds(name)
-            ratio = None if bare is None or seconds is None else seconds / bare
-            cells = [name, results[0]["version"], number(seconds), number(ratio)]
-            cells += [number(self.median(name, "cpu_seconds")), number(self.median(name, "memory"))]
-            rows.append([*cells, number(results[0]["accuracy"]) if real_data else "-"])
-        head = ["", "version", "seconds a round", "/ bare", "CPU seconds", "MB", "accuracy"]
-        missing = "".join(f"\n\nMissing: {name}: {reason}." for name, reason in self.missing.items())
-        return f"**{SETTINGS[self.setting].title}**\n\n{table(head, rows)}{missing}"
+            figures = {"seconds": "seconds", "cpu-seconds": "cpu_seconds", "memory": "memory"}
+            rows[name] = {
+                "version": results[0]["version"],
+                **{key: _rounded(self.median(name, of)) for key, of in figures.items()},
+                "accuracy": _rounded(results[0]["accuracy"]) if real_data else None,
+            }
+        compared: dict[str, list[str]] = {}
+        for one, other in itertools.product(CONTENDERS[self.setting], repeat=2):
+            if same_means(one, other):
+                compared.setdefault(one.name, []).append(other.name)
+        ratios = [[name, against, target] for setting, name, against, target in TARGETS if setting == self.setting]
+        title = SETTINGS[self.setting].title
+        return {"title": title, "rows": rows, "missing": self.missing, "ratios": ratios, "compared": compared}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
 
 
 def measure(setting: str, course: Course, turns: int) -> Figures:
@@ -293,20 +305,6 @@ def measure(setting: str, course: Course, turns: int) -> Figures:
     return figures
 
 
-def ratio_table(found: dict[str, Figures]) -> str:
-    """Return the table of ratios with their targets, of those that were measured."""
-    rows = []
-    for setting, name, against, target in TARGETS:
-        if setting in found:
-            figures = found[setting]
-            ratios = []
-            for key in ("seconds", "cpu_seconds"):
-                mine, theirs = figures.median(name, key), figures.median(against, key)
-                ratios.append(None if mine is None or theirs is None else mine / theirs)
-            rows.append([f"{setting}: {name} / {against}", *map(number, ratios), target])
-    return table(["ratio", "of seconds", "of CPU seconds", "target of the seconds"], rows)
-
-
 def same_means(one: Contender, other: Contender) -> bool:
     """Return whether a row of this package and one of another have the same processes to work with."""
     if one.module != "ours" or other.module == "ours":
@@ -314,19 +312,6 @@ def same_means(one: Contender, other: Contender) -> bool:
     if one.variant == "ray":
         return other.module == "flower"
     return one.variant == other.variant and (one.workers, other.workers) in ((0, 1), (2, 2))
-
-
-def slower(found: dict[str, Figures]) -> str:
-    """Return the list of what takes longer than another package or the plain bare loop with the same processes."""
-    lines = []
-    for setting, figures in found.items():
-        times: dict[str, list[str]] = {}
-        for one, other in itertools.product(CONTENDERS[setting], repeat=2):
-            mine, theirs = figures.seconds(one.name), figures.seconds(other.name)
-            if same_means(one, other) and mine is not None and theirs is not None and mine > theirs:
-                times.setdefault(one.name, []).append(f"{number(mine / theirs)} times {other.name}")
-        lines += [f"- {SETTINGS[setting].title}. {name}: {'; '.join(found)}." for name, found in times.items()]
-    return "\n".join(lines) or "Nothing: no other package, and no plain bare loop, takes less time in these settings."
 
 
 def _is_named(name: str, parts: Sequence[str]) -> bool:
@@ -344,7 +329,7 @@ def main(
     peer_python: Annotated[str, typer.Option(help="interpreter that has the peers' packages")] = sys.executable,
     peers: Annotated[str, typer.Option(help="folder with the checkouts of peers that are no packages")] = "",
     out: Annotated[Path, typer.Option(help="where all figures go, as JSON")] = Path("runs/benchmark-simulation.json"),
-    write: Annotated[Path | None, typer.Option(help="a page with the blocks 'simulation' and 'slower'")] = None,
+    write: Annotated[Path | None, typer.Option(help="where the page's data go: docs/performance.yaml")] = None,
 ) -> None:
     """Measure this package beside the bare torch loop and other packages."""
     names = only or list(SETTINGS)
@@ -360,8 +345,8 @@ def main(
             found[name] = measure(name, course, turns)
     images = "CIFAR-10 and MNIST" if data_dir else "random images: accuracies say nothing"
     note = f"{facts()} {turns} turn{'s' * (turns > 1)} of {rounds} rounds; {images}."
-    tables = [ratio_table(found), *(figures.markdown(bool(data_dir)) for figures in found.values()), note]
-    text = "\n\n".join(tables)
+    settings = {name: figures.data(bool(data_dir)) for name, figures in found.items()}
+    text = _HEAD + yaml.safe_dump({"note": note, "settings": settings}, sort_keys=False, allow_unicode=True, width=1000)
     print(text)
     figures = {name: {"results": one.results, "missing": one.missing} for name, one in found.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -369,8 +354,7 @@ def main(
     partial.write_text(json.dumps({"facts": facts(), "figures": figures}, indent=2) + "\n")
     os.replace(partial, out)
     if write is not None:
-        write_block(write, "simulation", text)
-        write_block(write, "slower", slower(found))
+        write.write_text(text)
 
 
 if __name__ == "__main__":

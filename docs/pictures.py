@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+import yaml
 
 DOCS = Path(__file__).parent
+sys.path.append(str(DOCS / "generate"))
+from doc_performance import ratios  # noqa: E402
+
 RESULTS = DOCS / "results"
 COLOURS = {"light": ("#1f2328", "#8a919c"), "dark": ("#e6e8ec", "#8a919c")}
 GOOD, BAD, PLAIN, OTHER, MORE = "#4c6ef5", "#e8590c", "#868e96", "#0c8599", "#9c36b5"
@@ -245,6 +250,46 @@ def fedtan_speed(theme: str) -> None:
     save(figure, RESULTS / f"fedtan-speed-{theme}.svg")
 
 
+def performance(theme: str) -> None:
+    """Draw the ratios of ``performance.yaml``: what is faster to the left of 1, what is slower to the right."""
+    data = yaml.safe_load((DOCS / "performance.yaml").read_text(encoding="utf-8"))
+    named = {"fedbn": "MLP, FedBN", "cifar10": "CNN, 1000 clients", "mlp-128": "MLP, batch 128"}
+    named |= {"evaluation-mlp": "MLP, tests", "evaluation-lenet": "LeNet, tests"}
+    named |= {"resnet20-20": "ResNet-20, batch 20", "resnet20-128": "ResNet-20, batch 128"}
+    found = [
+        (f"{named[setting]}: {mine.removeprefix('fedbn-flwr, ')} / {theirs}", ratio)
+        for setting, mine, theirs, ratio, _, _ in ratios(data)
+        if ratio is not None
+    ]
+    found.sort(key=lambda one: one[1])
+    figure, ax = axes(theme, 6.8, 0.9 + 0.46 * len(found))
+    for place, (label, ratio) in enumerate(found):
+        colour = BAD if ratio > 1.05 else GOOD if ratio < 0.95 else PLAIN
+        ax.plot([1, ratio], [-place, -place], color=colour, linewidth=6, solid_capstyle="butt")
+        side = "left" if ratio >= 1 else "right"
+        ax.annotate(
+            f"{ratio:.2f}",
+            (ratio, -place),
+            xytext=(5 if ratio >= 1 else -5, 0),
+            textcoords="offset points",
+            ha=side,
+            va="center",
+            fontsize=9,
+            fontweight="bold",
+        )
+        ax.text(0.5, -place + 0.24, label, va="bottom", fontsize=8.5, transform=ax.get_yaxis_transform(), ha="center")
+    ax.spines["left"].set_visible(False)
+    ax.axvline(1, color=COLOURS[theme][1], linewidth=1)
+    ax.set_xscale("log")
+    ax.set_xticks([0.5, 0.7, 1, 1.5, 2], ["0.5", "0.7", "1", "1.5", "2"])
+    ax.minorticks_off()
+    ax.set_xlim(0.45, 2.2)
+    ax.set_ylim(0.5 - len(found), 0.9)
+    ax.set_yticks([])
+    ax.set_title("seconds of a round: faster than the other | slower", fontsize=11, fontweight="bold")
+    save(figure, DOCS / f"images/performance-{theme}.svg")
+
+
 def main() -> None:
     """Draw all pictures, light and dark."""
     home = []
@@ -268,6 +313,7 @@ def main() -> None:
             table_curves(theme, page, lines)
         which_method(theme)
         fedtan_speed(theme)
+        performance(theme)
 
 
 if __name__ == "__main__":

@@ -72,13 +72,22 @@ def test_a_straight_line_is_found_and_a_bent_one_is_said_to_be_none() -> None:
     assert line(column, [1, 10, 100], [1, 100, 10_000]).endswith("a reason.")
 
 
-def test_what_is_slower_with_the_same_processes_is_listed() -> None:
-    from simulation import BARE, IN_PROCESS, IN_RAY, TWO_WORKERS, Figures, slower
+def test_what_is_slower_with_the_same_processes_is_listed(tmp_path: Path) -> None:
+    import yaml
+    from doc_performance import simulation_tables, slower_list
+    from simulation import BARE, IN_PROCESS, IN_RAY, TWO_WORKERS, Figures
 
     seconds = {BARE: 1.0, IN_PROCESS: 1.5, "fluke": 2.0, TWO_WORKERS: 0.7, f"{BARE}, 2 processes": 0.8, IN_RAY: 9.0}
-    figures = Figures("fedbn", {name: [{"seconds": [value]}] for name, value in seconds.items()})
-    assert slower({"fedbn": figures}).endswith(f". {IN_PROCESS}: 1.50 times {BARE}.")
-    assert slower({"fedbn": figures}).count("\n") == 0
+    of_each = {"version": "1", "cpu_seconds": 3.0, "memory": 1000.0, "accuracy": 0.5}
+    figures = Figures("fedbn", {name: [{"seconds": [value], **of_each}] for name, value in seconds.items()})
+    (tmp_path / "docs").mkdir()
+    data = {"note": "Here.", "settings": {"fedbn": figures.data(real_data=True)}}
+    (tmp_path / "docs/performance.yaml").write_text(yaml.safe_dump(data))
+    assert slower_list(tmp_path).endswith(f". {IN_PROCESS}: 1.50 times {BARE}.")
+    assert slower_list(tmp_path).count("\n") == 0
+    tables = simulation_tables(tmp_path)
+    assert f"| fedbn: {IN_PROCESS} / {BARE} | 1.50 | 1.00 | <= 1.08 |" in tables
+    assert "| fluke | 1 | 2.00 | 2.00 | 3.00 | 1,000 | 0.500 |" in tables
 
 
 def test_a_noise_multiplier_is_rounded_up_and_that_of_a_mean_of_rounds_is_smaller() -> None:

@@ -126,12 +126,11 @@ class LocalState:
             if key in self._state:
                 self._state[name] = self._state[key]
 
-    def save(self, server_round: int, keep_last: bool = False, scale: Scale | None = None) -> None:
+    def save(self, server_round: int, scale: Scale | None = None) -> None:
         """Write the kept state to the state folder, if there is one.
 
         Args:
             server_round: the round.
-            keep_last: also keep the file of the round before, because this round may have to be undone.
             scale: the client's own mean and std of inputs, written beside its part; the hash does not cover it.
 
         Raises:
@@ -142,7 +141,7 @@ class LocalState:
             content: dict[str, Any] = {"sha256": sha256, "kept": {k: v for k, v in kept.items() if v}}
             if scale:
                 content[INPUT_SCALE] = scale.to_json()
-            self._folder.write(content, server_round, keep_last)
+            self._folder.write(content, server_round)
 
     def load(self, names: Collection[str]) -> Mapping[str, Array]:
         """Return the kept entries among ``names``; empty before the first round.

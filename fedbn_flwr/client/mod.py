@@ -168,7 +168,7 @@ def _keep_own(reply: Message, key: str, config: TrainConfig, store: LocalState) 
             )
         store.keep(from_record(ArrayRecord({name: state[name] for name in local})), config.server_round)
         reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
-    store.save(config.server_round, config.used_sha256 is not None)
+    store.save(config.server_round)
     _add_info(reply, store.reply_metadata(config.server_round))
 
 

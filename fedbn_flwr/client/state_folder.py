@@ -69,7 +69,7 @@ class Folder(Protocol):
 
     def newest(self) -> dict[str, Any] | None: ...  # noqa: D102
     def find(self, sha256: str) -> dict[str, Any] | None: ...  # noqa: D102
-    def write(self, content: Mapping[str, Any], server_round: int, keep_last: bool) -> None: ...  # noqa: D102
+    def write(self, content: Mapping[str, Any], server_round: int) -> None: ...  # noqa: D102
 
 
 OpenFolder = Callable[[Continuity, int, str], Folder]
@@ -113,13 +113,14 @@ class StateFolder:
                 return content
         return None
 
-    def write(self, content: Mapping[str, Any], server_round: int, keep_last: bool) -> None:
+    def write(self, content: Mapping[str, Any], server_round: int) -> None:
         """Write the kept state after a round; remove files that neither the client nor a resume needs.
+
+        The file before stays: the round may have to be undone, and a run that is ended in mid-round saves the last one.
 
         Args:
             content: the kept state.
             server_round: the round.
-            keep_last: also keep the file that was the newest before: the client may have to go back to it.
 
         Raises:
             StateError: the folder cannot be written; the files in it stay.
@@ -133,9 +134,7 @@ class StateFolder:
             path = self.path / f"{sequence:06d}.{run}.{server_round}.safetensors"
             write_checked(path, {**self._owner, "run": run, "round": server_round, **content})
             needed = {self._standing(files, committed) for committed in self._continuity.committed}
-            if keep_last:
-                needed.update(files[:1])
-            for file in files:
+            for file in files[1:]:
                 if file not in needed:
                     file.path.unlink(missing_ok=True)
         except OSError as error:

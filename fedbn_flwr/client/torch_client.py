@@ -415,7 +415,7 @@ def _keep(store: LocalState, kept: State, hooks: Iterable[ClientHook], sent: Tra
     if kept:
         store.keep(kept, sent.server_round)
     store.save_hook_state({type(hook).__name__: to_state(hook.keep()) for hook in hooks}, sent.server_round)
-    store.save(sent.server_round, sent.used_sha256 is not None, scale)
+    store.save(sent.server_round, scale)
 
 
 def _metrics(result: TrainResult) -> Config:

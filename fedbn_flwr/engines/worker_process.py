@@ -54,7 +54,8 @@ def serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads
 def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads: int, run_id: int) -> None:
     for other in inherited:
         other.close()  # or this process would not see that the command has ended
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends this process
+    for kind in (signal.SIGINT, signal.SIGTERM):  # of a whole group of processes: the command ends this one
+        signal.signal(kind, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_command, daemon=True).start()
     torch.set_num_threads(torch_threads)
     keep_freed_memory()

@@ -329,7 +329,7 @@ def _end_all(current: list[_Worker], closed: threading.Event, lock: threading.Lo
         workers = list(current)
     for worker in workers:
         if worker.jobs:
-            worker.process.terminate()
+            worker.process.kill()
         worker.link.close()
     for worker in workers:
         worker.process.join(_SECONDS_TO_END)

@@ -18,7 +18,7 @@ def folder(root: Path, run: str = "r1", committed: tuple[int, ...] = (), fingerp
 
 
 def write(root: Path, server_round: int, sha256: str, **options: Any) -> None:
-    folder(root, **options).write({"sha256": sha256, "kept": {"a": {"x": np.ones(2)}}}, server_round, False)
+    folder(root, **options).write({"sha256": sha256, "kept": {"a": {"x": np.ones(2)}}}, server_round)
 
 
 def rounds(root: Path) -> list[str]:
@@ -26,12 +26,12 @@ def rounds(root: Path) -> list[str]:
     return [".".join(path.name.split(".")[1:3]) for path in sorted((root / "s/partition-2").glob("*.safetensors"))]
 
 
-def test_the_newest_file_and_those_of_checkpoints_stay(tmp_path: Path) -> None:
+def test_the_newest_two_files_and_those_of_checkpoints_stay(tmp_path: Path) -> None:
     """Checkpoints every 4 rounds, the last two stand; the client is not drawn in rounds 4 and 8."""
     for server_round in (1, 2, 3, 5, 6, 7, 9, 10):
         committed = tuple(r for r in (0, 4, 8) if r < server_round)[-2:]
         write(tmp_path, server_round, f"h{server_round}", committed=committed)
-    assert rounds(tmp_path) == ["r1.3", "r1.7", "r1.10"]
+    assert rounds(tmp_path) == ["r1.3", "r1.7", "r1.9", "r1.10"]
     assert folder(tmp_path).newest()["round"] == 10
 
 
@@ -51,8 +51,9 @@ def test_a_new_run_of_the_experiment_starts_from_the_part_of_the_last_run(tmp_pa
     assert folder(tmp_path, "r2").newest()["sha256"] == "old"
     write(tmp_path, 1, "h1", run="r2", committed=(0,))
     write(tmp_path, 2, "h2", run="r2", committed=(0,))
-    assert rounds(tmp_path) == ["r1.40", "r2.2"], "a resume from round 0 starts from the old part again"
-    assert folder(tmp_path, "r2").newest()["sha256"] == "h2"
+    write(tmp_path, 3, "h3", run="r2", committed=(0,))
+    assert rounds(tmp_path) == ["r1.40", "r2.2", "r2.3"], "a resume from round 0 starts from the old part again"
+    assert folder(tmp_path, "r2").newest()["sha256"] == "h3"
     assert folder(tmp_path, "r2").find("")["sha256"] == "old"
     assert rounds(tmp_path) == ["r1.40"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,9 +20,10 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.cli.before import Kind
-from fedbn_flwr.lab.cli.console import Bar, EngineChoice, bars, complaints, progress
+from fedbn_flwr.lab.cli.console import Bar, EngineChoice, Lines, bars, complaints, progress
 from fedbn_flwr.lab.cli.finished import PartChoice
 from fedbn_flwr.lab.cli.sweep import Display
+from fedbn_flwr.lab.cli.tables import show_markdown
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, KINDS, PARTITIONS
 from fedbn_flwr.lab.finished_runs.evaluate import DataPart
@@ -322,7 +324,7 @@ def interrupt_in_round(number: int, monkeypatch) -> None:
         if line["round"] == number:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Bar, "__call__", lambda self, line: pressed(line))
+    monkeypatch.setattr(Lines, "__call__", lambda self, line: pressed(line))
     monkeypatch.setattr(Display, "begin", lambda self, cell: pressed if cell.method == "B" else None)
 
 
@@ -413,12 +415,14 @@ def clock(monkeypatch) -> list[float]:
 
 
 def test_the_remaining_time_of_rounds_that_take_minutes(clock: list[float]) -> None:
-    with progress(10, "slow") as bar:
+    with bars() as shown:
+        bar = Bar(shown, 10, "slow")
         for server_round in (5, 6, 7):  # resumed
             clock[0] += 400
-            bar({"round": server_round})
-        (task,) = bar._progress.tasks
+            bar({"round": server_round, **({"test-accuracy": 0.5} if server_round == 6 else {"train-loss": 1.0})})
+        (task,) = shown.tasks
         assert task.time_remaining == 3 * 400
+        assert task.fields["shown"] == "loss 1.0000 acc 0.5000 (round 6)", "the last test stays, with its round"
 
 
 def test_the_remaining_time_of_a_sweep_leaves_out_rounds_that_were_done_before_or_never_will_be(
@@ -441,6 +445,29 @@ def test_the_remaining_time_of_a_sweep_leaves_out_rounds_that_were_done_before_o
         assert everything.finished
 
 
+def test_without_a_terminal_a_round_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(10, "slow") as lines:
+        for server_round in (1, 2):
+            lines({"round": server_round, "train-loss": 1.0})
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "round 1/10: loss 1.0000, 0:00:00 / 0:00:00 left"
+    assert second.startswith("round 2/10: loss 1.0000, ")
+
+
+def test_tables_of_several_tests_are_apart_and_a_heading_stands_above_a_table_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show_markdown(
+        "# s\n\n| method | split | metric | final, % |\n|---|---|---|---|\n| A | all | own | 9.50 ± 1.00 |\n"
+        "| B\\|b | all | test | 61.46 |\n| A | all | test | 1.46 |\n\n# s, differences\n\nThey need two seeds.\n"
+    )
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        *("", "s, own", "method     final, %", "A       9.50 ± 1.00"),
+        *("", "s, test", "method  final, %", "B|b        61.46", "A           1.46"),
+        *("", "They need two seeds."),
+    ]
+
+
 def test_an_interrupted_command_ends_with_130(monkeypatch) -> None:
     def pressed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -457,7 +484,10 @@ def test_sweep(tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = call("sweep", str(study), "--set", "num-server-rounds=1", "--out", str(out))
     assert result.exit_code == 0, result.output
-    assert (out / "table.md").read_text().strip() in result.stdout
+    assert "two, test-accuracy\nmethod" in result.stdout, "the tests apart, in aligned tables"
+    assert re.search(r"^A +\d+\.\d\d +\d+\.\d\d +1 ", result.stdout, re.MULTILINE)
+    assert "|" not in result.stdout
+    assert f"next: fedbn-flwr report {out}\n" in result.stdout
     assert "1/2 A/all/seed-0: loss " in result.stderr
     several = ["--parallel", "2"]
     for wrong in (["--ray-address", "127.0.0.1:6379", *several], ["--engine", "simulation", *several]):

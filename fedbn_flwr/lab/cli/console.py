@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import os.path
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
@@ -15,10 +18,11 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+from rich.text import Text as RichText
 from typer.core import TyperCommand
 from typer.models import TyperPath
 
@@ -30,6 +34,8 @@ __all__ = [
     "TRAIN",
     "Bar",
     "EngineChoice",
+    "Lines",
+    "Scores",
     "app",
     "bars",
     "complaints",
@@ -40,7 +46,6 @@ __all__ = [
     "quiet_flower",
     "report_own_data",
     "say",
-    "shown_scores",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -107,32 +112,46 @@ EngineChoice = Literal["in-process", "simulation"]
 """Where the clients run: ``runs.run.Engine``, without its import."""
 
 
-def say(text: object, style: str | None = None) -> None:
-    """Print a text whose lines the terminal alone breaks."""
-    console.print(text, style=style, soft_wrap=True)
+def say(text: object = "", style: str | None = None, on: Console = console) -> None:
+    """Print a text: in a terminal its lines break between words, elsewhere they stay whole."""
+    on.print(text, style=style, soft_wrap=not on.is_terminal)
 
 
 @contextmanager
 def exit_codes(*bad_input: type[FedBNError]) -> Iterator[None]:
-    """Turn errors into exit codes: 2 for bad usage, config or data, and ``bad_input``; 1 for others; 130 for Ctrl-C."""
+    """Turn errors into exit codes: 2 for bad usage, config or data, and ``bad_input``; 1 for others.
+
+    130 is for Ctrl-C and 143 for SIGTERM, as a shell has it.
+    """
     try:
         yield
     except KeyboardInterrupt as error:  # its argument says what is saved
         text = " ".join(["interrupted.", *map(str, error.args)]) if any(error.args) else "interrupted"
-        complaints.print(text, soft_wrap=True)
-        raise typer.Exit(130) from error
+        say(text, on=complaints)
+        raise typer.Exit(143 if isinstance(error, _Terminated) else 130) from error
     except FedBNError as error:
-        complaints.print(str(error), style="red", soft_wrap=True)
+        say(error, "red", complaints)
         raise typer.Exit(2 if isinstance(error, (ConfigError, DataError, NormLayerError, *bad_input)) else 1) from error
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as a batch system, systemd or Docker sends it before it kills."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
 
 
 @contextmanager
 def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
-    """Add to a Ctrl-C what is saved and how to go on."""
+    """Let SIGTERM end a command as Ctrl-C does, and add to both what is saved and how to go on."""
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(what_is_saved()) from error
+        raise type(error)(what_is_saved()) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def report_own_data(settings: Any) -> tuple[str, ...]:
@@ -148,25 +167,63 @@ def report_own_data(settings: Any) -> tuple[str, ...]:
     return report.warnings
 
 
+class Scores:
+    """The loss and the scores of a run so far; each test's stays until the next one, with its round."""
+
+    def __init__(self, score: str) -> None:
+        label = {"accuracy": "acc"}.get(score, score)
+        self._keys = {"loss": "train-loss", label: f"test-{score}", "own": f"personal-own-{score}"}
+        self._last: dict[str, tuple[int, float]] = {}
+
+    def after(self, line: Any) -> str:
+        """Return them after a line of metrics; "" before the first."""
+        at = line["round"]
+        self._last |= {label: (at, line[key]) for label, key in self._keys.items() if line.get(key) is not None}
+        told = (
+            f"{label} {value:.4f}" + (f" (round {since})" if since < at else "")
+            for label, (since, value) in self._last.items()
+        )
+        return " ".join(told)
+
+
 class Bar:
-    """A progress bar with loss, score and the remaining time; call it with each line of metrics."""
+    """A progress bar with loss, score and times; call it with each line of metrics."""
 
     def __init__(self, progress: Progress, total: int, name: str, score: str = "accuracy") -> None:
-        self._progress, self._score = progress, score
+        self._progress, self._scores = progress, Scores(score)
         self._task = progress.add_task(name, total=total, shown="")
 
     def __call__(self, line: Any) -> None:
         """Advance to the round of the line."""
-        self._progress.update(self._task, completed=line["round"])
-        if scores := shown_scores(line, self._score):
-            self._progress.update(self._task, shown=scores)
+        self._progress.update(self._task, completed=line["round"], shown=self._scores.after(line))
 
 
-def shown_scores(line: Any, score: str) -> str:
-    """Return the loss and the scores in a line of metrics, for a progress bar; "" if it has none."""
-    label = {"accuracy": "acc"}.get(score, score)
-    wanted = {"loss": "train-loss", label: f"test-{score}", "own": f"personal-own-{score}"}
-    return " ".join(f"{label} {line[key]:.4f}" for label, key in wanted.items() if line.get(key) is not None)
+class Lines:
+    """A line for each round, where there is no terminal; call it with each line of metrics."""
+
+    def __init__(self, total: int, score: str = "accuracy") -> None:
+        self._total, self._scores = total, Scores(score)
+        self._start, self._done = time.monotonic(), 0
+
+    def __call__(self, line: Any) -> None:
+        """Print the round of the line."""
+        self._done += 1
+        elapsed = time.monotonic() - self._start
+        left = elapsed / self._done * (self._total - line["round"])
+        times = f"{timedelta(seconds=round(elapsed))} / {timedelta(seconds=round(left))} left"
+        say(f"round {line['round']}/{self._total}: {self._scores.after(line)}, {times}", on=complaints)
+
+
+class _Times(ProgressColumn):
+    """The elapsed and the remaining time."""
+
+    def render(self, task: Task) -> RichText:
+        """Return "0:00:12 / 0:01:48 left"."""
+        elapsed, left = (
+            "-:--:--" if seconds is None else str(timedelta(seconds=int(seconds)))
+            for seconds in (task.finished_time if task.finished else task.elapsed, task.time_remaining)
+        )
+        return RichText(elapsed if task.finished else f"{elapsed} / {left} left", style="progress.remaining")
 
 
 def bars() -> Progress:
@@ -176,8 +233,7 @@ def bars() -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[shown]}", markup=False),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        _Times(),
         console=complaints,
         # The speed is that of the last 1000 rounds: within rich's 30 s a large model ends no two rounds.
         speed_estimate_period=math.inf,
@@ -185,8 +241,11 @@ def bars() -> Progress:
 
 
 @contextmanager
-def progress(total: int, name: str, score: str = "accuracy") -> Iterator[Bar]:
-    """Show a progress bar."""
+def progress(total: int, name: str, score: str = "accuracy") -> Iterator[Bar | Lines]:
+    """Show a progress bar, or a line for each round where there is no terminal."""
+    if not complaints.is_terminal:
+        yield Lines(total, score)
+        return
     with bars() as shown:
         yield Bar(shown, total, name, score)
 

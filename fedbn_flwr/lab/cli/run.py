@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,7 +48,6 @@ def run(
     from fedbn_flwr.lab.config.at_once import refuse_at_once
 
     with exit_codes():
-        quiet_flower()
         if resume:
             config, set_ = _resumed(config, out), [*(set_ or []), "resume=true"]
         refuse_at_once(config, set_ or [])
@@ -56,6 +56,7 @@ def run(
     from fedbn_flwr.lab.runs.run import preflight, start
 
     with exit_codes():
+        quiet_flower()  # its import, which came with the run's, sets the level of its log
         settings = Config.load(config, set_ or [])
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
         if workers is not None and engine != "in-process":
@@ -95,6 +96,9 @@ def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None
     if note := summary.get("model-note"):
         say(note)
     say(f"results: {folder.absolute()}")
+    shown = shlex.quote(str(folder))
+    say(f"next: fedbn-flwr report {shown}\n      fedbn-flwr doctor {shown}")
+    say(f"      fedbn-flwr evaluate {shown} --dataset DATA")
     if (log := folder.absolute() / FLOWER_LOG).is_file():
         say(f"log of Flower's simulation: {log}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.cli.console import (
     TRAIN,
     EngineChoice,
+    Scores,
     app,
     bars,
     complaints,
@@ -21,8 +23,8 @@ from fedbn_flwr.lab.cli.console import (
     interrupt,
     quiet_flower,
     say,
-    shown_scores,
 )
+from fedbn_flwr.lab.cli.tables import show_markdown
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.studies.study import Cell
@@ -76,8 +78,10 @@ def sweep(
                 table = launch(grid, out, runner, Display(progress, grid.name), selection)
         except RunFailedError as error:
             table, failed = error.result, error
-        say(table)
+        show_markdown(table)
+        say()
         say(f"results: {out.absolute()}")
+        say(f"next: fedbn-flwr report {shlex.quote(str(out))}")
         if failed:
             raise failed
 
@@ -133,14 +137,13 @@ class Display:
 
     def begin(self, cell: Any) -> Callable[[Any], None]:
         """Show the bar of a run; return what moves it."""
-        score, rounds = cell.config.learning_task().score, self._rounds[cell.name]
+        scores, rounds = Scores(cell.config.learning_task().score), self._rounds[cell.name]
         task = self._tasks[cell.name] = self._progress.add_task("  " + cell.name, total=rounds, shown="")
         self._started[cell.name] = time.monotonic()
 
         def on_round(line: Any) -> None:
             self._advance(task, line["round"])
-            if scores := shown_scores(line, score):
-                self._progress.update(task, shown=scores)
+            self._progress.update(task, shown=scores.after(line))
 
         return on_round
 
@@ -156,7 +159,7 @@ class Display:
         seconds = time.monotonic() - self._started.get(cell.name, time.monotonic())
         outcome = f"failed: {error}" if error else f"{scores}, {seconds:.0f} s"
         text = f"{self._ended}/{self._left} {cell.name}: {outcome}"
-        complaints.print(text, style="red" if error else None, soft_wrap=True)
+        say(text, "red" if error else None, complaints)
         self._count()
 
     def _advance(self, task: TaskID, server_round: int) -> None:

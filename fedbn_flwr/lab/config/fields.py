@@ -350,7 +350,7 @@ class Fields(MethodSettings):
     checkpoint_every: int = _key(
         "files",
         10,
-        "checkpoint before round 1, after every so many rounds, or two minutes, and after the last; 0 = none",
+        "checkpoint before round 1, every so many rounds or 20 seconds, at the end and at a signal; 0 = none",
         ge=0,
     )
     watch_statistics: int = _key(

@@ -37,7 +37,7 @@ logger = logging.getLogger("flwr")
 
 _FORMAT = 2  # of a checkpoint
 _KEPT = 2
-_LONG = 120.0  # seconds of work that a kill may cost, and one round
+_LONG = 20.0  # seconds of work that a kill may cost, and one round
 _FREE = PLACES | {"num-server-rounds", "on-divergence"}  # a resume may change these; others would make another run
 
 
@@ -83,7 +83,7 @@ class Checkpoints:
     def due(self, server_round: int, last: bool, stopping: EarlyStopping | None = None) -> bool:
         """Return whether a checkpoint is due.
 
-        It is before round 1, every ``checkpoint-every`` rounds, two minutes after the one before, and after the last
+        It is before round 1, every ``checkpoint-every`` rounds, 20 seconds after the one before, and after the last
         and the best round.
         """
         every, best = self._config.checkpoint_every, stopping.best(server_round) if stopping else None

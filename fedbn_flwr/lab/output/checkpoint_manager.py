@@ -10,7 +10,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.messages.protocol import Continuity
-from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.messages.records import views
 from fedbn_flwr.strategies import Strategy
 
 __all__ = ["CheckpointManager"]
@@ -34,6 +34,7 @@ class CheckpointManager:
     def __init__(self, checkpoints: Checkpoints, config: Config, strategy: Strategy, saved: Checkpoint | None) -> None:
         self._checkpoints, self._config, self._strategy = checkpoints, config, strategy
         self._warned: set[str] = set()
+        self._whole: Checkpoint | None = None  # the run after the last whole round
         self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
         if saved and (volatile := saved.strategy["kept"]["volatile"]):
             raise NotResumableError(
@@ -51,9 +52,17 @@ class CheckpointManager:
         """Save a checkpoint if one is due; warn of clients that keep their part in memory only."""
         if self._config.series:
             self._warn_of_volatile(f"series={self._config.series} has no effect for them")
+        if not self._config.checkpoint_every:
+            return
+        self._whole = self._checkpoint(server_round)
         last = server_round == self._config.num_server_rounds or self._strategy.stops_after(server_round)
         if self._checkpoints.due(server_round, last, stopping):
-            self._save(server_round, stopping)
+            self._save(self._whole, stopping)
+
+    def on_signal(self, stopping: EarlyStopping | None = None) -> None:
+        """Save the last whole round of a run that a signal ends in mid-round."""
+        if self._whole and self._whole.server_round not in self._checkpoints.rounds:
+            self._save(self._whole, stopping)
 
     def after_run(self, stopping: EarlyStopping | None = None) -> None:
         """Save the last round's checkpoint if ``after_round`` could not know yet that the run would be stopped."""
@@ -61,11 +70,14 @@ class CheckpointManager:
         if last is None or last in self._checkpoints.rounds:
             return
         if self._checkpoints.due(last, True, stopping):
-            self._save(last, stopping)
+            self._save(self._checkpoint(last), stopping)
 
-    def _save(self, server_round: int, stopping: EarlyStopping | None) -> None:
-        state, strategy = from_record(self._strategy.run.arrays), self._strategy.state_dict()
-        checkpoint = Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
+    def _checkpoint(self, server_round: int) -> Checkpoint:
+        """Return the run as it is; nothing is copied, because a round makes new arrays and states."""
+        state, strategy = views(self._strategy.run.arrays), self._strategy.state_dict()
+        return Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
+
+    def _save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None) -> None:
         self._checkpoints.save(checkpoint, stopping)
         self._update_continuity()
         self._warn_of_volatile("this run cannot be resumed")

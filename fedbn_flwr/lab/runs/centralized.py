@@ -85,6 +85,9 @@ def _centralized(
     torch.set_num_threads(config.torch_threads)
     try:
         line = reference.train(data.train_view(), line)
+    except (KeyboardInterrupt, SystemExit):
+        reference.on_signal()
+        raise
     finally:
         torch.set_num_threads(before)
         recorder.close()
@@ -112,6 +115,7 @@ class _Reference:
         self._best: State = best.state if best else {}
         self._run = saved.run if saved else uuid4().hex[:16]
         self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
+        self._whole: Checkpoint | None = None  # after the last whole round: a copy, which training does not change
 
     def train(self, union: Batches, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """Do the rounds that are left; return the line of the last one, ``line`` if none was left."""
@@ -141,11 +145,17 @@ class _Reference:
         """Return the state of the best round with early stopping, else of the last."""
         return self._best or self._state()
 
+    def on_signal(self) -> None:
+        """Save the last whole round of a run that a signal ends in mid-round."""
+        if self._whole and self._whole.server_round not in self._start.checkpoints.rounds:
+            self._start.checkpoints.save(self._whole, self._stopping)
+
     def _save(self, server_round: int, last: bool) -> None:
-        if self._start.checkpoints.due(server_round, last, self._stopping):
+        if self._config.checkpoint_every:
             about = {_OPTIMIZER: _state_of(self._optimizer)}
-            checkpoint = Checkpoint(server_round, self._state(), about, self._run, self.resumed_after)
-            self._start.checkpoints.save(checkpoint, self._stopping)
+            self._whole = Checkpoint(server_round, self._state(), about, self._run, self.resumed_after)
+            if self._start.checkpoints.due(server_round, last, self._stopping):
+                self._start.checkpoints.save(self._whole, self._stopping)
 
     def _state(self) -> State:
         state = to_state(unwrap(self._model).state_dict())

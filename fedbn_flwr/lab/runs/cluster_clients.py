@@ -136,9 +136,9 @@ class _RemoteFolder:
         """Return the content with this hash, and remove what this run wrote after it."""
         return self._call("find", sha256)
 
-    def write(self, content: Mapping[str, Any], server_round: int, keep_last: bool) -> None:
+    def write(self, content: Mapping[str, Any], server_round: int) -> None:
         """Write the kept state after a round."""
-        self._call("write", content, server_round, keep_last)
+        self._call("write", content, server_round)
 
     def _call(self, method: str, *args: Any) -> dict[str, Any] | None:
         import ray

@@ -130,6 +130,9 @@ def _serve(
         manager.after_run(recorder.stopping)
     except DivergedError as error:
         result, diverged = error.result, error
+    except (KeyboardInterrupt, SystemExit):
+        manager.on_signal(recorder.stopping)
+        raise
     finally:
         recorder.close()
         strategy.on_replies = strategy.on_round_end = None  # they refer to it, which would keep the run in memory

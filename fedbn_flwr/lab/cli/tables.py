@@ -1,0 +1,68 @@
+"""Markdown tables in the terminal: aligned, a table for each test, a heading only above a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from fedbn_flwr.lab.cli.console import console, say
+
+__all__ = ["show_markdown"]
+
+_BAR = re.compile(r"(?<!\\)\|")
+_NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]\d+)?( ± [\d.]+)?( \*{1,2})?|[-+][\d.]+ to [-+][\d.]+|-|")
+_WIDE = 1000  # characters of a line in a file or a pipe
+_SPLIT, _METRIC = "split", "metric"
+
+
+def show_markdown(text: str) -> None:
+    """Print headings, tables and paragraphs of Markdown."""
+    heading = ""
+    for part in text.strip().split("\n\n"):
+        if part.startswith("#"):
+            heading = part.strip("# ")
+        elif part.startswith("|"):
+            rows = [[_plain(cell) for cell in _BAR.split(line)[1:-1]] for line in part.splitlines()]
+            for title, head, body in _by_test(rows[0], rows[2:]):
+                say()
+                say(", ".join(filter(None, (heading, title))), style="bold")
+                console.print(_aligned(head, body), width=None if console.is_terminal else _WIDE)
+            heading = ""
+        else:
+            say()
+            say(_plain(part))
+
+
+def _plain(cell: str) -> str:
+    return re.sub(r"\\([|*])", r"\1", cell.strip())
+
+
+def _by_test(head: list[str], rows: list[list[str]]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield a title and a table for each test; a split that is the only one has no column."""
+    if head.count(_METRIC) != 1 or len({row[head.index(_METRIC)] for row in rows}) < 2:
+        yield "", *_without(_SPLIT, head, rows)
+        return
+    at = head.index(_METRIC)
+    for metric in dict.fromkeys(row[at] for row in rows):
+        of_test = [[cell for i, cell in enumerate(row) if i != at] for row in rows if row[at] == metric]
+        yield metric, *_without(_SPLIT, [name for name in head if name != _METRIC], of_test)
+
+
+def _without(name: str, head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return the table without the column of this name if all its cells are alike."""
+    at = head.index(name) if name in head else None
+    if at is None or len({row[at] for row in rows}) > 1:
+        return head, rows
+    return head[:at] + head[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
+
+
+def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name, cells in zip(head, zip(*rows, strict=True), strict=True):
+        right = all(_NUMBER.fullmatch(cell) for cell in cells)
+        table.add_column(name, justify="right" if right else "left", no_wrap=right or None, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
