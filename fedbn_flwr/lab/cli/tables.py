@@ -62,7 +62,7 @@ def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name, cells in zip(head, zip(*rows, strict=True), strict=True):
         right = all(_NUMBER.fullmatch(cell) for cell in cells)
-        table.add_column(name, justify="right" if right else "left", no_wrap=right or None, overflow="fold")
+        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
