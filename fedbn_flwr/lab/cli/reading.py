@@ -27,7 +27,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the folder.")] = None,
 ) -> None:
     """Write one HTML page of a run or a study, which needs no other file and no network."""
-    from fedbn_flwr.lab.report import REPORT_FILE, follow_report, write_report
+    from fedbn_flwr.lab.report import REPORT_FILE, examine, follow_report, write_report
 
     target = out or folder / REPORT_FILE
     with exit_codes():
@@ -35,8 +35,8 @@ def report(
             say(f"report, live: {target.absolute()}")
             with interrupt(lambda: f"The report shows the folder as it was last: {target}"):
                 follow_report(folder, out)
-        else:
-            write_report(folder, out)
+        examine(folder)
+        write_report(folder, out)
         say(f"report: {target.absolute()}")
 
 

@@ -35,14 +35,14 @@ def run_page(run: RunFiles, foot: str, live: int = 0) -> Page:
         live: seconds after which an open page is loaded again; 0 = never.
     """
     sections = [
-        settings_section(run),
         curves_section(run),
         result_section(run),
         domains_section(run),
         clients_section(run),
-        Section("split", "Data of the clients", split_figures(run)),
         batchnorm_section(run),
+        Section("split", "Data of the clients", split_figures(run)),
         traffic_section(run),
+        settings_section(run),
         reproduce_section(run),
     ]
     config = run.config

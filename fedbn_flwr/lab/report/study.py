@@ -18,6 +18,7 @@ from fedbn_flwr.lab.report.study_figures import (
 )
 from fedbn_flwr.lab.report.study_statistics import statistics_section
 from fedbn_flwr.lab.report.study_tables import anchor_of, results_section
+from fedbn_flwr.lab.studies.comparisons import LEVEL, comparisons
 from fedbn_flwr.lab.studies.one_run import failure_of
 from fedbn_flwr.lab.studies.rows import grouped, with_std
 from fedbn_flwr.lab.studies.study import Cell
@@ -35,14 +36,14 @@ def study_page(files: StudyFiles, foot: str, live: int = 0) -> Page:
         live: seconds after which an open page is loaded again; 0 = never.
     """
     sections = [
+        curves_section(files),
         results_section(files),
         comparison_section(files),
-        curves_section(files),
         domains_section(files),
         statistics_section(files),
-        settings_section(files),
         split_section(files),
         runs_section(files),
+        settings_section(files),
         reproduce_section(files),
     ]
     return Page(
@@ -73,16 +74,27 @@ def _sentence(files: StudyFiles) -> str:
 
 
 def _best(files: StudyFiles) -> Iterator[str]:
-    """Yield for each split and metric the method with the best mean."""
+    """Yield for each split and metric the method with the best mean, and whether its lead is established.
+
+    It is where the correction for all pairs of the split (Holm) leaves a difference from another method.
+    """
+    compared = [pair for pair in comparisons(files.rows) if pair["p-holm"] is not None]
+    established = [pair for pair in compared if pair["p-holm"] < 1 - LEVEL]
     finished = [row for row in files.table if row["mean"] is not None]
     for (split, metric), rows in grouped(finished, lambda row: (row["split"], row["metric"])).items():
         if len(rows) < 2:
             continue
-        choose = max if higher_is_better(metric) else min
+        choose, first = (max, "highest") if higher_is_better(metric) else (min, "lowest")
         top = choose(rows, key=lambda row: row["mean"])
         number = with_unit(metric, top["mean"] / (100 if in_percent(metric) else 1))
         where = f" on {split}" if len(files.study.splits) > 1 else ""
-        yield f"The best {metric}{where} is {number}, of {top['method']} (mean of {_count(top['runs'], 'run')})."
+        reached = f"{number}, of {top['method']} (mean of {_count(top['runs'], 'run')})."
+        mine = [p for p in established if p["split"] == split and metric in (p["metric"], p["other-metric"])]
+        if any(top["method"] in (pair["method"], pair["other"]) for pair in mine):
+            yield f"The best {metric}{where} is {reached}"
+        else:
+            what = "lead" if mine else "difference"
+            yield f"No {what} in {metric}{where} is established. The {first} is {reached}"
 
 
 def _facts(files: StudyFiles) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.partitioned.splitting import split_to_json
 from fedbn_flwr.lab.report import figures as drawings
 from fedbn_flwr.lab.report import follow_report, write_report
+from fedbn_flwr.lab.report import page as page_module
 from fedbn_flwr.lab.report.files import RunFiles, StudyFiles
 from fedbn_flwr.lab.report.page import (
     Code,
@@ -106,13 +108,16 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def page(finished: Path) -> Html:
-    """The page as it is; in other tests a few characters stand for plotly's 5 MB."""
-    return Html(write_report(finished))
+    """The page as it is; in other tests a few characters stand for plotly's code."""
+    made = write_report(finished)
+    assert made.stat().st_size < 1_000_000
+    return Html(made)
 
 
 @pytest.fixture(autouse=True)
-def _short(page: Html, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "Plotly")
+def _short(page: Html, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (short := tmp_path / "plotly.gz").write_bytes(gzip.compress(b"Plotly"))
+    monkeypatch.setattr(page_module, "PLOTLY", short)
 
 
 def change(path: Path, **values: Any) -> None:
@@ -146,7 +151,7 @@ def test_it_says_what_was_run_and_reached(finished: Path, page: Html) -> None:
 
 def test_its_sections_have_their_figures(page: Html) -> None:
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
-    assert sections == ["settings", "curves", "result", "clients", "split", "batchnorm", "traffic", "reproduce"]
+    assert sections == ["curves", "result", "clients", "batchnorm", "split", "traffic", "settings", "reproduce"]
     links = {attributes["href"] for tag, attributes in page.tags if tag == "a"}
     assert links == {f"#{name}" for name in sections}
     curves, losses, clients, split = page.figures
@@ -195,7 +200,10 @@ def test_it_loads_nothing(page: Html) -> None:
     assert {a["href"] for tag, a in page.tags if tag == "link"} == {"data:,"}
     assert page.count("iframe") + page.count("object") + page.count("img") + page.count("base") == 0
     scripts = [attributes for tag, attributes in page.tags if tag == "script" and not attributes]
-    assert len(scripts) == 2, "plotly.js and report.js"
+    assert len(scripts) == 1, "report.js"
+    (packed,) = (a for tag, a in page.tags if tag == "script" and a.get("id") == "plotly")
+    assert packed == {"id": "plotly", "type": "application/gzip"}
+    assert gzip.decompress(page_module.PLOTLY.read_bytes()), "and nothing else is packed"
     here = Path(drawings.__file__).parent
     assert re.search(r"url\(|@import", (here / "report.css").read_text()) is None
     assert re.search(r"fetch\(|XMLHttp|import\(|https?:", (here / "report.js").read_text()) is None
@@ -237,7 +245,7 @@ def test_every_name_is_escaped(folder: Path) -> None:
     page = Html(write_report(folder))
     assert page.text.count(EVIL) > 3
     assert page.count("b") == 0
-    assert len([1 for tag, attributes in page.tags if tag == "script" and not attributes]) == 2
+    assert len([1 for tag, attributes in page.tags if tag == "script" and not attributes]) == 1
     assert json.dumps(page.figures).count("&lt;script&gt;") > 1, "plotly reads tags in texts"
 
 
@@ -347,7 +355,7 @@ def test_the_batchnorm_pictures(folder: Path, page: Html) -> None:
     assert "BatchNorm statistics were not recorded. Repeat the run with --set watch-statistics=1" in page.text
     path = folder / "statistics.jsonl"
     path.write_text("".join(json.dumps(recorded(at)) + "\n" for at in (1, 2, 3)))
-    found = Html(write_report(folder)).figures[4:]
+    found = Html(write_report(folder)).figures[3:-1]
     assert [figure["data"][-1]["type"] for figure in found] == ["scatter", "scatter", *["heatmap"] * 4]
     band, local, change = found[0]["data"]
     assert (local["y"], change["y"]) == ([4.0, 4.0, None], [1.0, 1.0, None]), "summed over the layers"
@@ -358,7 +366,7 @@ def test_the_batchnorm_pictures(folder: Path, page: Html) -> None:
     assert found[2]["data"][0]["z"] == [[2.0, 2.0, None]] * 2
     assert found[2]["data"][0]["y"] == ["norm", "the model"]
     path.write_text(json.dumps(recorded(1, many=True)) + "\n")
-    found = Html(write_report(folder)).figures[4:]
+    found = Html(write_report(folder)).figures[3:-1]
     assert len(found) == 4, "no picture by client"
     assert found[0]["data"][0]["y"] == [80.0, 0.0], "the highest and the lowest client of each layer"
     assert (found[0]["data"][1]["y"], found[1]["data"][0]["z"]) == ([4.0], [[2.0]] * 2), "medians"
@@ -372,7 +380,7 @@ def test_sums_are_over_the_same_layers_in_every_round(folder: Path) -> None:
     lines[1]["layers"]["norm"] = recorded(3)["layers"]["norm"]
     (folder / "statistics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = Html(write_report(folder))
-    assert page.figures[4]["data"][1]["y"] == [4.0, None, 4.0]
+    assert page.figures[3]["data"][1]["y"] == [4.0, None, 4.0]
     assert "Layers that never have a value are in no sum." in page.text
 
 
@@ -435,7 +443,7 @@ def test_a_study_beside_the_papers_numbers(swept: Path) -> None:
     assert f"FedAvg {mean:.2f} ± {std:.2f} 2 " in page.text
     assert f" 91.50 ± 0.40 {mean - 91.5:+.2f} test-accuracy" in page.text
     assert "runs finished 4 of 4" in page.text
-    results, _, curves, split = page.figures
+    curves, results, _, split = page.figures
     seeds, means, paper = results["data"]
     assert seeds["x"][:2] == finals
     assert seeds["text"] == ["seed 0", "seed 1"] * 2
@@ -478,7 +486,7 @@ def test_paired_differences(study: Path) -> None:
         summary = json.loads(path.read_text())
         change(path, final=summary["final"] | {"personal-own-accuracy": final / 100})
     page = Html(write_report(study))
-    difference = page.figures[1]["data"][0]
+    difference = page.figures[2]["data"][0]
     assert (
         difference["y"][0]
         .replace("\N{NO-BREAK SPACE}", " ")
@@ -541,8 +549,32 @@ def test_a_study_whose_runs_have_former_settings(study: Path) -> None:
 def test_the_best_of_a_loss_is_the_lowest() -> None:
     about = {"split": "all", "metric": "personal-own-loss-weighted", "runs": 1}
     rows = [{**about, "method": "A", "mean": 0.45}, {**about, "method": "B", "mean": 1.94}]
-    files: Any = SimpleNamespace(table=rows, study=SimpleNamespace(splits={"all": {}}))
-    assert list(_best(files)) == ["The best personal-own-loss-weighted is 0.4500, of A (mean of 1 run)."]
+    files: Any = SimpleNamespace(table=rows, rows=[], study=SimpleNamespace(splits={"all": {}}))
+    assert list(_best(files)) == [
+        "No difference in personal-own-loss-weighted is established. The lowest is 0.4500, of A (mean of 1 run)."
+    ]
+
+
+@pytest.mark.parametrize(("behind", "said"), [(0.1, "The best test-accuracy is 80.00"), (0.7999, "No difference in")])
+def test_a_best_method_is_named_only_where_a_difference_is_established(behind: float, said: str) -> None:
+    seeds = (-0.001, 0.0, 0.0011)
+    results = [
+        {
+            **{"split": "all", "metric": "test-accuracy", "main": True, "status": "finished", "method": method},
+            "seed": seed,
+            "final": 100 * (accuracy + noise * (1 if method == "A" else -2)),
+        }
+        for method, accuracy in (("A", 0.8), ("B", behind))
+        for seed, noise in enumerate(seeds)
+    ]
+    rows = [
+        {"split": "all", "metric": "test-accuracy", "runs": 3, "method": method, "mean": 100 * accuracy}
+        for method, accuracy in (("A", 0.8), ("B", behind))
+    ]
+    files: Any = SimpleNamespace(table=rows, rows=results, study=SimpleNamespace(splits={"all": {}}))
+    (sentence,) = _best(files)
+    assert sentence.startswith(said)
+    assert ("best" in sentence) == said.startswith("The best")
 
 
 def test_a_study_without_its_data(study: Path) -> None:
@@ -600,7 +632,7 @@ def test_a_mean_curve_is_drawn_at_the_mean_traffic(study: Path) -> None:
     lines = [line | {"exchanges": 10, "bytes-down": 9 * 2**20, "bytes-up": 0} for line in read_metrics(path)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     first = read_metrics(study / "FedAvg/all/seed-0/metrics.jsonl")[0]
-    curves = Html(write_report(study)).figures[2]
+    curves = Html(write_report(study)).figures[0]
     places = {unit: found["x"][1] for unit, found in curves["units"].items()}
     assert (places["rounds"], places["exchanges"]) == ([1, 2], [(first["exchanges"] + 10) / 2, first["exchanges"] + 10])
     moved = (first["bytes-down"] + first["bytes-up"]) / 2**20
@@ -626,7 +658,7 @@ def test_rounds_of_long_runs_are_matched_without_a_search() -> None:
 
 def test_seeds_without_a_common_test_have_no_mean_curve(study: Path) -> None:
     without_tests(study / "FedAvg/all/seed-1")
-    curves = Html(write_report(study)).figures[2]
+    curves = Html(write_report(study)).figures[0]
     assert [trace["name"] for trace in curves["data"] if "name" in trace] == ["FedBN &lt;b&gt;"]
 
 
@@ -636,7 +668,7 @@ def test_diverged_seeds_are_not_in_the_curves(study: Path) -> None:
     (bad / "metrics.jsonl").write_text(lines[0])
     change(bad / "summary.json", diverged_at=1, rounds=1)
     page = Html(write_report(study))
-    (curve,) = [trace for trace in page.figures[1]["data"] if str(trace.get("name")).startswith("FedAvg")]
+    (curve,) = [trace for trace in page.figures[0]["data"] if str(trace.get("name")).startswith("FedAvg")]
     assert curve["y"] == [100 * line["test-accuracy"] for line in read_metrics(good / "metrics.jsonl")]
     assert "A curve ends with its shortest seed." in page.text
     change(good / "summary.json", diverged_at=2)
