@@ -11,7 +11,7 @@ import fedbn_flwr
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
     ("errors", "seeds", "machine", "lazy"),
-    ("training", "norms", "compat/flower", "compat/secret_sharing"),
+    ("training", "norms", "compat/flower", "compat/node_key", "compat/secret_sharing"),
     ("batchnorm",),
     ("doctor",),
     ("messages", "transport", "checked_file"),
@@ -20,13 +20,13 @@ LEVELS = (
     ("client", "compat/legacy_strategy", "compat/secure_aggregation"),
     ("mods", "__init__"),
     # Up to here the core, from here the laboratory.
-    ("lab/data", "lab/models", "lab/export", "lab/files", "lab/deployment", "lab/__init__"),
+    ("lab/data", "lab/models", "lab/export", "lab/files", "lab/own_code", "lab/deployment", "lab/__init__"),
     ("lab/config",),
     ("lab/setup", "lab/early_stopping", "lab/trackers"),
     ("lab/partitioned",),
     ("lab/output",),
     ("lab/runs", "lab/finished_runs"),
-    ("lab/studies",),
+    ("lab/studies", "lab/node_check"),
     ("lab/report",),
     ("lab/doctor",),
     ("lab/cli",),
@@ -44,7 +44,7 @@ APART = (
     ("lab/data", "lab/export"),
     ("lab/models", "lab/export"),
     ("lab/runs", "lab/finished_runs"),
-    *((room, "lab/deployment") for room in ("lab/data", "lab/models", "lab/export", "lab/files")),
+    *((room, "lab/deployment") for room in ("lab/data", "lab/models", "lab/export", "lab/files", "lab/own_code")),
 )
 """Rooms of one level that do not know each other."""
 

@@ -48,6 +48,8 @@ NOT_RUN = {
     ("docs/guides/lightning-and-fastai.md", "needs Lightning; tests/client/test_callbacks.py runs it"),
     ("docs/guides/lightning-and-fastai.md", "needs fastai; tests/client/test_callbacks.py runs it"),
     ("docs/guides/lightning-and-fastai.md", "lines of an app, which tests/client/test_callbacks.py runs"),
+    ("docs/guides/volumes.md", "needs MONAI; tests/apps/test_volumes.py runs it"),
+    ("docs/deployment.md", "needs a running federation"),
     ("docs/guides/hospital-tables.md", "needs the four files of UCI heart disease"),
     ("docs/resume.md", "starts Flower's managed SuperLink, which outlives the command"),
     ("docs/simulation.md", "starts Flower's managed SuperLink, which outlives the command"),

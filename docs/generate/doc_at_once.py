@@ -8,7 +8,7 @@ from typing import Any
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.lab.config import CENTRALIZED, Config
-from fedbn_flwr.lab.data import DATASETS, KINDS, PARTITIONS
+from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.method import RunSettings
@@ -81,7 +81,7 @@ def _registries() -> dict[str, list[tuple[str, str, str]]]:
     found = {"strategies": methods}
     for kind, registry in others.items():
         found[kind] = [(name, info.summary, info.source) for name, info in registry.items()]
-    for form in KINDS.values():
+    for form in (*KINDS.values(), FUNCTION_FORM):
         name, _, what = form.partition(", ")
         found["datasets"].append((name, what, "own data"))
     return found

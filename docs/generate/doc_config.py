@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
 from fedbn_flwr.lab.config.method_settings import methods_with, own_default
-from fedbn_flwr.lab.data import DATASETS, KINDS, PARTITIONS
+from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.params import EVALUATIONS, Params
@@ -22,7 +22,7 @@ _NAMES: Mapping[str, Iterable[str]] = {
     "strategy": [*STRATEGIES, CENTRALIZED],
     "norm": NORMS,
     "model": MODELS,
-    "dataset": [*DATASETS, *(form.split(",")[0] for form in KINDS.values())],
+    "dataset": [*DATASETS, *(form.split(",")[0] for form in (*KINDS.values(), FUNCTION_FORM))],
     "partition": PARTITIONS,
     "eval-on": EVALUATIONS,
     "task": TASKS,

@@ -14,6 +14,7 @@ from fedbn_flwr.client.masking import masked_update
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.client.update_clipping import clipped_update
+from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import checked, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (
@@ -27,12 +28,14 @@ from fedbn_flwr.messages.protocol import (
     PARTITION_ID,
     STATISTICS_QUERY,
     UNUSABLE,
+    VERSIONS,
     NodeProperties,
     merged_config,
     num_partitions_of,
     partition_of,
 )
 from fedbn_flwr.messages.records import to_record, to_state
+from fedbn_flwr.messages.versions import as_text, own_versions
 
 __all__ = ["SizedApp", "client_app"]
 
@@ -151,6 +154,8 @@ class _ClientMessages:
             properties, info = {NUM_EXAMPLES: 0}, {UNUSABLE: self._reason(error, context)}
         node: dict[str, Any] = {PARTITION_ID: partition_of(context), NUM_PARTITIONS: num_partitions_of(context)}
         properties = {**node, **properties}
+        if on_network_node():
+            info[VERSIONS] = as_text(own_versions())
         if DATA_REPORT in properties:
             info[DATA_REPORT] = str(properties[DATA_REPORT])
         reply = describe(message, properties)

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.input_scale import FeatureMoments, Scale
 from fedbn_flwr.training.loaded import as_batches
 from fedbn_flwr.training.loop import TrainResult, train
+from fedbn_flwr.training.losses import LossFn
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -105,6 +107,7 @@ class TorchClient(NumPyClient):
         task: ``CLASSIFICATION``, ``BINARY``, ``MULTI_LABEL``, ``REGRESSION`` or ``SEGMENTATION`` of
             ``fedbn_flwr.training``: targets, loss and metrics. ``dataclasses.replace(task, loss=...)`` has a loss of
             your own, ``task.measuring(["auroc"])`` further metrics.
+        training_loss: the loss of training steps; None = that of the task, as in tests.
         validation_data: a part of the client's examples that it does not train on; it is the test set "validation", and
             FedBS may weigh the client by its loss there.
         state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
@@ -135,6 +138,7 @@ class TorchClient(NumPyClient):
         partition_id: int | None = None,
         seed: int | None = None,
         task: Task = CLASSIFICATION,
+        training_loss: LossFn | None = None,
         state_dir: Path | OpenFolder | None = None,
         validation_data: Batches | Dataset[Any] | None = None,
         data_report: Callable[[], str] | None = None,
@@ -158,6 +162,7 @@ class TorchClient(NumPyClient):
         self.partition_id = partition_id
         self.seed = seed
         self.task = task
+        self._training_task = task if training_loss is None else replace(task, loss=training_loss)
         self.state_dir = state_dir
         self.data_report = None if record_level else data_report
         self.record_level = record_level
@@ -279,7 +284,7 @@ class TorchClient(NumPyClient):
                 learning_rate=self.settings.learning_rate.at(sent.server_round, sent.frozen),
                 stream=functools.partial(self._stream, sent, fresh=sent.fresh_batches),
                 hooks=list(hooks.values()),
-                task=self.task,
+                task=self._training_task,
                 rule=rule,
                 layout=lent.layout,
             )

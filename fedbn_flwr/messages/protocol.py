@@ -164,6 +164,7 @@ BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "se
 UNUSABLE = Key("unusable", "str: why the node cannot take part", "client", "server")
 REFUSAL = Key("refusal", "str: why a mod of the app has refused the query", "client", "server")
 DATA_REPORT = Key("data-report", "str: what the node has read, if its owner allows it", "client", "server")
+VERSIONS = Key("versions", "str: of the node's fedbn-flwr, torch and flwr, over a network", "client", "server")
 SYNCHRONISES = Key("fedbn-flwr.synchronises", "bool, in the query: BN layers are synchronised", "server", "client")
 
 # --- config of a node -------------------------------------------------------------------------------------------------
@@ -512,6 +513,7 @@ class NodeProperties:
         refusal: why a mod of its app has refused the query; "" if none has.
         data_report: what it has read, if its owner allows it.
         num_partitions: number of the parts of the data, of which it holds one.
+        versions: those of its packages, see ``messages.versions``.
     """
 
     partition_id: int | None = None
@@ -521,6 +523,7 @@ class NodeProperties:
     refusal: str = ""
     data_report: str = ""
     num_partitions: int | None = None
+    versions: str = ""
 
     @classmethod
     def read(cls, reply: Message) -> NodeProperties:
@@ -531,7 +534,7 @@ class NodeProperties:
         info: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
         known = (numbers.get(PARTITION_ID), numbers.get(NUM_EXAMPLES), numbers.get(BATCH_SIZE))
         unusable, refusal, report = (str(info.get(key, "")) for key in (UNUSABLE, REFUSAL, DATA_REPORT))
-        return cls(*known, unusable, refusal, report, numbers.get(NUM_PARTITIONS))
+        return cls(*known, unusable, refusal, report, numbers.get(NUM_PARTITIONS), str(info.get(VERSIONS, "")))
 
     def write(self) -> dict[str, MetricRecord | ConfigRecord]:
         """Return the records of a reply."""
@@ -540,6 +543,7 @@ class NodeProperties:
         records: dict[str, MetricRecord | ConfigRecord] = {}
         records[METRICS] = MetricRecord({str(key): value for key, value in numbers.items() if value is not None})
         info: dict[str, Any] = {UNUSABLE: self.unusable, REFUSAL: self.refusal, DATA_REPORT: self.data_report}
+        info[VERSIONS] = self.versions
         if any(info.values()):
             records[INFO] = ConfigRecord({str(key): text for key, text in info.items() if text})
         return records

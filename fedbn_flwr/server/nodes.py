@@ -25,6 +25,7 @@ from fedbn_flwr.errors import (
     split_code,
 )
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
+from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.seeds import derive_seed, numpy_generator
 from fedbn_flwr.server.failures import MOD_ORDER
 from fedbn_flwr.transport.polling_grid import ImmediateGrid
@@ -240,6 +241,8 @@ class NodeRegistry:
             if reply.has_content():
                 said = NodeProperties.read(reply)
                 found[node_id] = _node(node_id, said)
+                if other := differences(own_versions(), said.versions):
+                    logger.warning("%s: %s. Install one version everywhere.", found[node_id], "; ".join(dict(other)))
                 if said.data_report:
                     logger.info("%s reports its data:\n%s", found[node_id], said.data_report)
             elif is_mod_refusal(reply):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client import client_app
+from fedbn_flwr.compat.flower import as_network_node
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
 from fedbn_flwr.messages.protocol import NodeProperties
+from fedbn_flwr.messages.versions import as_text, own_versions
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -213,3 +216,24 @@ def test_as_many_nodes_are_asked_as_the_shares_and_the_minima_say(
     kinds = [message.metadata.message_type for message in run.grid.sent]
     assert (kinds.count("train"), kinds.count("evaluate")) == (2 * trained, 2 * tested)
     assert [(report.asked, len(report.evaluations)) for report in run.strategy.reports] == [(trained, tested)] * 2
+
+
+def test_a_node_with_other_versions_is_named_before_round_1(nodes: NodeRegistry, caplog) -> None:
+    same = as_text(own_versions())
+    other = same.replace("torch ", "torch 1.") + ", other 9"
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        nodes.present(Answers({11: node(0, versions=same), 12: node(1, versions=other), 13: node(2)}), 1)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 1
+    assert warned[0].startswith("node 12 (partition 1): torch is ")
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_node_says_its_versions_over_a_network_alone(network: bool, points, mlp) -> None:
+    training = LocalTraining(learning_rate=LearningRate(0.1))
+    app = client_app(torch_clients(mlp, [points(8)], training))
+    message = Message(RecordDict(), dst_node_id=1, message_type="query")
+    context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
+    with as_network_node() if network else nullcontext():
+        said = NodeProperties.read(app(message, context)).versions
+    assert said == (as_text(own_versions()) if network else "")

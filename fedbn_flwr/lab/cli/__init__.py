@@ -1,4 +1,7 @@
-"""The command line: ``fedbn-flwr run | sweep | report | doctor | list | inspect | partition | evaluate | export``."""
+"""The command line.
+
+``fedbn-flwr run | sweep | report | doctor | list | inspect | partition | check-node | evaluate | export``
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import sys
 
 # isort: off
 # Each module adds its command to the app; --help shows them in this order.
-from fedbn_flwr.lab.cli import before, run, sweep, reading, finished  # noqa: F401
+from fedbn_flwr.lab.cli import before, node, run, sweep, reading, finished  # noqa: F401
 from fedbn_flwr.lab.cli.console import app
 
 # isort: on

@@ -91,10 +91,10 @@ complaints = Console(stderr=True, markup=False, highlight=False)
 
 
 def _version(asked: bool) -> None:
-    from importlib.metadata import version
-
     if asked:
-        say(f"fedbn-flwr {version('fedbn-flwr')}")
+        from fedbn_flwr.messages.versions import as_text, own_versions
+
+        say(as_text(own_versions()))
         raise typer.Exit
 
 

@@ -25,8 +25,8 @@ __all__ = ["problems_at_once", "refuse_at_once"]
 
 # A value of these other than the default is read by the full check alone.
 _READ_LATER = (
-    *("augment", "client-hooks", "dp", "eval-on", "local-part", "lr-decay-at", "lr-decay-factor", "masked-sums"),
-    *("metrics", "mlp-hidden", "record-dp", "series", "server-step", "task", "test-bn"),
+    *("augment", "class-weights", "client-hooks", "dp", "eval-on", "local-part", "lr-decay-at", "lr-decay-factor"),
+    *("masked-sums", "metrics", "mlp-hidden", "record-dp", "series", "server-step", "task", "test-bn"),
 )
 
 
@@ -191,7 +191,7 @@ class Known:
     def decays(self) -> None:
         """Do nothing: what has another value is not told; so the next ones."""
 
-    hidden = test_bn_settings = augmentation = decays
+    hidden = test_bn_settings = augmentation = weights_of_classes = decays
 
     def adapted_tests(self) -> list[str]:
         """Return the tests with statistics of the test inputs."""

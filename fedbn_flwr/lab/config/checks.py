@@ -78,6 +78,8 @@ def _of_data(config: Values | Known) -> list[str]:
     augment = _noted(problems, config.augmentation)
     _noted(problems, config.decays)
     _noted(problems, config.hidden)
+    if info:
+        _noted(problems, config.weights_of_classes)
     for name in split(config.eval_on):
         _noted(problems, check_known, "eval-on", name, config.known("eval-on"))
     _noted(problems, config.test_bn_settings)

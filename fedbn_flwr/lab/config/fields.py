@@ -71,7 +71,11 @@ class Fields(MethodSettings):
     )
     model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, torchvision:NAME, your own module:function")
     num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
-    dataset: str = _key("what", "digits", "data set; `fedbn-flwr list datasets`")
+    dataset: str = _key(
+        "what",
+        "digits",
+        "data set; `fedbn-flwr list datasets`; data of your own by their format, or your own module:function",
+    )
     image_size: int = _key(
         "what",
         0,
@@ -110,6 +114,12 @@ class Fields(MethodSettings):
         "auroc, auprc; multi-label: balanced-accuracy",
     )
 
+    input_shape: str = _key(
+        "own data and models",
+        "",
+        "`module:function`: comma list, the shape of one input (`1,32,32,32`), which all sites must have; empty = that "
+        "of the first example. Needed where only the nodes have the data",
+    )
     label_column: str = _key("own data and models", "", "`csv:`, `hf:`: column of the target; `csv:` also a comma list")
     client_column: str = _key("own data and models", "", "`csv:`, `hf:`: column with the client of each row")
     group_column: str = _key(
@@ -291,6 +301,12 @@ class Fields(MethodSettings):
         "how the batches of local-steps are drawn; a batch of at least the size of a client's data is all of them",
     )
     batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
+    class_weights: str = _key(
+        "local training",
+        "",
+        "weights of the classes in the loss of training (not of tests): a comma list, one number for each class; or "
+        "balanced = n / (K n_c) of each client's own training examples, so that no count leaves it",
+    )
     augment: str = _key(
         "local training",
         "",

@@ -113,6 +113,8 @@ def _of_data(config: Values) -> Conditions:
     """Return whether the keys of the data, the task and the split have an effect, and what they need."""
     info, task = config.data_info(), config.plain_task()
     of_user, partition = is_own(config.dataset), config.split_name()
+    function = config.by_function()
+    read_by_format = of_user and not function
     tables = of_user and config.dataset.startswith(("csv:", "hf:"))
     return {
         "label_column": (tables, "it is for dataset=csv: and hf:"),
@@ -120,12 +122,12 @@ def _of_data(config: Values) -> Conditions:
         "group_column": (tables, "it is for dataset=csv: and hf:; an npz file has an array `group`"),
         "split_column": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "feature_columns": (tables and bool(info.input_shape), "it is for rows of dataset=csv: and hf:"),
-        "missing": (bool(info.input_shape), "it is for rows and signals"),
+        "missing": (bool(info.input_shape) and not function, "it is for rows and signals of csv:, npz: and hf:"),
         "missing_values": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "decimal": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "encoding": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "positive_values": (
-            of_user and not config.dataset.startswith("folder:"),
+            read_by_format and not config.dataset.startswith("folder:"),
             "it is for dataset=csv:, npz: and hf:",
         ),
         "class_names": (
@@ -134,13 +136,14 @@ def _of_data(config: Values) -> Conditions:
         ),
         "skip_unreadable": (config.dataset.startswith("folder:"), "it is for dataset=folder:"),
         "intensity_range": (config.dataset.startswith(("folder:", "hf:")), "it is for dataset=folder: and hf:"),
-        "test_share": (of_user, "it is for own data"),
-        "data_check": (of_user, "it is for own data"),
+        "test_share": (read_by_format, "it is for dataset=csv:, npz:, folder: and hf:"),
+        "data_check": (read_by_format, "it is for dataset=csv:, npz:, folder: and hf:"),
+        "input_shape": (function, "it is for dataset=module:function"),
         "held_out_clients": (
             not config.data_on_nodes() and not config.shares_nothing(),
             f"{config.title} shares no model" if config.shares_nothing() else "only the nodes have the data",
         ),
-        "cache_gib": (info.by_file, "it is for data sets of image files"),
+        "cache_gib": (info.by_file or function, "it is for data sets of image files, and for module:function"),
         "data_workers": (info.by_file, "it is for data sets of image files"),
         "augment": (not info.input_shape, "it is for images"),
         "data_dir": (bool(info.files), f"dataset={config.dataset} needs no files"),
@@ -178,9 +181,17 @@ def _of_training(config: Values) -> Conditions:
             tracks and not config.keeps_statistics(),
             f"{config.title} shares no statistics" if tracks else _FOR_BATCHNORM,
         ),
+        "class_weights": _of_class_weights(config),
         "sgd_momentum": (config.optimizer == "sgd", "it is for optimizer=sgd"),
         "lr_decay_factor": (bool(config.lr_decay_at), "lr-decay-at is empty"),
     }
+
+
+def _of_class_weights(config: Values) -> tuple[bool, str]:
+    if config.record_dp:  # one example's weighted mean loss is its loss
+        return False, "record-dp clips the gradient of each example to one norm"
+    weighted = ("classification", "binary", "segmentation")
+    return config.plain_task().name in weighted, f"it is for task {', '.join(weighted)}"
 
 
 def _needs_of_watching(config: Values) -> str:

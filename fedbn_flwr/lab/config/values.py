@@ -13,7 +13,17 @@ from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.config.method_settings import config_fields, own_default
 from fedbn_flwr.lab.config.table import CENTRALIZED
 from fedbn_flwr.lab.config.texts import check_known, number, split
-from fedbn_flwr.lab.data import DATASETS, PARTITIONS, Augment, DatasetInfo, OwnData, Standardise, is_own
+from fedbn_flwr.lab.data import (
+    DATASETS,
+    FUNCTION,
+    PARTITIONS,
+    Augment,
+    DatasetInfo,
+    OwnData,
+    Standardise,
+    is_own,
+    listed,
+)
 from fedbn_flwr.lab.data.shared import DataKey, adopted
 from fedbn_flwr.lab.models import MODELS, input_shape, model_info
 from fedbn_flwr.norms import NORMS
@@ -26,8 +36,10 @@ from fedbn_flwr.strategies import METHODS, STRATEGIES, StrategyClass, combined
 from fedbn_flwr.training.settings import LearningRate, share_of
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = ["Values"]
+__all__ = ["BALANCED", "Values"]
 
+BALANCED = "balanced"
+"""The value of ``class-weights`` for which a client's classes weigh the same."""
 _TEST_VALUES = 500 * 3 * 64 * 64  # numbers in the inputs of a test batch: 500 images in colour of 64 pixels
 
 
@@ -129,7 +141,16 @@ class Values(Fields):
     def own_data(self) -> OwnData:
         """Return what the config says of own data."""
         kind, path = OwnData.parse(self.dataset)
-        return OwnData(kind, path, **self.model_dump(include={*OwnData.__dataclass_fields__}))
+        sites: tuple[int, ...] = ()
+        if kind == FUNCTION and self.num_clients:  # a held-out client is a site more
+            held_out = self.held_out_clients.strip()
+            count = int(held_out) if held_out.isdecimal() else len(listed(held_out))
+            sites = tuple(range(self.num_clients + count))
+        return OwnData(kind, path, sites=sites, **self.model_dump(include={*OwnData.__dataclass_fields__}))
+
+    def by_function(self) -> bool:
+        """Return whether the data come from a user's function: a node asks it for its own site alone."""
+        return is_own(self.dataset) and OwnData.parse(self.dataset)[0] == FUNCTION
 
     def data_on_nodes(self) -> bool:
         """Return whether only the nodes have the data: own data without a path."""
@@ -137,7 +158,7 @@ class Values(Fields):
 
     def standardise_as(self) -> Standardise:
         """Return ``standardise``, or its default for the data."""
-        return self.standardise or ("federated" if self.data_info().input_shape else "none")
+        return self.standardise or ("federated" if self.data_info().input_shape and not self.by_function() else "none")
 
     def split_name(self) -> str:
         """Return the name of the split: ``partition``, or its default for the data."""
@@ -164,6 +185,23 @@ class Values(Fields):
         """Return the learning task with its own metrics."""
         of_data = self.data_info().task
         return of_data if self.task in ("", of_data.name) else TASKS[self.task]
+
+    def weights_of_classes(self) -> tuple[float, ...]:
+        """Return the numbers of ``class-weights``; () without any, and for ``balanced``.
+
+        Raises:
+            ConfigError: they are not one number above 0 for each class.
+        """
+        if self.class_weights in ("", BALANCED):
+            return ()
+        weights = [number(text) for text in split(self.class_weights)]
+        count = max(self.num_outputs(), 2)
+        if len(weights) != count or not all(w is not None and 0 < w < math.inf for w in weights):
+            raise ConfigError(
+                f"class-weights={self.class_weights!r} must be {BALANCED}, or a comma list of {count} numbers above 0, "
+                "one for each class in the order of their numbers."
+            )
+        return tuple(float(weight or 0) for weight in weights)
 
     def hidden(self) -> tuple[int, ...]:
         """Return the widths of the hidden layers of ``mlp``; empty = its own."""

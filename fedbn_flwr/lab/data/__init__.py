@@ -9,7 +9,7 @@ from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
 from fedbn_flwr.lab.data.names import as_list, listed
-from fedbn_flwr.lab.data.own import KINDS, MISSING_VALUES, OwnData, is_own
+from fedbn_flwr.lab.data.own import FUNCTION, FUNCTION_FORM, KINDS, MISSING_VALUES, OwnData, is_own
 from fedbn_flwr.lab.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
@@ -43,6 +43,8 @@ else:
 
 __all__ = [
     "DATASETS",
+    "FUNCTION",
+    "FUNCTION_FORM",
     "KINDS",
     "MAX_BYTES",
     "MISSING_VALUES",

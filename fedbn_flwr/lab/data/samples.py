@@ -17,14 +17,15 @@ from fedbn_flwr.training.input_scale import FeatureMoments
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.data.image_files.file_samples import FileSamples
+    from fedbn_flwr.lab.data.read_samples import ReadSamples
 
 __all__ = ["Examples", "Samples", "moments_of_inputs"]
 
 _CHUNK = 4096  # examples whose inputs are float64 at the same time
 
 
-Examples: TypeAlias = "Samples | FileSamples"
-"""Labelled examples on one device: in memory, or images that stay on the disk."""
+Examples: TypeAlias = "Samples | FileSamples | ReadSamples"
+"""Labelled examples on one device: in memory, images that stay on the disk, or what a user's data set reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +35,8 @@ class Samples:
     Attributes:
         inputs: pixels 0..255, uint8, (N, C, H, W), which may be an expanded (stride 0) tensor over C; or float32
             (N, ...), features or signals.
-        targets: class of each image, int64 (N,); class of each pixel, uint8 (N, H, W), 255 = ignored; or float32 (N,)
-            or (N, K), the target of a regression or labels 0 and 1.
+        targets: class of each image, int64 (N,); class of each pixel or voxel, uint8 (N, H, W) or (N, D, H, W), 255 =
+            ignored; or float32 (N,) or (N, K), the target of a regression or labels 0 and 1.
         groups: group of each example (a domain, a city, a hospital), int64 (N,); None if there are no groups.
         units: examples with the same number (those of a patient) stay together in a split, int64 (N,); None if every
             example is its own unit.
@@ -55,7 +56,7 @@ class Samples:
                 f"sample inputs are {inputs.dtype} of shape {tuple(inputs.shape)}; uint8 (N, C, H, W) needed "
                 "for images, float32 (N, ...) for features and signals."
             )
-        _check_targets(self.targets, count, tuple(inputs.shape[2:]) if images else ())
+        _check_targets(self.targets, count, tuple(inputs.shape[2:]))
         for what, tensor in {"targets": self.targets, "groups": self.groups, "units": self.units}.items():
             if tensor is None:
                 continue
@@ -99,7 +100,7 @@ class Samples:
     @property
     def by_pixel(self) -> bool:
         """Whether targets are the classes of pixels (segmentation)."""
-        return self.targets.ndim == 3
+        return self.targets.dtype == torch.uint8
 
     @property
     def by_class(self) -> bool:
@@ -135,8 +136,8 @@ def moments_of_inputs(samples: Examples, indices: npt.NDArray[np.int64] | Tensor
     """
     if not isinstance(samples, Samples):
         raise DataError(
-            "standardise=federated and local read all training examples before round 1; these images stay on the disk. "
-            "Leave standardise empty, or give a larger cache-gib."
+            "standardise=federated and local read all training examples before round 1; these stay on the disk. Leave "
+            "standardise empty, or give a larger cache-gib."
         )
     zeros = torch.zeros(samples.shape[0], dtype=torch.float64)
     total = FeatureMoments(zeros, zeros, zeros)
@@ -151,13 +152,13 @@ def moments_of_inputs(samples: Examples, indices: npt.NDArray[np.int64] | Tensor
 
 
 def _check_targets(targets: Tensor, count: int, pixels: tuple[int, ...]) -> None:
-    """Raise DataError unless the targets fit ``count`` examples, images of these (height, width) or () for others."""
+    """Raise DataError unless the targets fit ``count`` examples with these sizes behind the channels."""
     kind, shape = targets.dtype, tuple(targets.shape)
     one_class = kind == torch.int64 and shape == (count,)
-    of_pixels = kind == torch.uint8 and len(pixels) == 2 and shape == (count, *pixels)
+    of_pixels = kind == torch.uint8 and len(pixels) > 1 and shape == (count, *pixels)
     numbers = kind == torch.float32 and targets.ndim in (1, 2) and shape[0] == count
     if not (one_class or of_pixels or numbers):
-        for_pixels = f", or uint8 {(count, *pixels)} for pixels" if pixels else ""
+        for_pixels = f", or uint8 {(count, *pixels)} for pixels" if len(pixels) > 1 else ""
         raise DataError(
             f"sample targets are {kind} of shape {shape}; int64 ({count},) needed{for_pixels}, or float32 ({count},) "
             f"or ({count}, K)."

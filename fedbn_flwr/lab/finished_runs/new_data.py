@@ -10,7 +10,7 @@ from typing import Any
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import Dataset, OwnData, as_list, is_own, table_columns
+from fedbn_flwr.lab.data import FUNCTION, Dataset, OwnData, as_list, is_own, table_columns
 from fedbn_flwr.lab.finished_runs.saved_model import SavedModel
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
@@ -51,6 +51,7 @@ _OF_READING = (
     "skip-unreadable",
     "intensity-range",
     "test-share",
+    "input-shape",
     "cache-gib",
     "data-workers",
 )
@@ -89,7 +90,8 @@ def config_of_data(saved: SavedModel, data: Mapping[str, Any], bn: str) -> Confi
         if Path(path).is_dir():  # each table is a client's
             absent.append("client-column")
         shared = {key: value for key, value in shared.items() if key not in absent}
-    settings = {"partition": "iid", "num-clients": 1, **data}
+    # A function gives the data of a site: those of the sites of the run, all in one.
+    settings = {"partition": "iid", "num-clients": saved.config.num_clients if kind == FUNCTION else 1, **data}
     if bn in TEST_BN_MODES:
         settings |= {"test-bn": bn, "eval-on": f"global{TEST_BN}"}
     return Config.make_of_shared(shared, settings)[0]

@@ -39,6 +39,8 @@ class ModelInfo:
             (``image-size``). 0 = none.
         rows: ``rows(num_classes, features)`` returns the model for rows of numbers; None = it takes none.
         signals: ``signals(num_classes, channels, length)`` returns the model for signals; None = it takes none.
+        volumes: ``volumes(num_classes, channels, depth, height, width)`` returns the model for volumes; None = it takes
+            none.
     """
 
     summary: str
@@ -49,3 +51,4 @@ class ModelInfo:
     smallest: int = 0
     rows: Callable[..., nn.Module] | None = None
     signals: Callable[..., nn.Module] | None = None
+    volumes: Callable[..., nn.Module] | None = None

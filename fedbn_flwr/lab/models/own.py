@@ -1,30 +1,24 @@
 """``module:function``: a user's own model, from the working directory or Python's path.
 
 The function takes any of ``num_classes`` (the number of outputs), ``channels`` and ``size`` (the images' height), or
-``num_classes`` and ``features`` for rows of numbers, or ``num_classes``, ``channels`` and ``length`` for signals, by
-these names; its other parameters need defaults. A class of
+``num_classes`` and ``features`` for rows of numbers, ``num_classes``, ``channels`` and ``length`` for signals, or
+``num_classes``, ``channels``, ``depth``, ``height`` and ``width`` for volumes, by these names; its other parameters
+need defaults. A class of
 ``nn.Module`` is such a function, too. What it draws at random is seeded, as in every other model: with torch,
 ``np.random`` or ``random``.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from types import ModuleType
-from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fedbn_flwr.errors import ConfigError, FedBNError, unknown_name
+from fedbn_flwr.errors import ConfigError, FedBNError
+from fedbn_flwr.lab import own_code
 from fedbn_flwr.lab.models.info import ModelInfo
 
 __all__ = ["OWN", "code_changed", "code_sha256", "is_own", "own_info", "own_module"]
@@ -35,16 +29,14 @@ PUBLISHERS = ("torchvision", "torchvision-seg", "timm", "smp")
 
 def is_own(name: str) -> bool:
     """Return whether a model's name has the form ``module:function``; the publishers have names of their own."""
-    module, separator, function = name.partition(":")
-    named = bool(separator) and all(part.isidentifier() for part in (*module.split("."), function))
-    return named and module not in PUBLISHERS
+    return own_code.is_function(name, PUBLISHERS)
 
 
 def own_info(name: str) -> ModelInfo:
     """Return the entry of a user's model; ``build`` and ``rows`` raise ConfigError if the function is of no use."""
     return ModelInfo(
         "your own model, e.g. my_models:small_net; a function of num_classes, channels, size (rows: features; signals: "
-        "channels, length)",
+        "channels, length; volumes: channels, depth, height, width)",
         "yours",
         partial(_build, name),
         _any_shape,
@@ -52,6 +44,7 @@ def own_info(name: str) -> ModelInfo:
         smallest=1,
         rows=partial(_build_of_rows, name),
         signals=partial(_build_of_signals, name),
+        volumes=partial(_build_of_volumes, name),
     )
 
 
@@ -63,13 +56,7 @@ def code_sha256(name: str) -> str:
     Raises:
         ConfigError: the module cannot be imported.
     """
-    return _sha256(own_module(name)) if is_own(name) else ""
-
-
-@lru_cache(maxsize=8)  # a file that changes during a run does not change the module that runs
-def _sha256(module: ModuleType) -> str:
-    file = getattr(module, "__file__", None)  # none of a console or a notebook; that of standard input is no file
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else ""
+    return own_code.sha256_of_code(own_module(name)) if is_own(name) else ""
 
 
 def code_changed(name: str, sha256: str) -> str:
@@ -98,8 +85,13 @@ def _build_of_signals(name: str, num_classes: int, channels: int, length: int) -
     return _call(name, {"num_classes": num_classes, "channels": channels, "length": length})
 
 
+def _build_of_volumes(name: str, num_classes: int, channels: int, depth: int, height: int, width: int) -> nn.Module:
+    sizes = {"channels": channels, "depth": depth, "height": height, "width": width}
+    return _call(name, {"num_classes": num_classes, **sizes})
+
+
 def _call(name: str, known: dict[str, int]) -> nn.Module:
-    function = _function(name)
+    function = own_code.own_function("model", name, PUBLISHERS)
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -124,39 +116,10 @@ def _call(name: str, known: dict[str, int]) -> nn.Module:
     return model
 
 
-def _function(name: str) -> Callable[..., Any]:
-    module, attribute = own_module(name), name.partition(":")[2]
-    function: Callable[..., Any] | None = getattr(module, attribute, None)
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise unknown_name(f"function of {module.__file__}:", attribute, names)
-    return function
-
-
 def own_module(name: str) -> ModuleType:
     """Return the module of a user's model.
 
     Raises:
         ConfigError: it cannot be imported.
     """
-    module = name.partition(":")[0]
-    for _ in range(2):  # the working directory comes after Python's own path, so that it hides nothing
-        try:
-            return importlib.import_module(module)
-        except Exception as error:  # the user's code
-            absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-            if not absent:  # also where a module that this one imports is absent
-                raise ConfigError(
-                    f"model {name!r}: importing {module} raised {type(error).__name__}: {error}"
-                ) from error
-        if os.getcwd() in sys.path:
-            break
-        sys.path.append(os.getcwd())
-        importlib.invalidate_caches()
-    here = [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py" or path.is_dir()]
-    near = [other for other in difflib.get_close_matches(module, [*here, *PUBLISHERS], n=2) if other != module]
-    hint = f" Did you mean {near[0] + ':' + name.partition(':')[2]!r}?" if near else ""
-    raise ConfigError(
-        f"unknown model {name!r}: there is no module {module!r} in the working directory {os.getcwd()} or on Python's "
-        f"path.{hint} Under `flwr run` it belongs in the app's bundle: here in apps, as 'apps.{module}:...'."
-    )
+    return own_code.own_module("model", name, PUBLISHERS)

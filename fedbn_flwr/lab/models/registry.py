@@ -150,7 +150,12 @@ def input_shape(name: str, channels: int, size: int, *, asked: bool = False) -> 
 
 
 # By the dimensions of an example: the field of ``ModelInfo``, and the names of the numbers.
-_KINDS = {1: ("rows", ("features",)), 2: ("signals", ("channels", "length")), 3: ("build", ("channels", "size"))}
+_KINDS = {
+    1: ("rows", ("features",)),
+    2: ("signals", ("channels", "length")),
+    3: ("build", ("channels", "size")),
+    4: ("volumes", ("channels", "depth", "height", "width")),
+}
 _image_input = input_shape  # an argument of ``build_model`` has its name
 
 
@@ -181,7 +186,8 @@ def build_model(
         channels: channels of the data set's images.
         size: height of the data set's images in pixels.
         input_shape: of an example, in place of ``channels`` and ``size``: (features,) for rows of numbers,
-            (channels, length) for signals, or (channels, height, width) for images.
+            (channels, length) for signals, (channels, height, width) for images, or (channels, depth, height, width)
+            for volumes.
         hidden: widths of the hidden layers of ``mlp``; empty = 30.
         norm: a key of ``NORMS``.
         norm_groups: number of groups, for the norms that have groups.
@@ -217,7 +223,8 @@ def _builder(name: str, num_classes: int, shape: tuple[int, ...], hidden: tuple[
     _at_least_one(**{f"hidden[{index}]": width for index, width in enumerate(hidden)})
     if len(shape) not in _KINDS:
         raise ConfigError(
-            f"input_shape {shape} is neither (features,), (channels, length) nor (channels, height, width)."
+            f"input_shape {shape} is neither (features,), (channels, length), (channels, height, width) nor (channels, "
+            "depth, height, width)."
         )
     kind, names = _KINDS[len(shape)]
     _at_least_one(**dict(zip(names, shape, strict=False)))
@@ -229,13 +236,19 @@ def _builder(name: str, num_classes: int, shape: tuple[int, ...], hidden: tuple[
 
 def _other_inputs(name: str, kind: str, shape: tuple[int, ...]) -> ConfigError:
     """Return the error of a model that does not take such inputs."""
-    words = {"build": "images", "rows": "rows of numbers", "signals": "signals"}
-    given = {"rows": "rows of {} features", "signals": "signals of {} channels and {} steps", "build": "images"}
+    words = {"build": "images", "rows": "rows of numbers", "signals": "signals", "volumes": "volumes"}
+    given = {
+        "rows": "rows of {} features",
+        "signals": "signals of {} channels and {} steps",
+        "build": "images",
+        "volumes": "volumes of {} channels and {} x {} x {} voxels",
+    }
     takes = [word for field, word in words.items() if getattr(model_info(name), field)]
     fitting = [key for key, other in MODELS.items() if getattr(other, kind) and key != OWN]
+    others = f"{', '.join(fitting)}, or " if fitting else ""
     return ConfigError(
         f"model {name!r} takes {' and '.join(takes)}, and the examples are {given[kind].format(*shape)}. Use "
-        f"{', '.join(fitting)}, or your own model (module:function)."
+        f"{others}your own model (module:function)."
     )
 
 

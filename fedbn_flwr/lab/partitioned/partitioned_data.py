@@ -159,7 +159,7 @@ def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = 
         DataError: the data is missing, or it cannot be split in this way.
     """
     # Runs with the same values of these keys share the data and its split.
-    values = [getattr(config, key) for key in _SPLIT_KEYS]
+    values = [config.standardise_as() if key == "standardise" else getattr(config, key) for key in _SPLIT_KEYS]
     return _partitioned(num_clients, load_data(config, shape), *values)
 
 

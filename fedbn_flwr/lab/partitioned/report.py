@@ -177,12 +177,18 @@ def refuse_other_data(run: Path, config: Config) -> None:
 
 def refuse_no_tests(split: PartitionedData, config: Config) -> None:
     """Raise DataError if own data have no test examples: the run would end without results."""
-    if is_own(config.dataset) and not len(split.dataset.test):
+    if not is_own(config.dataset) or len(split.dataset.test):
+        return
+    if config.by_function():
         raise DataError(
-            f"dataset={config.dataset!r}: 0 of the {len(split.dataset.train)} examples are test examples (test-share="
-            f"{config.test_share:g}), and a run without them has no results. Use a larger test-share, or data that say "
-            "which are test examples."
+            f"dataset={config.dataset!r}: the function returns no example for the part 'test' of any site, and a run "
+            "without them has no results."
         )
+    raise DataError(
+        f"dataset={config.dataset!r}: 0 of the {len(split.dataset.train)} examples are test examples (test-share="
+        f"{config.test_share:g}), and a run without them has no results. Use a larger test-share, or data that say "
+        "which are test examples."
+    )
 
 
 def client_names(split: PartitionedData) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,6 +17,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, StartingPoint
@@ -25,14 +27,13 @@ from fedbn_flwr.lab.output.run_notes import report_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.serve import beginning, divergence_of, ends_diverged
 from fedbn_flwr.lab.runs.start_checks import Checked
-from fedbn_flwr.lab.setup import local_training, ready_to_train
+from fedbn_flwr.lab.setup import local_training, ready_to_train, training_loss
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.failures import TOO_LARGE_STEPS, losses_not_finite
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.training import make_optimizer, train
-from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.loop import TrainResult
 from fedbn_flwr.training.wrappers import load_state, unwrap
 
@@ -117,9 +118,11 @@ class _Reference:
         self.resumed_after = [*saved.resumed_after, saved.server_round] if saved else []
         self._whole: Checkpoint | None = None  # after the last whole round: a copy, which training does not change
 
-    def train(self, union: Batches, line: Mapping[str, Any]) -> Mapping[str, Any]:
+    def train(self, union: Subset, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """Do the rounds that are left; return the line of the last one, ``line`` if none was left."""
-        config, settings = self._config, local_training(self._config)
+        config, settings, task = self._config, local_training(self._config), self._config.test_task()
+        if loss := training_loss(config, lambda: union.targets):
+            task = replace(task, loss=loss)
         if not self._start.saved:
             self._save(0, False)
         for server_round in range((self._start.after or 0) + 1, config.num_server_rounds + 1):
@@ -132,7 +135,7 @@ class _Reference:
                 learning_rate=settings.learning_rate.at(server_round),
                 stream=functools.partial(_stream, config.seed, server_round),
                 optimizer=self._optimizer,
-                task=config.test_task(),
+                task=task,
             )
             report = _report(server_round, result, self._recorder.test(server_round))
             line = self._recorder.write(report)

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab import own_code
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config
-from fedbn_flwr.lab.data import DatasetInfo, is_own
+from fedbn_flwr.lab.data import KINDS, DatasetInfo, is_own
 from fedbn_flwr.lab.data.shared import DataKey, adopt, in_memory, pack
 from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.models.own import is_own as is_own_model
@@ -93,7 +94,7 @@ class RaySession:
             DataError: data are missing.
         """
         path = Path(config.own_data().path if is_own(config.dataset) else config.data_dir)
-        on_disk = not config.data_on_nodes() and not in_memory(load_data(config))
+        on_disk = not (config.data_on_nodes() or config.by_function()) and not in_memory(load_data(config))
         if on_disk and (without := self._without(path)):
             raise ConfigError(
                 f"dataset={config.dataset!r} stays on the disk (its images need more than cache-gib="
@@ -174,7 +175,7 @@ def cluster(
 
 
 def user_modules(configs: Sequence[Config]) -> list[Path]:
-    """Return the files and folders of the modules with the user's models, and of those that they import.
+    """Return the files and folders of the modules with the user's models and data, and of those that they import.
 
     Installed packages are not among them: every machine has its own.
 
@@ -183,8 +184,10 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
     """
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
     files: dict[Path, None] = {}
-    for name in dict.fromkeys(config.model for config in configs if is_own_model(config.model)):
-        home = _home(own_module(name).__name__)
+    named = [own_module(config.model) for config in configs if is_own_model(config.model)]
+    named += [own_code.own_module("dataset", config.dataset, KINDS) for config in configs if config.by_function()]
+    for module in dict.fromkeys(named):
+        home = _home(module.__name__)
         if any(home.is_relative_to(folder) for folder in installed):
             continue
         for other in list(sys.modules):

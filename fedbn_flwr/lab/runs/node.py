@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,10 @@ from flwr.app import ConfigRecord, Context
 from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import OpenFolder, state_dir
 from fedbn_flwr.client.torch_client import TorchClient
+from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.lab.data import Scale, Subset, is_own, listed, load_local_dataset
+from fedbn_flwr.lab.data import Scale, Subset, is_own, listed, load_dataset, load_local_dataset, own_info
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
     domain_test,
@@ -26,7 +28,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     partitioned_data,
     whole_data,
 )
-from fedbn_flwr.lab.setup import local_training, pick_device, ready_to_train, training_model
+from fedbn_flwr.lab.setup import local_training, pick_device, ready_to_train, training_loss, training_model
 from fedbn_flwr.messages.protocol import (
     DATA_CLASSES,
     DATA_PATH,
@@ -40,11 +42,13 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
 )
 from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.losses import LossFn
 
 if TYPE_CHECKING:
+    from fedbn_flwr.lab.partitioned.report import DataReport
     from fedbn_flwr.lab.runs.start_checks import Checked
 
-__all__ = ["RunClients", "client_fn"]
+__all__ = ["RunClients", "client_fn", "node_report"]
 
 logger = logging.getLogger("flwr")
 
@@ -84,6 +88,7 @@ class RunClients:
 
     def __init__(self, config: Config, build: BuildModel) -> None:
         self._config, self._build = config, build
+        self._losses: dict[int | None, LossFn | None] = {}
         self._split = functools.lru_cache(maxsize=4)(functools.partial(partitioned_data, config))
 
     @classmethod
@@ -109,12 +114,19 @@ class RunClients:
             context=context,
             seed=config.seed,
             task=config.test_task(),
+            training_loss=self._loss(partition_of(context), train) if config.class_weights else None,
             state_dir=open_folder or _state_dir(config, context),
             validation_data=validation,
             data_report=_report(config, context),
             record_level=config.record_level(),
             input_scale=scale,
         )
+
+    def _loss(self, client: int | None, train: Subset) -> LossFn | None:
+        """Return a client's loss of training; its classes are counted once in a process."""
+        if client not in self._losses:
+            self._losses[client] = training_loss(self._config, lambda: train.targets)
+        return self._losses[client]
 
     def num_examples(self, context: Context) -> int:
         """Return the number of a node's training examples; the node has a partition of the run's data."""
@@ -124,12 +136,13 @@ class RunClients:
     def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None, Scale | None]:
         """Return a node's training data, its test sets, its validation data if any, and its own scale if it has one."""
         config = self._config
-        if DATA_PATH in context.node_config:
+        of_site = config.by_function() and on_network_node()
+        if DATA_PATH in context.node_config or of_site:
             shared = {"personal-global", "personal-domains"} & {*config.evaluations()}
-            if config.data_on_nodes() and shared:
+            if (config.data_on_nodes() or of_site) and shared:
                 raise DataError(
-                    f"eval-on={','.join(sorted(shared))} needs a test set that all nodes hold; a node with a data-path "
-                    "has the test set own alone. Use eval-on=personal-own.",
+                    f"eval-on={','.join(sorted(shared))} needs a test set that all nodes hold; a node with data of its "
+                    "own has the test set own alone. Use eval-on=personal-own.",
                     code=ABOUT_THE_RUN,
                 )
             split, client = _own_data(config, context)[0], 0
@@ -175,13 +188,35 @@ def _part(context: Context) -> tuple[int, int]:
     return client, num_clients
 
 
+def _data_of_site(config: Config, context: Context) -> PartitionedData:
+    """Return what the run's function gives for a node: for its ``data-path``, else for its partition id.
+
+    Raises:
+        DataError: the function fails, or its data do not fit the run's model.
+    """
+    client = partition_of(context) or 0
+    if not (site := os.path.expanduser(str(context.node_config.get(DATA_PATH, "")))):
+        _part(context)
+    request = replace(config.own_data(), sites=(site or client,))
+    info, shape = own_info(request), config.example_shape()
+    if (info.input_shape, info.num_classes) != (shape, config.num_outputs()):
+        raise DataError(
+            f"dataset={config.dataset!r}: it has inputs {info.input_shape} and {info.num_classes} classes or target "
+            f"columns; the run's model takes {shape} and has {config.num_outputs()} outputs."
+        )
+    data = load_dataset(info, device=pick_device(config.device), max_bytes=int(config.cache_gib * 2**30))
+    return whole_data(config, data, client, own_scale=config.standardise == "local")
+
+
 def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config]:
-    """Return the data at a node's ``data-path``, all for one client, and the config that describes them.
+    """Return the data that a node has for itself, all for one client, and the config that describes them.
 
     Raises:
         DataError: they cannot be used, or do not fit the run's model.
     """
     node = context.node_config
+    if config.by_function():
+        return _data_of_site(config, context), config
     path, client = os.path.expanduser(str(node[DATA_PATH])), partition_of(context) or 0
     if not is_own(config.dataset):
         data = load_local_dataset(
@@ -205,11 +240,11 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
 
 def _report(config: Config, context: Context) -> Callable[[], str] | None:
     """Log, once in a run, what was read of a node's own data; return a text of it if the server may have it."""
-    if DATA_PATH not in context.node_config:
+    if DATA_PATH not in context.node_config and not (config.by_function() and on_network_node()):
         return None
     from fedbn_flwr.lab.partitioned.report import data_report
 
-    path, state = context.node_config[DATA_PATH], context.state
+    path, state = context.node_config.get(DATA_PATH, config.dataset), context.state
     read = functools.cache(lambda: data_report(*_own_data(config, context)))
     if REPORTED not in state:
         state[REPORTED] = ConfigRecord()  # over a network every message is a new process
@@ -222,6 +257,22 @@ def _report(config: Config, context: Context) -> Callable[[], str] | None:
         logger.warning("report-data=true has no effect with masked-sums=true: the counts would not be masked")
         return None
     return lambda: "\n".join([read().text(), *read().warnings])
+
+
+def node_report(config: Config, context: Context) -> DataReport:
+    """Return the report of the data that a node has for itself, or of its share of those that all have.
+
+    Raises:
+        DataError: they cannot be used, or do not fit the run's model.
+    """
+    from fedbn_flwr.lab.partitioned.report import data_report
+
+    if DATA_PATH in context.node_config or (config.by_function() and on_network_node()):
+        return data_report(*_own_data(config, context))
+    client, num_clients = _part(context)
+    split = partitioned_data(config, num_clients)
+    alone = replace(split, train=split.train[client : client + 1], test=split.test[client : client + 1])
+    return data_report(replace(alone, validation=split.validation[client : client + 1]), config)
 
 
 def _check_fit(config: Config, here: Config) -> None:

@@ -13,7 +13,9 @@ from fedbn_flwr.client.permissions import check_module, check_path
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, FedBNError, NamedConfigErrors
 from fedbn_flwr.lab.config import STATE_IN_OUT
+from fedbn_flwr.lab.data import KINDS
 from fedbn_flwr.lab.models.own import is_own
+from fedbn_flwr.lab.own_code import is_function
 from fedbn_flwr.messages.protocol import REPORT_DATA, STATE_DIR
 
 __all__ = ["guarded", "reason"]
@@ -35,6 +37,8 @@ def check_run(context: Context) -> None:
     model = str(context.run_config.get("model", ""))
     if is_own(model):
         check_module(context, "model", model.partition(":")[0])
+    if is_function(dataset := str(context.run_config.get("dataset", "")), KINDS):
+        check_module(context, "dataset", dataset.partition(":")[0])
 
 
 def guarded(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -76,19 +80,20 @@ def _paths(context: Context) -> Iterator[tuple[str, str]]:
 
 
 def _path_of_data(dataset: str) -> str:
-    """Return the path in ``KIND:PATH``; "" where there is none, and for a name on the hub."""
+    """Return the path in ``KIND:PATH``; "" where there is none, and for a name on the hub or a function."""
     kind, _, path = dataset.partition(":")
-    return "" if kind == "hf" and _HUB_NAME.fullmatch(path) else path
+    return "" if is_function(dataset, KINDS) or (kind == "hf" and _HUB_NAME.fullmatch(path)) else path
 
 
 def _is_withheld(error: Exception, context: Context) -> bool:
     """Return whether the text of an error stays here: over a network, if it may have something of a file's content.
 
     Errors of this package name settings and entries of the model, but for those of data. Where the run's config names
-    data by their path, errors of the config may quote these data.
+    data by their path or by a function, errors of the config may quote these data.
     """
     if not on_network_node() or str(context.node_config.get(REPORT_DATA, "")).lower() == "true":
         return False
     if isinstance(error, ConfigError):
-        return bool(_path_of_data(str(context.run_config.get("dataset", ""))))
+        dataset = str(context.run_config.get("dataset", ""))
+        return bool(_path_of_data(dataset)) or is_function(dataset, KINDS)
     return not isinstance(error, FedBNError) or (isinstance(error, DataError) and error.code != ABOUT_THE_RUN)

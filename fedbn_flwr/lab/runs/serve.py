@@ -96,7 +96,8 @@ def _serve(
     timeout = config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
     folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
-    if config.data_on_nodes() and config.standardise_as() == "federated":
+    on_nodes = config.data_on_nodes() or (config.by_function() and over_network(grid))
+    if on_nodes and config.standardise_as() == "federated":
         strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config, timeout))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
     statistics = StatisticsLog(folder, config, model, strategy) if config.watch_statistics else None

@@ -1,4 +1,4 @@
-"""Own data without code: ``dataset=folder:PATH``, ``npz:PATH``, ``csv:PATH`` or ``hf:NAME``.
+"""Own data without code: ``dataset=folder:PATH``, ``npz:PATH``, ``csv:PATH`` or ``hf:NAME``; or ``module:function``.
 
 Each kind has a reader, which returns ``Records``; what follows from them is the same for all kinds. The readers are
 imported when own data are read.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedbn_flwr.lab.data.own.request import KINDS, MISSING_VALUES, OwnData, is_own
+from fedbn_flwr.lab.data.own.request import FUNCTION, FUNCTION_FORM, KINDS, MISSING_VALUES, OwnData, is_own
 from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ else:
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
 __all__ = [
+    "FUNCTION",
+    "FUNCTION_FORM",
     "KINDS",
     "MISSING_VALUES",
     "OwnData",

@@ -13,9 +13,10 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data.names import as_list
 from fedbn_flwr.lab.data.own.data_check import check_records
 from fedbn_flwr.lab.data.own.features import stated_features
+from fedbn_flwr.lab.data.own.function import function_info
 from fedbn_flwr.lab.data.own.reading import load, read, stamp_of
 from fedbn_flwr.lab.data.own.records import Targets
-from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, warning_of_gaps
+from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData, chosen_task, warning_of_gaps
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import IMAGENET, DatasetInfo
 from fedbn_flwr.lab.data.shapes import Shape, per_channel
@@ -37,6 +38,8 @@ def own_info(request: OwnData) -> DatasetInfo:
         raise ConfigError(f"class-names has {', '.join(twice)} twice.")
     if not request.path:
         return _info_of_nodes(request)
+    if request.kind == FUNCTION:
+        return function_info(request)
     info, found = _info(request, stamp_of(request)), _check(request, stamp_of(request))
     if found and request.data_check == "refuse":
         raise DataError(f"dataset={request.name!r} (data-check=refuse):\n" + "\n".join(f"{line}." for line in found))
@@ -164,7 +167,10 @@ def decided_by_records(request: OwnData, info: DatasetInfo) -> dict[str, str]:
     decided, known = dict[str, str](), set[str]()
     if info.task.by_pixel and not request.num_classes:
         decided["the number of classes"] = "set num-classes"
-    if info.task.name in ("classification", "binary") and not (request.class_names or request.positive_values):
+    if request.kind == FUNCTION:
+        if info.task.name == "classification" and not (request.num_classes or request.class_names):
+            decided["the number of classes"] = "set num-classes"
+    elif info.task.name in ("classification", "binary") and not (request.class_names or request.positive_values):
         decided["the names of the classes"] = "set class-names"
     for name, categories in stated_features(request.feature_columns):
         known |= {f"{name}={category}" for category in categories} or {name}

@@ -17,9 +17,10 @@ from fedbn_flwr.lab.data.image_files import hold
 from fedbn_flwr.lab.data.image_files.decoding import pixels
 from fedbn_flwr.lab.data.own.arrays import read_arrays
 from fedbn_flwr.lab.data.own.folder import read_folder
+from fedbn_flwr.lab.data.own.function import function_rows, function_sha256
 from fedbn_flwr.lab.data.own.hub import read_hub
 from fedbn_flwr.lab.data.own.records import Records
-from fedbn_flwr.lab.data.own.request import OwnData
+from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData
 from fedbn_flwr.lab.data.own.table import read_table
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Examples, Samples
@@ -161,6 +162,10 @@ def own_rows(request: OwnData) -> OwnRows:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
+    if request.kind == FUNCTION:
+        of_all, tests, known_beside = function_rows(request)
+        every = np.arange(len(of_all), dtype=np.int64)
+        return OwnRows("row", of_all, every[:tests], every[tests:], True, known_beside)
     records = read(request, stamp_of(request))
     column, names = "row", list[int | str](range(len(records)))
     if not isinstance(records.inputs.values, Tensor):
@@ -185,13 +190,14 @@ def _relative(request: OwnData, paths: Sequence[Path]) -> list[str]:
 def own_sha256(request: OwnData) -> str:
     """Return the SHA-256 of the examples in their order and of the division into training and test examples.
 
-    The clients that the data name count, too. Image files count by their paths and sizes.
+    The clients that the data name count, too. Image files count by their paths and sizes, the data of a function by its
+    file and what the data sets say without reading an example.
 
     Raises:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    return _sha256(request, stamp_of(request))
+    return function_sha256(request) if request.kind == FUNCTION else _sha256(request, stamp_of(request))
 
 
 @functools.lru_cache(maxsize=8)

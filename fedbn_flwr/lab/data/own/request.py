@@ -14,9 +14,20 @@ import numpy.typing as npt
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.data.names import listed, one_form
+from fedbn_flwr.lab.own_code import is_function
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = ["KINDS", "MISSING_VALUES", "OwnData", "is_number", "is_own", "left_out", "oddly_written"]
+__all__ = [
+    "FUNCTION",
+    "FUNCTION_FORM",
+    "KINDS",
+    "MISSING_VALUES",
+    "OwnData",
+    "is_number",
+    "is_own",
+    "left_out",
+    "oddly_written",
+]
 
 _MANY = 20  # a number of classes from which gaps are no accident
 _NUMBER = re.compile(r"[-+]?(\d{1,3}([., '\xa0]\d{3})+|\d+)([.,]\d+)?\s*%?")
@@ -30,7 +41,11 @@ KINDS = {
     "csv": "csv:PATH, a table (CSV or parquet), or a folder with a table for each client",
     "hf": "hf:NAME, a data set of the Hugging Face hub, through flwr-datasets",
 }
-"""Kinds of own data: the prefix of ``dataset`` and its form."""
+"""Kinds of own data that are read by their format: the prefix of ``dataset`` and its form."""
+
+FUNCTION = "function"
+"""The kind of ``dataset=module:function``, a user's function that returns the data of a site."""
+FUNCTION_FORM = "<module>:<function>, your own function of (site, part) that returns a torch Dataset"
 
 
 def is_own(dataset: str) -> bool:
@@ -43,8 +58,8 @@ class OwnData:
     """Own data and how to read it; the fields are the config keys of these names.
 
     Attributes:
-        kind: a key of ``KINDS``.
-        path: an absolute path (``hf``: a name); "" = the nodes alone have the data.
+        kind: a key of ``KINDS``, or ``FUNCTION``.
+        path: an absolute path (``hf``: a name, ``FUNCTION``: module:function); "" = the nodes alone have the data.
         task: name of the task; "" = the one that the targets show.
         num_classes: number of classes; 0 = those found.
         image_size: height and width of the images; 0 = those of the first image (``npz``: of all).
@@ -58,6 +73,8 @@ class OwnData:
             0 and 65,535.
         test_share: share of the examples that are test examples, where the data do not say.
         data_check: "refuse" makes an error of what the data check finds.
+        input_shape: ``FUNCTION``: comma list, the shape of an input; "" = that of the first one.
+        sites: ``FUNCTION``: the sites that are asked for, by number or by a node's ``data-path``.
     """
 
     kind: str
@@ -80,6 +97,8 @@ class OwnData:
     intensity_range: str = ""
     test_share: float = 0.2
     data_check: str = "warn"
+    input_shape: str = ""
+    sites: tuple[int | str, ...] = ()
 
     def __post_init__(self) -> None:
         """Bring the names in the config to the form of those in the data, see ``one_form``."""
@@ -91,12 +110,26 @@ class OwnData:
     @property
     def name(self) -> str:
         """The config's ``dataset``."""
-        return f"{self.kind}:{self.path}"
+        return self.path if self.kind == FUNCTION else f"{self.kind}:{self.path}"
 
     @property
     def classes(self) -> tuple[str, ...]:
         """The names in ``class_names``."""
         return tuple(listed(self.class_names))
+
+    def stated_shape(self) -> tuple[int, ...]:
+        """Return the numbers in ``input_shape``; () without any.
+
+        Raises:
+            ConfigError: they are not one to four whole numbers above 0.
+        """
+        entries = listed(self.input_shape)
+        if not all(entry.isdecimal() and int(entry) for entry in entries) or len(entries) > 4:
+            raise ConfigError(
+                f"input-shape={self.input_shape!r} must be the shape of one input: features; channels,length; channels,"
+                "height,width; or channels,depth,height,width."
+            )
+        return tuple(map(int, entries))
 
     def window(self) -> tuple[float, float] | None:
         """Return the numbers in ``intensity_range``; None without any.
@@ -127,6 +160,8 @@ class OwnData:
         Raises:
             ConfigError: the kind is unknown, or the path is relative.
         """
+        if is_function(dataset, KINDS):
+            return FUNCTION, dataset
         kind, _, path = dataset.partition(":")
         path = os.path.expanduser(path)
         if kind not in KINDS:

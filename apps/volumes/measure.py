@@ -1,0 +1,42 @@
+"""Dice and HD95 of a client's own model on its test volumes, by MONAI: ``python -m apps.volumes.measure MODEL SITE``.
+
+MODEL is a file of ``fedbn-flwr export ... --format torch-export``, SITE a number (of ``$VOLUMES``) or a folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from monai.metrics import DiceMetric, HausdorffDistanceMetric
+from monai.networks.utils import one_hot
+from torch import Tensor
+
+from apps.volumes.sites import volumes
+
+__all__ = ["measured", "predictions"]
+
+
+def predictions(model_file: Path, site: int | str) -> tuple[Tensor, Tensor]:
+    """Return the predicted and the true class of each voxel of a site's test volumes, int64 (N, D, H, W)."""
+    model, data = torch.export.load(model_file).module(), volumes(site, "test")
+    images, labels = zip(*(data[at] for at in range(len(data))), strict=True)
+    with torch.no_grad():
+        logits = torch.cat([model(image[None]) for image in images])
+    return logits.argmax(1), torch.stack(labels)
+
+
+def measured(predicted: Tensor, labels: Tensor, num_classes: int = 2) -> tuple[Tensor, Tensor]:
+    """Return Dice, and HD95 in voxels, of each volume and each class but the background: (N, num_classes - 1) each."""
+    pair = [one_hot(classes[:, None], num_classes) for classes in (predicted, labels)]
+    return (
+        DiceMetric(include_background=False)(*pair),
+        HausdorffDistanceMetric(include_background=False, percentile=95)(*pair),
+    )
+
+
+if __name__ == "__main__":
+    site = int(sys.argv[2]) if sys.argv[2].isdecimal() else sys.argv[2]
+    dice, hd95 = measured(*predictions(Path(sys.argv[1]), site))
+    print(f"Dice {dice.nanmean():.4f}, HD95 {hd95[hd95.isfinite()].mean():.2f} voxels")

@@ -1,0 +1,52 @@
+"""``fedbn-flwr check-node``: what a site finds out before it joins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedbn_flwr.errors import EngineError
+from fedbn_flwr.lab.cli.console import BEFORE, app, exit_codes, quiet_flower, say
+
+
+@app.add(
+    BEFORE,
+    "check-node run.yaml --node-config \"partition-id=0 data-path='/data'\" --superlink fl.example.org:8000 "
+    "--root-certificates ca.crt --key node.key",
+    name="check-node",
+)
+def check_node(
+    config: Annotated[Path, typer.Argument(help="YAML file: the settings of the run.")],
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the file's; repeatable.")] = None,
+    node_config: Annotated[str, typer.Option(help="As for flower-supernode: this node's config.")] = "",
+    superlink: Annotated[str, typer.Option(help="HOST:PORT of the server; without it that way is not tried.")] = "",
+    root_certificates: Annotated[Path | None, typer.Option(help="The server's ca.crt.")] = None,
+    key: Annotated[Path | None, typer.Option(help="This node's private key, node.key.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="The server has no TLS.")] = False,
+    server_versions: Annotated[str, typer.Option(help="What `fedbn-flwr --version` prints on the server.")] = "",
+    json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File for the page, too.")] = None,
+) -> None:
+    """Check this machine, its data and its way to the server before it joins; exit with 1 where it cannot take part."""
+    from fedbn_flwr.lab.config.reading import merged, read_settings
+
+    with exit_codes():
+        quiet_flower()
+        settings = merged(read_settings(config, set_ or []))
+        from fedbn_flwr.checked_file import write_atomically
+        from fedbn_flwr.lab.node_check import Connection, check_node
+
+        connection = Connection(superlink, root_certificates, key, insecure)
+        page = check_node(settings, node_config, connection, server_versions)
+        text = json.dumps(page.to_json(), indent=2) if json_ else str(page)
+        say(text)
+        if out:
+            try:
+                write_atomically(out, text + "\n")
+            except OSError as error:
+                raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
+    if page.faults:
+        raise typer.Exit(1)

@@ -1,0 +1,331 @@
+"""``dataset=module:function``: the data of a site from a user's function, for what this package does not read.
+
+``function(site, part)`` returns a torch ``Dataset`` for the part ``"train"`` or ``"test"``: ``len(d)`` examples, each
+``d[i]`` a pair of an input and a target. ``site`` is the number of the client (its partition id), or the ``data-path``
+of a node that has one. The inputs are used as they are, as float32: (features,), (channels, length), (channels, height,
+width) or (channels, depth, height, width). A target is a class, a number, several numbers, or a class for each pixel
+or voxel.
+
+Optional attributes of the data set: ``targets``, the class of each example, so that inputs need not be read to count
+them; ``groups``, a number or a text for each example (a patient), which no split separates.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError
+from fedbn_flwr.lab.data.own.request import KINDS, OwnData, chosen_task
+from fedbn_flwr.lab.data.read_samples import ReadSamples
+from fedbn_flwr.lab.data.readers import Loaded
+from fedbn_flwr.lab.data.registry import DatasetInfo
+from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.shapes import Shape
+from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
+from fedbn_flwr.training.losses import IGNORED_PIXEL
+from fedbn_flwr.training.tasks import TASKS, Task
+
+__all__ = ["function_info", "function_rows", "function_sha256"]
+
+_PARTS = ("train", "test")
+_MOST = 1000  # values of the targets that are classes
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One part of the data of one site.
+
+    Attributes:
+        name: the site and the part, for messages.
+        data: what the function returned.
+        groups: a value for each example, or None.
+        classes: the class of each example, where the data set says it without reading.
+    """
+
+    name: str
+    data: Any
+    groups: tuple[Any, ...] | None
+    classes: tuple[int, ...] | None
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self.data)
+
+
+def site_names(request: OwnData) -> tuple[str, ...]:
+    """Return the name of each site: a client of the split."""
+    return tuple(f"site-{site}" if isinstance(site, int) else site for site in request.sites)
+
+
+def sites_of(request: OwnData) -> dict[str, list[Site]]:
+    """Return the parts of each site, by part.
+
+    Raises:
+        ConfigError: no site is known, or there is no such function.
+        DataError: the function fails for a site, or returns no data set.
+    """
+    return _sites(request.path, request.sites)
+
+
+@functools.lru_cache(maxsize=8)
+def _sites(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
+    if not sites:
+        raise ConfigError(
+            f"dataset={name!r} is a function of the site, and nothing says how many sites there are: set num-clients. "
+            "Where only the nodes have the data, state input-shape, task and num-classes instead."
+        )
+    function = own_function("dataset", name, KINDS)
+    return {part: [_site(name, function, site, part) for site in sites] for part in _PARTS}
+
+
+def _site(name: str, function: Callable[..., Any], site: int | str, part: str) -> Site:
+    what = f"dataset={name!r}, site {site}, part {part!r}"
+    data = _called(what, function, site, part)
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise DataError(
+            f"{what}: the function returned a {type(data).__name__}; a torch Dataset with a length needed, whose items "
+            "are pairs of input and target."
+        )
+    given = {key: getattr(data, key, None) for key in ("groups", "targets")}
+    lists = {key: None if values is None else tuple(np.asarray(values).tolist()) for key, values in given.items()}
+    for key, values in lists.items():
+        if values is not None and len(values) != len(data):
+            raise DataError(f"{what}: its {key} are {len(values)}, and it has {len(data)} examples; one each needed.")
+    classes = lists["targets"]
+    if classes is not None and not all(type(value) is int for value in classes):
+        classes = None  # numbers or masks: they come with the examples
+    return Site(what, data, lists["groups"], classes)
+
+
+def _called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except FedBNError:
+        raise
+    except Exception as error:  # the user's code
+        raise DataError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _example(site: Site, at: int, task: Task | None, shape: tuple[int, ...], classes: int) -> tuple[Tensor, Tensor]:
+    """Return an input as float32 and its target in the dtype of ``Samples``, after checking both.
+
+    Args:
+        site: the part of a site.
+        at: number of the example there.
+        task: the learning task; None = the target is returned as it is.
+        shape: the shape of all inputs; () = any.
+        classes: number of the classes or columns; 0 = any.
+
+    Raises:
+        DataError: the example cannot be read, or does not fit.
+    """
+    where = f"{site.name}, example {at}"
+    pair = _called(where, site.data.__getitem__, at)
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+        raise DataError(f"{where} is a {type(pair).__name__}; a pair of input and target needed.")
+    given = [value if isinstance(value, Tensor) else torch.from_numpy(np.array(value)) for value in pair]
+    inputs, target = (value.as_subclass(Tensor).detach() for value in given)  # also of a library's own tensors
+    if inputs.dtype == torch.uint8 or inputs.is_complex() or not 1 <= inputs.ndim <= 4:
+        raise DataError(
+            f"{where} has inputs {inputs.dtype} of shape {tuple(inputs.shape)}; numbers as the model takes them needed "
+            "(images: image.float() / 255), (features,), (channels, length), (channels, height, width) or (channels, "
+            "depth, height, width)."
+        )
+    inputs = inputs.to(torch.float32)
+    if shape and tuple(inputs.shape) != shape:
+        raise DataError(
+            f"{where} has inputs of shape {tuple(inputs.shape)}; those of the run have {shape}. The function must "
+            "return one shape at all sites: crop, pad or resample there; input-shape states it."
+        )
+    if not bool(inputs.isfinite().all()):
+        raise DataError(f"{where} has inputs that are NaN or infinite: fill them in in the function.")
+    return inputs, target if task is None else _target(where, target, task, inputs.shape[1:], classes)
+
+
+def _target(where: str, target: Tensor, task: Task, pixels: Sequence[int], classes: int) -> Tensor:
+    """Return a target in the dtype of ``Samples``."""
+    whole = not target.is_floating_point() and not target.is_complex()
+    if task.by_pixel:
+        target = target[0] if tuple(target.shape) == (1, *pixels) else target
+        whole = whole or bool((target == target.round()).all())
+        fits = whole and tuple(target.shape) == tuple(pixels)
+        known = target[target != IGNORED_PIXEL]
+        if fits and (not len(known) or (int(known.min()) >= 0 and int(known.max()) < classes)):
+            return target.to(torch.uint8)
+        needed = f"a class, 0 to {classes - 1}, for each pixel or voxel, {tuple(pixels)}; {IGNORED_PIXEL} = ignored"
+    elif task.name in ("classification", "binary"):
+        limit = 2 if task.name == "binary" else classes or _MOST
+        if whole and target.numel() == 1 and 0 <= int(target) < limit:
+            return target.reshape(()).to(torch.int64)
+        needed = f"a whole number, 0 to {limit - 1}"
+    else:
+        columns = task.outputs(classes)
+        if target.numel() == columns and target.ndim <= 1:
+            return target.to(torch.float32).reshape(() if columns == 1 and task.name == "regression" else (columns,))
+        needed = f"{columns} numbers; num-classes states how many"
+    values = f", {target.min()} to {target.max()}" if target.numel() else ""
+    raise DataError(
+        f"{where} has a target {target.dtype} of shape {tuple(target.shape)}{values}; for task {task.name} {needed} "
+        "needed."
+    )
+
+
+def function_info(request: OwnData) -> DatasetInfo:
+    """Return the description of the data; a site is read where the config does not state all that the model needs.
+
+    Raises:
+        ConfigError: the config does not say what the targets are.
+        DataError: the function fails for a site, or its data do not fit the config or the other sites.
+    """
+    return _info(request)
+
+
+@functools.lru_cache(maxsize=8)
+def _info(request: OwnData) -> DatasetInfo:
+    shape, task, classes = request.stated_shape(), _stated_task(request), _stated_classes(request)
+    if not shape or task is None or not classes:
+        first = next((site for site in sites_of(request)["train"] if len(site)), None)
+        if first is None:
+            raise request.problem("no site has a training example.")
+        inputs, target = _example(first, 0, None, shape, 0)
+        shape = tuple(inputs.shape)
+        task = task or _task_of(request, target)
+        classes = classes or _count(request, task, target)
+    return DatasetInfo(
+        request.name,
+        num_classes=classes,
+        channels=0,
+        size=0,
+        summary="own data of a function",
+        source="own data",
+        loader=functools.partial(_load, request, shape, task, classes),
+        files="",
+        mean=(),
+        std=(),
+        grouped=True,
+        task=task,
+        downloads=False,
+        input_shape=shape,
+        class_names=request.classes,
+        client_names=site_names(request),
+    )
+
+
+def _stated_task(request: OwnData) -> Task | None:
+    return chosen_task(request, request.task, tuple(TASKS)) if request.task else None
+
+
+def _stated_classes(request: OwnData) -> int:
+    return 1 if request.task == "binary" else request.num_classes or len(request.classes)
+
+
+def _task_of(request: OwnData, target: Tensor) -> Task:
+    """Return the task of a target; what is no class must be stated."""
+    if target.numel() == 1 and not target.is_floating_point():
+        return TASKS["classification"]
+    raise ConfigError(
+        f"dataset={request.name!r}: a target is {target.dtype} of shape {tuple(target.shape)}. Say what it is: "
+        "task=segmentation, regression, multi-label or binary."
+    )
+
+
+def _count(request: OwnData, task: Task, target: Tensor) -> int:
+    """Return the number of classes or target columns that the targets show."""
+    if task.by_pixel:
+        raise ConfigError(f"dataset={request.name!r}: set num-classes, the number of classes of the pixels or voxels.")
+    if task.name != "classification":
+        return max(target.numel(), 1)
+    every = [site for sites in sites_of(request).values() for site in sites]
+    return 1 + max(value for site in every for value in _classes_of(site, 0))
+
+
+def _classes_of(site: Site, classes: int) -> Sequence[int]:
+    """Return the class of each example; the examples are read where the data set does not say them."""
+    if site.classes is None:
+        return [int(_example(site, at, TASKS["classification"], (), classes)[1]) for at in range(len(site))]
+    limit = classes or _MOST
+    if wrong := sorted({value for value in site.classes if not 0 <= value < limit}):
+        raise DataError(f"{site.name}: its targets have {wrong[:5]}; classes 0 to {limit - 1} needed.")
+    return site.classes
+
+
+def _load(request: OwnData, shape: tuple[int, ...], task: Task, classes: int, folder: Path, wanted: Shape) -> Loaded:
+    """Return the training and the test examples of all sites: a reader of ``data.loading``.
+
+    They are kept in memory if they all fit; else each is read when it is used.
+    """
+    del folder
+    parts = sites_of(request)
+    for sites in parts.values():
+        for site in sites:
+            if len(site):  # of every site before any work: another shape or other classes
+                _example(site, 0, task, shape, classes)
+    values = [value for sites in parts.values() for site in sites for value in site.groups or ()]
+    number = {value: at for at, value in enumerate(dict.fromkeys(values))}
+    size = 4 * math.prod(shape) * sum(len(site) for sites in parts.values() for site in sites)
+    train, test = (_examples(parts[part], task, shape, classes, number, size <= wanted.max_bytes) for part in _PARTS)
+    return Loaded(train, test, site_names(request))
+
+
+def _examples(
+    sites: Sequence[Site],
+    task: Task,
+    shape: tuple[int, ...],
+    classes: int,
+    number: dict[Any, int],
+    in_memory: bool,
+) -> Examples:
+    places = [(site, at) for site in sites for at in range(len(site))]
+    groups = torch.tensor([which for which, site in enumerate(sites) for _ in range(len(site))], dtype=torch.int64)
+
+    def read(at: int) -> tuple[Tensor, Tensor]:
+        return _example(*places[at], task, shape, classes)
+
+    units = None
+    if number:  # an example without a group is a unit of its own
+        units = torch.tensor(
+            [len(number) + at if site.groups is None else number[site.groups[i]] for at, (site, i) in enumerate(places)]
+        )
+    if in_memory and places:
+        inputs, targets = zip(*map(read, range(len(places))), strict=True)
+        return Samples(torch.stack(inputs), torch.stack(targets), groups, units)
+    labels = None
+    if task.name in ("classification", "binary"):
+        labels = torch.tensor([value for site in sites for value in _classes_of(site, max(classes, 2))])
+        labels = labels.to(torch.int64)
+    return ReadSamples(read, len(places), shape, labels, groups, units)
+
+
+def function_sha256(request: OwnData) -> str:
+    """Return the SHA-256 of the function's file and of the sizes, groups and classes of all parts.
+
+    Examples are not read for it: what else has changed in them is not seen.
+    """
+    digest = hashlib.sha256(sha256_of_code(own_module("dataset", request.path, KINDS)).encode())
+    for part, sites in sites_of(request).items():
+        for site in sites:
+            digest.update(f"{part} {len(site)} {site.groups} {site.classes}\n".encode())
+    return digest.hexdigest()
+
+
+def function_rows(request: OwnData) -> tuple[list[str], int, dict[str, Sequence[str]]]:
+    """Return the names of all examples, SITE:NUMBER, training examples first, their number, and what is beside them."""
+    parts, known = sites_of(request), site_names(request)
+    names, clients, groups = list[str](), list[str](), list[str]()
+    for part in _PARTS:
+        for name, site in zip(known, parts[part], strict=True):
+            names += [f"{name}:{part}:{at}" for at in range(len(site))]
+            clients += [name] * len(site)
+            groups += map(str, site.groups or [""] * len(site))
+    beside: dict[str, Sequence[str]] = {"client": clients, **({"group": groups} if any(groups) else {})}
+    return names, sum(map(len, parts["train"])), beside

@@ -1,0 +1,65 @@
+"""The guide to volumes: MONAI's 3-D UNet on NIfTI files, with Dice and HD95 by MONAI."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.doctor import diagnose_run
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.finished_runs.export import export
+from fedbn_flwr.lab.finished_runs.saved_model import Choice
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.training.metrics import confusion
+
+pytest.importorskip("monai", reason="the guide to volumes needs pip install '.[volumes]'")
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = yaml.safe_load((ROOT / "apps/volumes/volumes.yaml").read_text())
+METHODS = {
+    "fedbn": {"strategy": "fedbn"},
+    "silobn": {"strategy": "silobn"},
+    "fedtan": {"strategy": "fedtan"},
+    "gn": {"strategy": "fedavg", "norm": "group", "norm-groups": 4},
+}
+
+
+@pytest.mark.slow
+def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property) -> None:
+    """Four methods learn; Dice is MONAI's own; ``init``, the doctor and ``export`` take the runs."""
+    from apps.volumes.make import make
+    from apps.volumes.measure import measured, predictions
+
+    monkeypatch.setenv("VOLUMES", str(tmp_path / "volumes"))
+    make(tmp_path / "volumes")
+    for name, method in METHODS.items():
+        config = Config.make({**SETTINGS, **method, "num-server-rounds": 4})
+        run(config, tmp_path / name, workers=0)
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert lines[-1]["train-loss"] < 0.7 * lines[0]["train-loss"], name
+        assert lines[-1]["personal-own-miou"] > 0.5, name  # that of the background alone is below
+        record_property(f"seconds of a round, {name}", lines[-1]["seconds"])
+    record_property("GiB at most", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+    export(tmp_path / "fedbn", tmp_path / "site-2.pt2", "torch-export", Choice(client=2))
+    predicted, labels = predictions(tmp_path / "site-2.pt2", 2)
+    dice, hd95 = measured(predicted, labels)
+    for at, theirs in enumerate(dice[:, 0].tolist()):
+        logits = torch.nn.functional.one_hot(predicted[at : at + 1], 2).movedim(-1, 1).float()
+        counts = confusion(logits, labels[at : at + 1], ignore=255).double()
+        ours = 2 * counts[1, 1] / (counts[1].sum() + counts[:, 1].sum())
+        assert ours.item() == pytest.approx(theirs, abs=1e-6)
+    assert 0.3 < dice.mean() < 1
+    assert hd95.shape == dice.shape
+
+    start = {"num-server-rounds": 1, "init": str(tmp_path / "gn/model.safetensors")}
+    again = Config.make({**SETTINGS, **METHODS["gn"], **start})
+    run(again, tmp_path / "again", workers=0)
+    first, later = (read_metrics(tmp_path / name / "metrics.jsonl")[0]["train-loss"] for name in ("gn", "again"))
+    assert later < first
+    assert diagnose_run(tmp_path / "fedbn").to_json()

@@ -1,0 +1,277 @@
+"""``dataset=module:function``: the data of each site from a user's function."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from fedbn_flwr.app import client_app
+from fedbn_flwr.client.permissions import check_module
+from fedbn_flwr.compat.flower import identify_process
+from fedbn_flwr.errors import NOT_ALLOWED, ConfigError, DataError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import own_rows, own_sha256
+from fedbn_flwr.lab.data.read_samples import ReadSamples
+from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
+from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.messages.protocol import INFO, UNUSABLE
+
+MODULE = "data_of_sites"
+SHORT = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
+VOLUMES = {"task": "segmentation", "num-classes": 2, "model": f"{MODULE}:unet", "num-clients": 2}
+
+
+class Pairs:
+    """A data set of pairs, as users write them."""
+
+    def __init__(self, inputs: Any, of_each: Any, /, **more: Any) -> None:
+        self.inputs, self.of_each = inputs, of_each
+        self.reads = 0
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, at: int) -> Any:
+        self.reads += 1
+        return self.inputs[at], self.of_each[at]
+
+
+def rows(site: int | str, part: str) -> Pairs:
+    """Rows of 3 features in 2 classes; a site that is a path has the rows of its last character."""
+    number = int(str(site)[-1])
+    inputs = torch.randn(12 + number, 3, generator=torch.Generator().manual_seed(2 * number + (part == "test")))
+    classes = (inputs[:, 0] > 0).long()
+    return Pairs(inputs, classes, targets=classes, groups=[f"p{at // 2}" for at in range(len(inputs))])
+
+
+def volumes(site: int, part: str) -> TensorDataset:
+    """Volumes of 4 x 6 x 8 voxels; class 1 is where they are bright."""
+    generator = torch.Generator().manual_seed(10 * site + (part == "test"))
+    inputs = torch.rand(4, 1, 4, 6, 8, generator=generator)
+    return TensorDataset(inputs, (inputs > 0.6).long())
+
+
+def unet(num_classes: int, channels: int, depth: int, height: int, width: int) -> nn.Module:
+    assert (depth, height, width) == (4, 6, 8)
+    first = nn.Conv3d(channels, 4, 3, padding=1)
+    return nn.Sequential(first, nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, num_classes, 1))
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType(MODULE)
+    module.rows, module.volumes, module.unet = rows, volumes, unet  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    return module
+
+
+def named(module: ModuleType, name: str, function: Callable[..., Any]) -> str:
+    setattr(module, name, function)
+    return f"{MODULE}:{name}"
+
+
+def config_of(**settings: Any) -> Config:
+    return Config.make({"dataset": f"{MODULE}:rows", **SHORT, **{k.replace("_", "-"): v for k, v in settings.items()}})
+
+
+def test_each_site_is_a_client_with_its_own_test_part_and_groups() -> None:
+    config = config_of(num_clients=3)
+    split = partitioned_data(config, 3)
+    for site in range(3):
+        for part, view in (("train", split.train_view(site)), ("test", split.test_view(site))):
+            inputs, targets = view.batch(torch.arange(len(view)))
+            assert torch.equal(inputs, rows(site, part).inputs)  # as they are: not standardised
+            assert torch.equal(targets, rows(site, part).targets)
+    units = split.dataset.train.units
+    assert units is not None
+    assert units[:12].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert (config.split_name(), config.num_outputs(), config.example_shape()) == ("natural", 2, (3,))
+
+
+def test_a_held_out_client_is_one_site_more() -> None:
+    split = partitioned_data(config_of(num_clients=2, held_out_clients="1"), 2)
+    assert split.held_out_names == ("site-2",)
+    assert split.held_out_views(0)[0].batch(torch.arange(14))[0].equal(rows(2, "train").inputs)
+
+
+@pytest.mark.parametrize("standardise", ["", "federated"])
+def test_what_is_read_each_time_has_the_bits_of_what_is_kept(tmp_path: Path, standardise: str) -> None:
+    """cache-gib=0 reads every example when it is used; federated standardisation needs them in memory."""
+    kept, read = (config_of(num_clients=2, cache_gib=gib, standardise=standardise) for gib in (1.0, 0.0))
+    if standardise:
+        with pytest.raises(DataError):
+            run(read, tmp_path / "read", workers=0)
+        return
+    assert isinstance(load_data(read).train, ReadSamples)
+    digests = [run(config, tmp_path / str(config.cache_gib), workers=0)["sha256"] for config in (kept, read)]
+    assert digests[0] == digests[1]
+
+
+def test_targets_of_the_data_set_are_known_without_reading_an_input(module: ModuleType) -> None:
+    sets = {part: rows(0, part) for part in ("train", "test")}
+    name = named(module, "counted", lambda site, part: sets[part])
+    data = load_data(config_of(dataset=name, num_clients=1, cache_gib=0))
+    assert data.train.labels.equal(sets["train"].targets)
+    assert sets["train"].reads <= 2  # the first alone: its shape, and the check of each site
+
+
+@pytest.mark.parametrize("strategy", ["fedbn", "fedtan"])
+def test_volumes_train_with_a_class_for_each_voxel(tmp_path: Path, strategy: str) -> None:
+    settings = {
+        "strategy": strategy,
+        "num-server-rounds": 5,
+        "local-steps": 10,
+        "optimizer": "adam",
+        "learning-rate": 0.05,
+    }
+    weights = "" if strategy == "fedbn" else "balanced"
+    config = config_of(
+        dataset=f"{MODULE}:volumes", **VOLUMES, **{**settings, "batch-size": 2, "class-weights": weights}
+    )
+    run(config, tmp_path / "out", workers=0)
+    first, *_, last = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    key = next(key for key in last if key.endswith("miou"))
+    assert last[key] > max(first[key], 0.5)
+    assert "site-1" in last["domains"][key]
+
+
+def test_evaluate_reads_the_sites_of_the_run(tmp_path: Path) -> None:
+    config = config_of(num_clients=2)
+    run(config, tmp_path / "out", workers=0)
+    _, found = evaluate_run(tmp_path / "out", {"dataset": f"{MODULE}:rows"})
+    assert {row.data for row in found} >= {"site-0", "site-1"}
+    where = own_rows(config.own_data())
+    assert [where.names[at] for at in where.test[:1]] == ["site-0:test:0"]
+    assert own_sha256(config.own_data()) == own_sha256(config.own_data())
+
+
+def test_a_node_asks_for_its_own_site_alone(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By its partition id, or by its data-path; a site with another shape says so before round 1."""
+    identify_process(1)
+    monkeypatch.setattr(TaskIdentity, "_node_id", 7)
+    asked: list[Any] = []
+
+    def of_node(site: Any, part: str) -> Any:
+        asked.append(site)
+        return rows(site, part) if site != 2 else Pairs(torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64))
+
+    stated = {"input-shape": "3", "task": "classification", "num-classes": 2, "eval-on": "personal-own"}
+    run_config = config_of(dataset=named(module, "of_node", of_node), **stated).to_mapping()
+
+    def answer(**node: Any) -> RecordDict:
+        node = {"num-partitions": 3, **{key.replace("_", "-"): value for key, value in node.items()}}
+        context = Context(1, 7, node, RecordDict(), run_config)
+        reply = client_app(Message(RecordDict(), dst_node_id=7, message_type="query"), context)
+        if reply.has_error():
+            raise ConfigError(reply.error.reason)
+        return reply.content
+
+    allowed = {"allow_modules": MODULE, "report_data": "true"}
+    assert UNUSABLE not in answer(partition_id=1, **allowed).get(INFO, {})
+    assert {*asked} == {1}
+    answer(partition_id=1, data_path=str(tmp_path / "site5"), **allowed)
+    assert {*asked} == {1, str(tmp_path / "site5")}
+    told = str(answer(partition_id=2, **allowed)[INFO][UNUSABLE])
+    assert "(5,)" in told
+    assert "(3,)" in told
+    asked.clear()
+    with pytest.raises(ConfigError) as refused:
+        check_module(Context(1, 7, {}, RecordDict(), run_config), "dataset", MODULE)
+    assert refused.value.code == NOT_ALLOWED
+    with pytest.raises(Exception, match="allow-modules"):
+        answer(partition_id=1)
+    assert not asked
+
+
+class Failing(Pairs):
+    def __getitem__(self, at: int) -> Any:
+        raise OSError("scan.nii is damaged")
+
+
+def of(inputs: Any, targets: Any, kind: type = Pairs) -> Callable[[int, str], Any]:
+    return lambda site, part: kind(inputs, targets)
+
+
+def other_at_site_1(site: int, part: str) -> Pairs:
+    return Pairs(torch.zeros(4, 3 + site), torch.zeros(4, dtype=torch.int64), targets=np.zeros(4, np.int64))
+
+
+ONE = torch.zeros(4, dtype=torch.int64)
+BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "another shape at one site": (other_at_site_1, {}, "site 1, part 'train', example 0"),
+    "an item that cannot be read": (of(torch.zeros(4, 3), ONE, Failing), {}, "scan.nii is damaged"),
+    "no pair": (lambda site, part: [1, 2], {}, "pair of input and target"),
+    "no data set": (lambda site, part: 3, {}, "returned a int"),
+    "a function that raises": (lambda site, part: {}[site], {}, "KeyError"),
+    "bytes": (of(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), ONE), {}, "torch.uint8"),
+    "NaN": (of(torch.full((4, 3), torch.nan), ONE), {}, "NaN"),
+    "a class too many": (of(torch.zeros(4, 3), ONE + 7), {"num_classes": 2}, "0 to 1"),
+    "groups of other examples": (
+        lambda site, part: Pairs(torch.zeros(4, 3), ONE, groups=[1, 2]),
+        {},
+        "groups are 2",
+    ),
+    "masks of another size": (
+        of(torch.zeros(2, 1, 4, 4, 4), torch.zeros(2, 4, 4, 3, dtype=torch.int64)),
+        {"task": "segmentation", "num_classes": 2, "model": f"{MODULE}:unet"},
+        "(4, 4, 4)",
+    ),
+    "masks whose classes nobody states": (
+        of(torch.zeros(2, 1, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64)),
+        {"task": "segmentation"},
+        "num-classes",
+    ),
+    "targets that say nothing": (of(torch.zeros(4, 3), torch.zeros(4)), {}, "task="),
+    "no number of sites": (rows, {"num_clients": 0}, "num-clients"),
+    "a shape that is none": (rows, {"input_shape": "3,x"}, "input-shape"),
+    "no test examples": (
+        lambda site, part: Pairs(torch.zeros(4, 3), ONE) if part == "train" else Pairs([], []),
+        {},
+        "part 'test'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_before_round_1(module: ModuleType, tmp_path: Path, case: str) -> None:
+    function, settings, text = BAD[case]
+    name = named(module, f"bad_{[*BAD].index(case)}", function)
+    with pytest.raises((ConfigError, DataError)) as raised:
+        run(config_of(dataset=name, **{"num_clients": 2, **settings}), tmp_path / "out", workers=0)
+    assert text in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_module_or_kind_is_named() -> None:
+    for dataset in ("no_such_module:rows", "cvs:/a/table.csv", f"{MODULE}:row"):
+        with pytest.raises(ConfigError) as raised:
+            config_of(dataset=dataset, num_clients=2)
+        assert dataset.partition(":")[(dataset.startswith(MODULE) and 2) or 0] in str(raised.value)
+
+
+def test_arrays_and_library_tensors_are_taken(module: ModuleType) -> None:
+    class Meta(Tensor):
+        """A tensor of another library, as MONAI's MetaTensor."""
+
+    inputs = torch.randn(4, 3).as_subclass(Meta)
+    pairs = Pairs(inputs, np.array([0, 1, 1, 0]))
+    data = load_data(config_of(dataset=named(module, "meta", lambda site, part: pairs), num_clients=1))
+    assert type(data.train.take(torch.arange(2))[0]) is Tensor
+    assert data.train.labels.tolist() == [0, 1, 1, 0]
