@@ -47,7 +47,7 @@ def volumes(site: int | str, part: str) -> Volumes:
 
 def unet(num_classes: int, channels: int) -> nn.Module:
     """Return MONAI's UNet with BatchNorm; other norms replace it (``norm=group``)."""
-    return UNet(
+    model: nn.Module = UNet(
         spatial_dims=3,
         in_channels=channels,
         out_channels=num_classes,
@@ -56,3 +56,4 @@ def unet(num_classes: int, channels: int) -> nn.Module:
         num_res_units=1,
         norm="BATCH",
     )
+    return model

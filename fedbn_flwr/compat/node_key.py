@@ -20,7 +20,7 @@ from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.interceptors.http.utils import add_headers
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
+from flwr.supercore.protobuf.client import ProtobufCall, ProtobufClientInterceptor, ProtobufRequestContext
 from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
@@ -28,7 +28,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 __all__ = ["OTHER_FLOWER", "REFUSED", "RefusedKey", "private_key", "public_bytes", "try_key"]
 
 REFUSED, OTHER_FLOWER = "refused", "other-flower"
-_CODES = {
+_CODES: dict[int, str] = {
     ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED: REFUSED,
     ApiErrorCode.RUNTIME_VERSION_INCOMPATIBLE: OTHER_FLOWER,
 }
@@ -78,7 +78,7 @@ def try_key(address: str, root_certificates: bytes | None, key: ec.EllipticCurve
         RefusedKey: the SuperLink did not activate the key.
         httpx.HTTPError: it does not answer.
     """
-    signed = [_Version(), NodeAuthHttpInterceptor(key, key.public_key())]
+    signed: list[ProtobufClientInterceptor] = [_Version(), NodeAuthHttpInterceptor(key, key.public_key())]
     insecure = root_certificates is None
     with FleetHttpClient.from_server_address(address, insecure, root_certificates, interceptors=signed) as client:
         request = ActivateNodeRequest(public_key=public_bytes(key), heartbeat_interval=HEARTBEAT_MIN_INTERVAL)
