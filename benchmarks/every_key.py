@@ -159,6 +159,8 @@ ELSEWHERE = {
     "missing": OWN_DATA,
     "missing-values": "tests/lab/data/test_tables.py",
     "decimal": "tests/lab/data/test_tables.py",
+    "input-shape": "tests/lab/data/test_function_data.py",
+    "class-weights": "tests/training/test_class_weights.py",
     "encoding": "tests/lab/data/test_tables.py",
     "standardise": OWN_DATA,
     "skip-unreadable": OWN_DATA,

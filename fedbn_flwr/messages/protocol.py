@@ -164,7 +164,7 @@ BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "se
 UNUSABLE = Key("unusable", "str: why the node cannot take part", "client", "server")
 REFUSAL = Key("refusal", "str: why a mod of the app has refused the query", "client", "server")
 DATA_REPORT = Key("data-report", "str: what the node has read, if its owner allows it", "client", "server")
-VERSIONS = Key("versions", "str: of the node's fedbn-flwr, torch and flwr, over a network", "client", "server")
+VERSIONS = Key("node-versions", "str: of the node's fedbn-flwr, torch and flwr, over a network", "client", "server")
 SYNCHRONISES = Key("fedbn-flwr.synchronises", "bool, in the query: BN layers are synchronised", "server", "client")
 
 # --- config of a node -------------------------------------------------------------------------------------------------

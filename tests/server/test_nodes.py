@@ -16,7 +16,7 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.compat.flower import as_network_node
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
-from fedbn_flwr.messages.protocol import NodeProperties
+from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties
 from fedbn_flwr.messages.versions import as_text, own_versions
 from fedbn_flwr.server.nodes import Node, NodeRegistry
 from fedbn_flwr.strategies import FedAvg
@@ -222,7 +222,7 @@ def test_a_node_with_other_versions_is_named_before_round_1(nodes: NodeRegistry,
     same = as_text(own_versions())
     other = same.replace("torch ", "torch 1.") + ", other 9"
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        nodes.present(Answers({11: node(0, versions=same), 12: node(1, versions=other), 13: node(2)}), 1)
+        nodes.present(Answers({11: node(0, **{VERSIONS: same}), 12: node(1, **{VERSIONS: other}), 13: node(2)}), 1)
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1
     assert warned[0].startswith("node 12 (partition 1): torch is ")

@@ -44,7 +44,7 @@ _ALONE: dict[str, Scalar] = {
     "init": "",
     "resume": False,
     "series": "",
-    "state-dir": "",
+    STATE_DIR: "",
     "out": "",
     "tensorboard": False,
     "wandb": "",

@@ -141,8 +141,8 @@ class RunClients:
             shared = {"personal-global", "personal-domains"} & {*config.evaluations()}
             if (config.data_on_nodes() or of_site) and shared:
                 raise DataError(
-                    f"eval-on={','.join(sorted(shared))} needs a test set that all nodes hold; a node with data of its "
-                    "own has the test set own alone. Use eval-on=personal-own.",
+                    f"eval-on={','.join(sorted(shared))} needs a test set that all nodes hold; a node with a site's "
+                    "data or a data-path has the test set own alone. Use eval-on=personal-own.",
                     code=ABOUT_THE_RUN,
                 )
             split, client = _own_data(config, context)[0], 0

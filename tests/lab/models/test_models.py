@@ -313,7 +313,9 @@ def test_a_model_for_other_inputs_is_refused_and_those_that_fit_are_named() -> N
         build_model("lenet", num_classes=2, input_shape=(2, 40))
     with pytest.raises(ConfigError, match=r"model 'signal-cnn' takes signals, and the examples are images\. Use mlp"):
         build_model("signal-cnn", num_classes=2, input_shape=(1, 28, 28))
-    with pytest.raises(ConfigError, match=r"input_shape \(2, 3, 4, 5\) is neither"):
+    with pytest.raises(ConfigError, match=r"volumes of 2 channels and 3 x 4 x 5 voxels\. Use your own model"):
         build_model("lenet", num_classes=2, input_shape=(2, 3, 4, 5))
+    with pytest.raises(ConfigError, match=r"input_shape \(2, 3, 4, 5, 6\) is neither"):
+        build_model("lenet", num_classes=2, input_shape=(2, 3, 4, 5, 6))
     with pytest.raises(ConfigError, match=r"hidden=\(8,\) is for model 'mlp'"):
         build_model("lenet", num_classes=2, channels=1, size=28, hidden=(8,))
