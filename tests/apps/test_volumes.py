@@ -39,10 +39,11 @@ def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_prope
     monkeypatch.setenv("VOLUMES", str(tmp_path / "volumes"))
     make(tmp_path / "volumes")
     for name, method in METHODS.items():
-        config = Config.make({**SETTINGS, **method, "num-server-rounds": 4})
+        rounds = 8 if name == "fedbn" else 4  # its model of site 2 is measured below
+        config = Config.make({**SETTINGS, **method, "num-server-rounds": rounds})
         began = time.process_time()
         run(config, tmp_path / name, workers=0)
-        record_property(f"CPU seconds of a round, {name}", (time.process_time() - began) / 4)
+        record_property(f"CPU seconds of a round, {name}", (time.process_time() - began) / rounds)
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         assert lines[-1]["train-loss"] < 0.7 * lines[0]["train-loss"], name
         assert lines[-1]["personal-own-miou"] > 0.5, name  # that of the background alone is below
