@@ -20,7 +20,7 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.lab.data import Scale, Subset, is_own, listed, load_dataset, load_local_dataset, own_info
+from fedbn_flwr.lab.data import Scale, Subset, is_own, listed, load_dataset, load_local_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
     domain_test,
@@ -194,6 +194,8 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
     Raises:
         DataError: the function fails, or its data do not fit the run's model.
     """
+    from fedbn_flwr.lab.data import own_info  # with the readers of tables and images
+
     client = partition_of(context) or 0
     if not (site := os.path.expanduser(str(context.node_config.get(DATA_PATH, "")))):
         _part(context)
