@@ -23,6 +23,7 @@ _TAG = re.compile(r"<[^>]+>")
 # "67.00 ± 5.24", "62.21 ± 8.82 / 54.5", "18.91 (+13.4 to +16.6)", "<= 0.92", "1.1e+04", "50.6 MB"
 _NUMBER = re.compile(r"(?:[-+<>=≤≥±/()%,:\s]|to|[kMG]B|m?s|\d(?:[\d.,]*\d)?(?:e[-+]?\d+)?)*")
 _CLASS = ' class="number"'
+_OF_A_KEY = {"type", "default", "meaning"}
 _EMPTY = {"", "-", "none", "diverges", "NaN"}
 _CODE = re.compile(r"(<(?:pre|code|math)\b.*?</(?:pre|code|math)>)", re.DOTALL)
 _TIED = re.compile(r"(?<=\d) (±) (?=\d)|(?<=\d) (%|ms|s|MB|GB|kB)\b|(?<=\d) (%)")
@@ -70,16 +71,20 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def _table(table: re.Match[str]) -> str:
-    """Return a table in its box; the columns of numbers have the class ``number``."""
+    """Return a table in its box, named by its head; the columns of numbers have the class ``number``."""
     rows = [[_TAG.sub("", cell).strip() for _, cell in _CELL.findall(row)] for row in _ROW.findall(table[0])]
     columns = list(zip(*rows, strict=True))
-    numbers = [_is_number(column[1:]) for column in columns]
+    numbers = [_CLASS * _is_number(column[1:]) for column in columns]
+    stacked = {*rows[0]} >= _OF_A_KEY  # on a phone a key is a block, with the names of the columns in it
+    labels = [f' data-label="{html.escape(name)}"' * stacked for name in rows[0]]
 
     def row(found: re.Match[str]) -> str:
-        cells = zip(_CELL.findall(found[1]), numbers, strict=True)
-        return f"<tr>{''.join(f'<{tag}{_CLASS * of_numbers}>{cell}</{tag}>' for (tag, cell), of_numbers in cells)}</tr>"
+        cells = zip(_CELL.findall(found[1]), numbers, labels, strict=True)
+        return f"<tr>{''.join(f'<{tag}{number}{label}>{cell}</{tag}>' for (tag, cell), number, label in cells)}</tr>"
 
-    return f'<div class="scroll" tabindex="0" role="region">{_ROW.sub(row, table[0])}</div>'
+    head = html.escape(", ".join(filter(None, map(html.unescape, rows[0]))))
+    box = "scroll stacked" if stacked else "scroll"
+    return f'<div class="{box}" tabindex="0" role="region" aria-label="{head}">{_ROW.sub(row, table[0])}</div>'
 
 
 def _is_number(cells: tuple[str, ...]) -> bool:
@@ -98,5 +103,8 @@ def _mathml(match: re.Match[str]) -> str:
     from latex2mathml.converter import convert  # the site's own dependency: the rest is tested without it
 
     latex = " ".join(html.unescape(match[3]).split())
-    formula = convert(latex, display="block" if match[1] == "div" else "inline")
-    return f'<div class="formula" tabindex="0">{formula}</div>' if match[1] == "div" else formula
+    if match[1] == "span":
+        return convert(latex, display="inline")
+    # A row of formulas breaks between them on a phone.
+    formulas = "".join(convert(one.strip(), display="block") for one in latex.split(r"\qquad"))
+    return f'<div class="formula" tabindex="0">{formulas}</div>'

@@ -279,6 +279,12 @@ def test_a_column_of_numbers_is_set_as_one(cells: tuple[str, ...], whole: bool) 
     made = hooks().on_page_content(f"<table>{rows}</table>")
     assert made.count('<td class="number">') == (len(cells) if whole else 0)
     assert "<td>ResNet</td>" in made
+    assert "data-label" not in made
+    keys = "<tr><th>key</th><th>type</th><th>default</th><th>meaning</th></tr>"
+    keys += "<tr><td>k</td><td>i</td><td>1</td><td>m</td></tr>"
+    made = hooks().on_page_content(f"<table>{keys}</table>")
+    assert '<div class="scroll stacked"' in made, "a block on a phone"
+    assert '<td data-label="type">i</td>' in made
     assert hooks().on_page_content("<p>67.00 ± 5.24 <code>1 ± 2</code></p>") == (
         "<p>67.00\u00a0±\u00a05.24 <code>1 ± 2</code></p>"
     )
@@ -375,3 +381,18 @@ def test_the_architecture_names_files_and_functions_that_are_there() -> None:
         for name in re.findall(r"`([\w.]+)`", text):
             if not name.endswith("py"):
                 assert name.rpartition(".")[2] in source, (file, name)
+
+
+def test_the_font_of_formulas_is_small_and_has_its_licence_and_the_pages_link_papers_code_and_recipes() -> None:
+    fonts = ROOT / "docs/fonts"
+    assert (fonts / "formulas.woff2").read_bytes()[:4] == b"wOF2"
+    assert (fonts / "formulas.woff2").stat().st_size < 400_000
+    assert "SIL OPEN FONT LICENSE" in (fonts / "OFL.txt").read_text()
+    assert 'url("fonts/formulas.woff2")' in (ROOT / "docs/style.css").read_text()
+    for name in STRATEGIES:
+        page = (ROOT / f"docs/methods/{name}.md").read_text()
+        (read,) = re.findall(r"^    \*\*Read:\*\* (.*)$", page, re.MULTILINE)
+        assert f"[recipe](../../apps/main/recipes/{name}.yaml)" in read
+    assert "[arXiv:2301.02982](https://arxiv.org/abs/2301.02982), [code](../../fedbn_flwr/strategies/fedtan.py)" in (
+        (ROOT / "docs/methods/fedtan.md").read_text()
+    )

@@ -150,6 +150,15 @@ def _box(method: StrategyClass, when: list[str], results: Mapping[str, Any]) -> 
         lines.append(f"**Measured:** {measured}")
     lines.append(f"**Cost:** {cost_of(METHODS[method.name](method.Params()))}")
     lines.append(f"**Command:** `fedbn-flwr run {_recipe(method.name)} --out runs/{method.name}`")
+    paper = re.search(r"arXiv:(\d{4}\.\d{5})", METHODS[method.name].source)
+    links = [f"[arXiv:{paper[1]}](https://arxiv.org/abs/{paper[1]})"] if paper else []
+    code = f"{method.__module__.replace('.', '/')}.py"
+    links += [
+        f"[code]({_UP}{code})",
+        f"[recipe]({_UP}{_recipe(method.name)})",
+        "[diff for your app](../flower-projects.md)",
+    ]
+    lines.append(f"**Read:** {', '.join(links)}")
     for line in lines:
         yield ""
         yield f"    {line}"
