@@ -80,16 +80,24 @@ def _table(table: re.Match[str]) -> str:
 
     def row(found: re.Match[str]) -> str:
         cells = zip(_CELL.findall(found[1]), numbers, labels, strict=True)
-        return f"<tr>{''.join(f'<{tag}{number}{label}>{cell}</{tag}>' for (tag, cell), number, label in cells)}</tr>"
+        made = "".join(f"<{tag}{number}{label}>{cell}</{tag}>" for (tag, cell), number, label in cells)
+        return f"<tr>{made.replace('<th></th>', '<td></td>')}</tr>"  # an empty cell is the head of nothing
 
     head = html.escape(", ".join(filter(None, map(html.unescape, rows[0]))))
     box = "scroll stacked" if stacked else "scroll"
-    return f'<div class="{box}" tabindex="0" role="region" aria-label="{head}">{_ROW.sub(row, table[0])}</div>'
+    return f'<div class="{box}" tabindex="0" role="group" aria-label="{head}">{_ROW.sub(row, table[0])}</div>'
 
 
 def _is_number(cells: tuple[str, ...]) -> bool:
     told = [html.unescape(cell) for cell in cells if cell not in _EMPTY]
     return bool(told) and all(_NUMBER.fullmatch(cell) for cell in told)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Name the search of the theme for readers who cannot see it."""
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
 
 
 def on_post_build(config: Any) -> None:
