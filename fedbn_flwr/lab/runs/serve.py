@@ -87,7 +87,8 @@ def serve(grid: Grid, checked: Checked, out: Path, on_round: OnRound | None = No
 def _serve(
     grid: Grid, config: Config, model: nn.Module, out: Path, on_round: OnRound | None, closing: ExitStack
 ) -> dict[str, Any]:
-    data = _server_data(config)
+    on_nodes = config.data_on_nodes() or (config.by_function() and over_network(grid))
+    data = _server_data(config, on_nodes)
     start, initial = beginning(config, model, out)
     on_device(model, config)
     strategy = _strategy(config, out, model)
@@ -96,7 +97,6 @@ def _serve(
     timeout = config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
     folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
-    on_nodes = config.data_on_nodes() or (config.by_function() and over_network(grid))
     if on_nodes and config.standardise_as() == "federated":
         strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config, timeout))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
@@ -243,9 +243,11 @@ def divergence_of(line: Mapping[str, Any], advice: str, result: Result | None = 
     return DivergedError(divergence(report, advice), report.diverged_at, result)
 
 
-def _server_data(config: Config) -> PartitionedData | None:
+def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
     """Return the data of the server; None if only the nodes have the data and no test of the server needs it."""
     needed = bool(config.held_out_clients) or any(name in GLOBAL_TESTS for name in config.evaluations())
+    if on_nodes and not needed:
+        return None
     try:
         data = partitioned_data(config, config.num_clients)
     except DataError:

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr.app import client_app
+from fedbn_flwr.client import client_app as in_process_app
 from fedbn_flwr.client.permissions import check_module
 from fedbn_flwr.compat.flower import identify_process
+from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NOT_ALLOWED, ConfigError, DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import own_rows, own_sha256
@@ -26,7 +28,10 @@ from fedbn_flwr.lab.data.read_samples import ReadSamples
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
+from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.runs.serve import serve
+from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.messages.protocol import INFO, UNUSABLE
 
 MODULE = "data_of_sites"
@@ -195,6 +200,29 @@ def test_a_node_asks_for_its_own_site_alone(
     with pytest.raises(Exception, match="allow-modules"):
         answer(partition_id=1)
     assert not asked
+
+
+@pytest.mark.parametrize("standardise", ["", "federated"])
+def test_the_server_of_a_network_asks_for_no_site(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, standardise: str
+) -> None:
+    """The nodes ask for their own; with standardise=federated they send the sums of their inputs."""
+    asked: list[Any] = []
+
+    def everywhere(site: Any, part: str) -> Pairs:
+        asked.append(site)
+        return rows(site, part)
+
+    stated = {"input-shape": "3", "task": "classification", "num-classes": 2, "eval-on": "personal-own"}
+    config = config_of(dataset=named(module, f"everywhere{standardise}", everywhere), standardise=standardise, **stated)
+    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.over_network", lambda grid: True)
+    nodes = [{"partition-id": at, "data-path": str(tmp_path / f"site{at}")} for at in range(2)]
+    with InProcessGrid(in_process_app(client_fn), 2, run_config=config.to_mapping(), node_configs=nodes) as grid:
+        summary = serve(grid, check(config), tmp_path / "out")
+    assert {*asked} == {node["data-path"] for node in nodes}
+    assert (tmp_path / "out/scale.json").exists() == bool(standardise)
+    in_one = config_of(dataset=config.dataset, num_clients=2, standardise=standardise, **stated)
+    assert run(in_one, tmp_path / "one", workers=0)["sha256"] == summary["sha256"]
 
 
 class Failing(Pairs):
