@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_curves"]
 
+_LETTERS = 72  # of a legend's row below a panel
 EPSILON = "epsilon"  # in metrics.jsonl, see privacy.differential
 _TESTS = (
     "test",
@@ -46,6 +47,7 @@ def draw_curves(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     every_line = [*itertools.chain.from_iterable(runs.values())]
     panels = [(label, _curves(label)) for label in (*scores, "loss")]
@@ -64,10 +66,11 @@ def draw_curves(
             present = [key for key in present if key == main] + [key for key in present if key != main]
             for key in present if len(runs) == 1 else present[:1]:
                 shown = f"{name} ({tests[name]})" if mixed else name or key
-                _plot(axis, lines, key, shown, f"C{at}" if len(runs) > 1 else None)
+                _plot(axis, lines, key, shown, at if len(runs) > 1 else None)
         if frozen and len(runs) == 1:
             axis.axvline(frozen[0], color="grey", linewidth=0.8, linestyle=":")
         axis.set_xlabel("server round")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
         if len(runs) == 1 and axis.get_legend_handles_labels()[0]:
@@ -77,7 +80,9 @@ def draw_curves(
         for axis in axes:
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
-        figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=5, fontsize="small")
+        longest = max(map(len, handles), default=1)
+        columns = max(1, min(5, _LETTERS * len(panels) // (longest + 8)))
+        figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=columns, fontsize="small")
     if title:
         figure.suptitle(_as_it_is(title))
     buffer = io.BytesIO()
@@ -89,10 +94,13 @@ def _has(lines: Sequence[Mapping[str, Any]], key: str) -> bool:
     return any(line.get(key) is not None for line in lines)
 
 
-def _plot(axis: Axes, lines: Sequence[Mapping[str, Any]], key: str, label: str, colour: str | None) -> None:
-    """Draw a metric over the rounds that have it; without a colour in the next one."""
+def _plot(axis: Axes, lines: Sequence[Mapping[str, Any]], key: str, label: str, at: int | None) -> None:
+    """Draw a metric over the rounds that have it: of the run with this number, or in the next colour."""
     points = [(line["round"], line[key]) for line in lines if line.get(key) is not None]
     style, order = ("--", 1.9) if key.startswith("train") else ("-", 2)  # one step a round makes a band of training
+    colour = None
+    if at is not None:  # ten colours, each in three dashes: 30 lines are distinct
+        colour, style = f"C{at % 10}", ("-", "--", ":")[at // 10 % 3]
     axis.plot(*zip(*points, strict=True), style, label=_as_it_is(label), linewidth=1.3, color=colour, zorder=order)
 
 

@@ -289,6 +289,22 @@ def test_runs_with_other_scores_have_a_panel_each_and_their_own_colours(monkeypa
     assert colours[2]["a"] != colours[2]["b"]
 
 
+def test_twelve_runs_are_distinct_with_a_legend_inside_and_whole_rounds(monkeypatch) -> None:
+    """The legend of a study was wider than its picture, the eleventh line had the colour of the first."""
+    drawn: list[Figure] = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), savefig(figure, *a, **k)))
+    lines = [{"round": at, "test-accuracy": 0.5, "test-loss": 0.1} for at in (1, 2)]
+    draw_curves({f"FedAvg+Algorithm {at}, two classes (test)": lines for at in range(12)})
+    (figure,) = drawn
+    (legend,) = figure.legends
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert box.x0 >= 0
+    assert box.x1 <= whole.x1
+    assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}) == 12
+    assert all(float(tick).is_integer() for tick in figure.axes[0].get_xticks())
+
+
 def test_names_are_in_the_picture_as_they_are(monkeypatch) -> None:
     """Matplotlib leaves out a label that begins with "_", and a formula that it cannot set ends the study."""
     shown: list[str] = []
