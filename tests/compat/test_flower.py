@@ -130,6 +130,16 @@ def test_on_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
             assert seam.on_network_node() is on_node
 
 
+def test_as_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    todo = f"let as_network_node in {SEAM} set what on_network_node asks for, and give it back."
+    with canary("TaskIdentity.node_id can be set, and is what on_network_node reads", todo):
+        for node_id in (seam.SUPERLINK_NODE_ID, 7):
+            monkeypatch.setattr(seam.TaskIdentity, "_node_id", node_id)
+            with seam.as_network_node():
+                assert seam.on_network_node()
+            assert seam.TaskIdentity.node_id == node_id
+
+
 def check_grid(function: Callable[[Any], bool], engine: str, name: str, other: str) -> None:
     """The engine makes its grid with the class of that name, which the function knows; the other class is another."""
     todo = f"find the class of the grid that {engine} gives a ServerApp, and name it in {function.__name__} in {SEAM}."

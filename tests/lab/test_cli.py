@@ -25,7 +25,7 @@ from fedbn_flwr.lab.cli.finished import PartChoice
 from fedbn_flwr.lab.cli.sweep import Display
 from fedbn_flwr.lab.cli.tables import show_markdown
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import DATASETS, KINDS, PARTITIONS
+from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.finished_runs.evaluate import DataPart
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
@@ -59,7 +59,8 @@ def test_the_command_alone_shows_its_groups_and_two_examples() -> None:
 
 
 def test_the_commands() -> None:
-    assert COMMANDS == ["list", "inspect", "partition", "run", "sweep", "report", "doctor", "evaluate", "export"]
+    before = ["list", "inspect", "partition", "check-node"]
+    assert [*before, "run", "sweep", "report", "doctor", "evaluate", "export"] == COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -120,7 +121,7 @@ def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:
         ("strategies", [*STRATEGIES, "centralized"]),
         ("norms", [*NORMS]),
         ("models", [*MODELS]),
-        ("datasets", [*DATASETS, *(form.split(",")[0] for form in KINDS.values())]),
+        ("datasets", [*DATASETS, *(form.split(",")[0] for form in (*KINDS.values(), FUNCTION_FORM))]),
         ("partitions", [*PARTITIONS]),
     ],
 )

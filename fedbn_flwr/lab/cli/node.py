@@ -14,8 +14,7 @@ from fedbn_flwr.lab.cli.console import BEFORE, app, exit_codes, quiet_flower, sa
 
 @app.add(
     BEFORE,
-    "check-node run.yaml --node-config \"partition-id=0 data-path='/data'\" --superlink fl.example.org:8000 "
-    "--root-certificates ca.crt --key node.key",
+    "check-node run.yaml --node-config data-path='/data' --superlink fl.example.org:8000 --root-certificates ca.crt",
     name="check-node",
 )
 def check_node(
