@@ -6,7 +6,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network bench strangers gpu docs generate dist clean certs compose federation-up federation-run federation-stop federation-down
+.PHONY: demo test compat check slow network bench strangers gpu docs generate dist clean certs lock compose federation-up federation-run federation-stop federation-down
 
 NODES ?= 3
 HOSTS ?=
@@ -68,9 +68,22 @@ gpu: .venv/installed-dev
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python benchmarks/gpu.py
 
-# Keys and certificates for docker-compose.yml: make certs NODES=3 HOSTS=fl.example.org,192.0.2.7
-certs: .venv/installed
-	$(BIN)/python -m fedbn_flwr.lab.deployment certs certs --nodes $(NODES) --hosts "$(HOSTS)"
+# Keys and certificates for docker-compose.yml, and .env: make certs NODES=3 HOSTS=fl.example.org,192.0.2.7
+# Seconds, and cryptography alone where .venv is not there.
+certs: $(if $(wildcard .venv/installed),,.venv-certs/installed)
+	$(if $(wildcard .venv/installed),$(BIN),.venv-certs/bin)/python -m fedbn_flwr.lab.deployment.certs certs --nodes $(NODES) \
+		--hosts "$(HOSTS)"
+
+# The versions and hashes of what docker/Dockerfile installs beside torch: after a change of pyproject.toml or constraints.txt.
+LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
+	--no-annotate --constraint constraints.txt
+WITH_TORCH = torch torchvision triton sympy mpmath networkx setuptools cuda-bindings cuda-pathfinder cuda-toolkit \
+	$(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse \
+	cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
+lock: .venv/installed
+	echo "flwr>=1.41,<1.44" | $(LOCK) --output-file docker/services.lock -
+	echo "hatchling>=1.25,<2" | $(LOCK) --output-file docker/apps.lock pyproject.toml - \
+		$(WITH_TORCH:%=--no-emit-package %)
 
 # docker-compose.yml and docker/machine-*.yml for another number of nodes: make compose NODES=5
 compose: .venv/installed
@@ -119,6 +132,11 @@ dist: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	touch $@
 
+.venv-certs/installed: constraints.txt
+	$(PYTHON) -m venv .venv-certs
+	.venv-certs/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt cryptography
+	touch $@
+
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
@@ -128,4 +146,4 @@ dist: .venv/installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv .compat dist site runs/demo-*
+	rm -rf .venv .venv-certs .compat dist site runs/demo-*

@@ -6,12 +6,9 @@ A checked file is a safetensors file. Its metadata are ``about``, a JSON tree wi
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from fedbn_flwr.atomic_file import remove_leftovers, write_atomically
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.records import state_sha256
@@ -26,34 +24,6 @@ from fedbn_flwr.messages.records import state_sha256
 __all__ = ["encode_safetensors", "read_checked", "remove_leftovers", "write_atomically", "write_checked"]
 
 _ARRAY = "__array__"  # {"__array__": "model/fc.weight"} in the tree stands for that array
-
-
-def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> None:
-    """Write a file in one step: write a temporary file in the same folder, sync it, rename it, and sync the folder.
-
-    The temporary file is locked while it is written, so that ``remove_leftovers`` leaves it alone.
-
-    Args:
-        path: the file.
-        content: the whole content.
-        mode: the permissions, before the umask.
-    """
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        with os.fdopen(_open_locked(temporary, mode), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
@@ -65,29 +35,6 @@ def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text + data[start:]
-
-
-def _open_locked(path: Path, mode: int) -> int:
-    """Create, open and lock a file; on a file system without locks it stays unlocked."""
-    while True:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:
-            return handle
-        os.close(handle)  # it was removed as a leftover before it was locked
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote; a file that is locked stays."""
-    for path in folder.glob(".*.tmp"):
-        with suppress(OSError):  # it is locked, gone, or the file system has no locks
-            handle = os.open(path, os.O_WRONLY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(handle)
 
 
 def write_checked(path: Path, content: Mapping[str, Any]) -> None:

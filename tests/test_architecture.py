@@ -10,7 +10,7 @@ import fedbn_flwr
 
 PACKAGE = Path(fedbn_flwr.__file__).parent
 LEVELS = (
-    ("errors", "seeds", "machine", "lazy"),
+    ("errors", "seeds", "machine", "lazy", "atomic_file"),
     ("training", "norms", "compat/flower", "compat/node_key", "compat/secret_sharing"),
     ("batchnorm",),
     ("doctor",),

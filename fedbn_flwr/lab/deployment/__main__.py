@@ -1,4 +1,4 @@
-"""The commands behind ``make certs``, ``compose`` and ``federation-...``; the service ``register``."""
+"""The commands behind ``make compose`` and ``federation-...``; the service ``register``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Annotated
 
 import typer
 
-from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.engines.flower_run import BIN, running
 from fedbn_flwr.errors import EngineError, FedBNError
-from fedbn_flwr.lab.deployment.certificates import make_certificates
 from fedbn_flwr.lab.deployment.compose import given_variables
 from fedbn_flwr.lab.deployment.compose_nodes import write_for_nodes
 from fedbn_flwr.lab.deployment.federation import Federation
@@ -27,18 +26,6 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 Folder = Annotated[Path, typer.Option(help="state, logs and certificates of the federation")]
 _HOME = Path("runs/federation")
 _WAIT_SECONDS = 180.0
-
-
-@app.command()
-def certs(
-    folder: Annotated[Path, typer.Argument(help="new or empty")] = Path("certs"),
-    nodes: Annotated[int, typer.Option(help="how many nodes get keys")] = 3,
-    hosts: Annotated[str, typer.Option(help="comma list: names and addresses at which nodes reach the server")] = "",
-    days: Annotated[int, typer.Option(help="days until the certificates expire")] = 365,
-) -> None:
-    """Make the CA, server certificates, node keys and SuperExec secrets."""
-    make_certificates(folder, nodes, [host for host in hosts.split(",") if host], days)
-    typer.echo(f"{folder}: a folder for each role. Keep {folder}/ca secret; the nodes need node-N and clientapp-N.")
 
 
 @app.command()

@@ -19,11 +19,13 @@ NODE = ("supernode-", "superexec-clientapp-")
 """Prefixes of the services that each node has; their names end with the node's number."""
 
 _USED = ("entrypoint", "command", "environment", "volumes", "healthcheck")
+_READ = (*_USED, "tmpfs", "depends_on", "profiles", "restart")  # the rest is for containers
 _ENV_LINE = re.compile(  # NAME="value", NAME='value' or NAME=value, also with a colon, and perhaps a comment
     r"""(?:export\s+)?([\w.-]+)\s*[=:]\s*"""
     r"""(?:"((?:[^"\\$]|\\["\\])*)"|'([^']*)'|((?![\s"'#])(?:(?!\s\#)[^$])*)|)\s*(?:\#.*)?"""
 )
 _OF_A_NODE = re.compile(r"NODE_?\d+\w*")
+_OWNER = {"FEDBN_UID", "FEDBN_GID"}  # whose the keys are, which `make certs` writes into .env
 _NEED_CONTAINERS = {"CERTS", "SUPERLINK", "CHANNEL_ADDRESS"}  # keys and addresses of other machines
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?:(:?[-?])([^}]*))?\})")
 
@@ -72,7 +74,10 @@ def read_services(path: Path, variables: Mapping[str, str], num_nodes: int = 0) 
             not declare.
     """
     given, volumes = _read(path, num_nodes)
-    services = {name: _service(name, _interpolate(parts, variables), variables) for name, parts in given.items()}
+    services = {
+        name: _service(name, _interpolate({key: parts[key] for key in _READ if key in parts}, variables), variables)
+        for name, parts in given.items()
+    }
     for service in services.values():
         for target, source in service.mounts.items():
             if source and not source.startswith((".", "/", "~")) and source not in volumes:
@@ -94,7 +99,7 @@ def given_variables(path: Path, num_nodes: int, environment: Mapping[str, str]) 
         ConfigError: as ``read_services``, or a line of ``.env`` cannot be read.
     """
     services, _ = _read(path, num_nodes)
-    known = _names(services.values())
+    known = _names(services.values()) - _OWNER
     values = {**_env_file(path.parent / ".env", known), **environment}
     running = [service for name, service in services.items() if node_number(name)[1] <= num_nodes]
     used = _names({key: service[key] for key in _USED if key in service} for service in running) - _NEED_CONTAINERS
@@ -179,8 +184,8 @@ def start_order(services: Mapping[str, Service]) -> list[Service]:
 
 def _service(name: str, given: Mapping[str, Any], variables: Mapping[str, str]) -> Service:
     mounts = {str(text).split(":")[0]: "" for text in given.get("tmpfs", [])}
-    for text in given.get("volumes", []):
-        source, target, *_ = str(text).split(":")
+    for volume in given.get("volumes", []):
+        source, target, *_ = (volume["source"], volume["target"]) if isinstance(volume, dict) else volume.split(":")
         mounts[target] = source
     environment = dict(given.get("environment", {}))
     for key in [key for key, value in environment.items() if value is None]:

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.deployment.compose import renumbered
 
 __all__ = ["files_for_nodes", "write_for_nodes"]
 
 _FIRST, _SECOND, _VOLUMES = "  supernode-1:\n", "  supernode-2:\n", "\nvolumes:\n"
+_NETWORKS = "networks:\n"
 _ELSEWHERE = "".join(
     f"  {name}:\n    profiles: !override [elsewhere]\n"
     for name in ("supernode-1", "superexec-clientapp-1", "superexec-clientapp-1-gpu")
@@ -40,10 +41,13 @@ def files_for_nodes(root: Path, num_nodes: int) -> dict[Path, str]:
     first, _ = _split(compose, _SECOND, _FIRST + nodes)
     lines = volumes.splitlines(keepends=True)
     end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(" ")), len(lines))
-    kept = [line for line in lines[:end] if not re.search(r"-\d+-state:$", line)]
+    kept = [line for line in lines[:end] if line.strip() and not re.search(r"-\d+-state:$", line)]
     states = [f"  supernode-{n}-state:\n  clientapp-{n}-state:\n" for n in numbers]
+    networks = [f"  node-{n}: {{ internal: true }}\n" for n in numbers]
+    below = re.sub(r"(?m)^  node-\d+:.*\n", "", "".join(["\n" * (end < len(lines)), *lines[end:]]))
+    below = below.replace(_NETWORKS, _NETWORKS + "".join(networks))
     copies = [_of_node(first.rstrip("\n"), n, num_nodes) for n in numbers]
-    files = {compose: above + "\n\n".join(copies) + "\n" + _VOLUMES + "".join([*kept, *states, *lines[end:]])}
+    files = {compose: above + "\n\n".join(copies) + "\n" + _VOLUMES + "".join([*kept, *states]) + below}
 
     here, _ = _split(docker / "machine-server.yml", _FIRST)
     here = re.sub(r"(?<=ServerApp and node )\d+", str(num_nodes), here)

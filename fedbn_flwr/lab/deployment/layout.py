@@ -7,15 +7,14 @@ folder that is mounted. Ports, options, environment, order and health checks sta
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.engines.flower_run import flower_environment
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.deployment.compose import NODE, Service, node_number, read_services
@@ -179,7 +178,8 @@ def _longest_first(names: Iterable[str]) -> str:
 
 def loopback_addresses(num_nodes: int, seed: int) -> dict[str, str]:
     """Return an address in 127.0.0.0/8 for each service, from a random block of 256 to keep federations apart."""
-    block = np.random.default_rng(seed).integers(1, 255, 2)
+    draw = random.Random(seed)
+    block = draw.randrange(1, 255), draw.randrange(1, 255)
     names = ["superlink", "superexec-serverapp", "register", "cli"]
     names += [f"{prefix}{k}" for k in range(1, num_nodes + 1) for prefix in NODE]
     return {name: f"127.{block[0]}.{block[1]}.{i}" for i, name in enumerate(names, start=1)}

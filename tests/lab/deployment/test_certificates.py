@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import ssl
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,16 +96,32 @@ def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> No
         assert (certs / f"clientapp-{n}/superexec.secret").read_bytes() == secrets[f"node-{n}"]
 
 
-def test_nothing_is_overwritten(tmp_path: Path, at_once: dict[str, str]) -> None:
-    folder = tmp_path / "certs"
-    command = ["python", "-m", "fedbn_flwr.lab.deployment", "certs", str(folder), "--nodes", "1"]
-    first = subprocess.run(command, capture_output=True, text=True, check=False, env=at_once)
+def test_the_command_needs_cryptography_alone_and_overwrites_nothing(tmp_path: Path) -> None:
+    """The keys belong to the user that .env names, and never to root: containers run as this user."""
+    folder, env = tmp_path / "certs", tmp_path / ".env"
+    env.write_text("NODE_1_DATA=/srv/a\nexport FEDBN_GID=5")
+    code = (
+        "import sys\nfrom fedbn_flwr.lab.deployment import certs\ncerts.main()\n"
+        "print({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'flwr', 'yaml', 'typer'})"
+    )
+    command = [sys.executable, "-c", code, str(folder), "--nodes", "1", "--env", str(env)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    first = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines()[-1] == "set()", "what it has imported of heavy packages"
+    user = os.getuid() or 1000
+    added = f"NODE_1_DATA=/srv/a\nexport FEDBN_GID=5\nFEDBN_UID={user}\nCOMPOSE_PROFILES=cpu\n"
+    assert env.read_text() == added
+    for role in folder.iterdir():
+        owner = os.getuid() if role.name == "ca" else user
+        assert {path.stat().st_uid for path in (role, *role.iterdir())} == {owner}, role
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    again = subprocess.run(command, capture_output=True, text=True, check=False, env=at_once)
+    env.write_text(env.read_text().replace("5", "6"))
+    again = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert again.returncode == 1
     assert "is in use: keys are never overwritten" in again.stderr
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert env.read_text() == added.replace("5", "6")
 
 
 @pytest.mark.parametrize(("nodes", "days"), [(0, 1), (1, 0)])

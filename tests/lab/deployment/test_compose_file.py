@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError
@@ -131,10 +135,12 @@ def test_what_follows_the_volumes_stays(tmp_path: Path) -> None:
     for path in (COMPOSE, *OVERRIDES):
         (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
     own = tmp_path / "docker-compose.yml"
-    own.write_text(own.read_text() + "\nnetworks:\n  lab: {}\n")
+    own.write_text(own.read_text() + "  lab: {}\n\nconfigs:\n  lab: {}\n")
     write_for_nodes(tmp_path, 4)
     found = content(own)
-    assert found["networks"] == {"lab": {}}
+    assert found["configs"] == {"lab": {}}
+    inside = {f"node-{n}": {"internal": True} for n in (1, 2, 3, 4)}
+    assert found["networks"] == {**content(COMPOSE)["networks"], **inside, "lab": {}}
     assert {"supernode-4-state", "clientapp-4-state", "superlink-state"} < set(found["volumes"])
 
 
@@ -151,34 +157,67 @@ def test_files_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
 def test_every_service_is_confined() -> None:
     for name, service in content(COMPOSE)["services"].items():
         assert service["read_only"] is True, name
-        assert service["user"] == "${FEDBN_UID:-1000}:${FEDBN_GID:-1000}", name
+        assert re.fullmatch(r"\$\{FEDBN_UID:\?[^}]+\}:\$\{FEDBN_GID:\?[^}]+\}", service["user"]), "no default"
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["init"] is True, name
         assert "no-new-privileges:true" in service["security_opt"], name
         assert service["restart"] in ({"register": "on-failure:5", "cli": "no"}.get(name, "unless-stopped"),), name
         for volume in service["volumes"]:
-            _, target, *mode = volume.rsplit(":", 2) if volume.endswith(":ro") else volume.rsplit(":", 1)
-            assert mode == ["ro"] or target == "/state", f"{name}: {volume} can be written"
+            if isinstance(volume, dict):  # of the host
+                assert volume["read_only"], f"{name}: {volume} can be written"
+                assert volume["bind"] == {"create_host_path": False}, (
+                    "a folder that is not there is no folder of root's"
+                )
+            else:
+                assert volume.endswith("-state:/state"), f"{name}: {volume}"
         if name not in ("register", "cli"):
             assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory", "pids"}, name
             assert service["healthcheck"]["test"][0] == "CMD", name
 
 
 def test_health_checks_ask_the_services_own_api_over_https() -> None:
-    """A SuperExec serves none: it is well while it runs and the API that it has its tasks from answers it."""
+    """A SuperExec serves none: it is well while it runs and the API that it has its tasks from answers it.
+
+    A SuperNode is well while it is connected: the SuperLink's API answers it, too.
+    """
     ports = {"flower-superlink": "--port=8000", "flower-supernode": "--port=9094"}
-    for name, service in read_services(COMPOSE, {}).items():
-        kind = service.command[0]
+    for name, service in read_services(COMPOSE, {"SUPERLINK": "fl.example.org:80"}).items():
         assert not any(word.startswith("--health-server-address") for word in service.command), name
-        if kind == "flower-superexec":
-            (api,) = (word.split("=")[1] for word in service.command if word.startswith("--runtime-api-address="))
-        elif kind in ports:
+        if "superexec" in name:
+            apis = [word.split("=")[1] for word in service.command if word.startswith("--runtime-api-address=")]
+        elif (kind := service.command[0]) in ports:
             assert ports[kind] in service.command, name
-            api = f"{name}:{ports[kind].split('=')[1]}"
+            apis = [f"{name}:{ports[kind].split('=')[1]}"]
+            apis += ["fl.example.org:80"] if kind == "flower-supernode" else []
         else:
             assert service.health == (), name
             continue
-        assert service.health == ("python", "/app/docker/health.py", f"https://{api}/health", "/certs/ca.crt"), name
+        urls = [f"https://{api}/health" for api in apis]
+        assert service.health == ("python", "/app/docker/health.py", "/certs/ca.crt", *urls), name
+
+
+def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
+    services, networks = content(COMPOSE)["services"], content(COMPOSE)["networks"]
+    for name, service in services.items():
+        prefix, n, _ = node_number(name)
+        if prefix == "superexec-clientapp-":
+            assert service["networks"] == [f"node-{n}", "channel"], name
+            reached = {other for other, its in services.items() if {*its["networks"]} & {*service["networks"]}}
+            others = {other for other in reached if node_number(other)[0] != prefix}
+            assert others == {f"supernode-{n}", "superexec-serverapp"}, name
+        elif name != "superexec-serverapp":
+            assert "channel" not in service["networks"], name
+    assert all(network["internal"] for name, network in networks.items() if name != "federation")
+
+
+def test_torch_is_in_the_image_of_the_apps_alone() -> None:
+    services = content(COMPOSE)["services"]
+    for name, service in services.items():
+        has_apps = name.startswith("superexec")
+        assert service["image"].startswith("fedbn-flwr:" if has_apps else "fedbn-flwr-services:"), name
+    built = {name: service["build"]["target"] for name, service in services.items() if "build" in service}
+    assert built == {"superlink": "services", "superexec-serverapp": "apps"}, "each once"
 
 
 def test_trackers_find_their_server_and_account_in_the_server_app_alone() -> None:
@@ -197,7 +236,7 @@ def test_tls_keys_and_secrets_are_on_everywhere() -> None:
     services = read_services(COMPOSE, {})
     for name, service in services.items():
         assert "--insecure" not in service.command, name
-        if service.command[0] in ("flower-superlink", "flower-supernode", "flower-superexec"):
+        if name not in ("register", "cli"):
             assert "--superexec-auth-secret-file=/certs/superexec.secret" in service.command, name
     superlink = services["superlink"].command
     assert {"--enable-supernode-auth", "--isolation=process", "--database=/state/superlink.db"} <= set(superlink)
@@ -228,17 +267,55 @@ def test_order_and_conditions() -> None:
 def test_the_image() -> None:
     """The parts of its definition that need no docker engine."""
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
-    stages = dockerfile.split("\nFROM ")[1:]
-    assert len(stages) == 2
-    assert re.search(r"^USER \$\{USER_ID\}:\$\{GROUP_ID\}$", stages[-1], re.MULTILINE)
-    assert dockerfile.count("--constraint constraints.txt") == dockerfile.count("pip install") == 2
+    assert dockerfile.count("FROM ${BASE} AS") == 2, "one base, which an argument may pin by its digest"
+    assert re.search(r"^USER 1000:1000$", dockerfile, re.MULTILINE)
+    for line in re.findall(r"pip install (.*)", dockerfile.replace("\\\n", " ")):
+        bill, package = "cyclonedx-bom" in line, "--no-build-isolation" in line
+        assert bill or package or "--constraint constraints.txt" in line or "--require-hashes" in line, line
     allowed = {line[1:] for line in (ROOT / "docker/Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
-    copied = {
-        word for line in re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE) for word in line.split()
-    }
-    assert copied == allowed
-    assert all((ROOT / name).exists() for name in copied)
-    arguments = content(COMPOSE)["services"]["cli"]["build"]["args"]
+    lines = re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE)
+    assert {word for line in lines for word in line.split()} == allowed
+    assert all((ROOT / name).exists() for name in allowed)
+    arguments = content(COMPOSE)["services"]["superexec-serverapp"]["build"]["args"]
     assert arguments["EXTRAS"] == "${FEDBN_EXTRAS:-}"
-    assert dockerfile.index("ARG EXTRAS=") < dockerfile.index('".${EXTRAS:+[$EXTRAS]}"')
     assert all(f"ARG {name}=" in dockerfile for name in arguments)
+    torch = dockerfile.index('"torch==$TORCH_VERSION"')
+    for changes in ("README.md", "fedbn_flwr", "pyproject.toml", "apps.lock"):
+        assert dockerfile.index(changes, dockerfile.index("ARG BASE")) > torch, (
+            f"{changes} leaves torch's layer as it is"
+        )
+
+
+def test_the_locks_are_what_make_lock_writes_now() -> None:
+    """By hash, without the name of a registry; all that pyproject.toml asks for but torch, within its bounds."""
+    pinned = dict[str, dict[str, str]]()
+    for name in ("services", "apps"):
+        text = (ROOT / f"docker/{name}.lock").read_text()
+        assert "://" not in text
+        entries = re.findall(
+            r"^([\w.-]+)==(\S+)[^\n]*\n((?:    --hash=sha256:[0-9a-f]{64}[ \\]*\n)+)", text, re.MULTILINE
+        )
+        assert len(entries) == sum(not line.startswith((" ", "#")) for line in text.splitlines()), "each has its hashes"
+        pinned[name] = {key.lower(): version for key, version, _ in entries}
+    assert pinned["services"].items() <= pinned["apps"].items(), "one version of each"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, project["dependencies"]):
+        if requirement.name not in ("torch", "torchvision"):
+            assert pinned["apps"][requirement.name.lower()] in requirement.specifier, requirement
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        if name.lower() in pinned["apps"]:
+            assert pinned["apps"][name.lower()] == version, line
+    assert not {"torch", "torchvision", "triton"} & pinned["apps"].keys()
+    assert not [name for name in pinned["apps"] if name.startswith("nvidia")]
+
+
+def test_extras_are_named_or_refused(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "docker/extras.py"), str(ROOT / "pyproject.toml")]
+    done = subprocess.run([*command, "timm,privacy"], capture_output=True, text=True, check=True)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert done.stdout.splitlines() == [*extras["timm"], *extras["privacy"]]
+    assert subprocess.run([*command, ""], capture_output=True, text=True, check=True).stdout == ""
+    done = subprocess.run([*command, "timm,tim"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no extra tim; there are dev, " in done.stderr

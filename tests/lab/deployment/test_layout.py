@@ -99,8 +99,9 @@ def test_only_hosts_and_paths_are_replaced(layout: Layout, tmp_path: Path) -> No
         f"--database={state}/superlink/state/superlink.db",
     )
     assert placed["superlink"].environment["FLWR_HOME"] == f"{state}/superlink/state/flwr"
-    health = f"{ROOT}/docker/health.py", f"https://{a['superlink']}:8000/health", f"{tmp_path}/certs/superlink/ca.crt"
+    health = f"{ROOT}/docker/health.py", f"{tmp_path}/certs/superlink/ca.crt", f"https://{a['superlink']}:8000/health"
     assert placed["superlink"].health == ("python", *health)
+    assert placed["superexec-serverapp"].environment["FEDBN_SECRETS"] == str(ROOT / "docker/empty")
     channel = placed["cli"].command[-1]
     assert channel == (
         f"fedtan-transport='channel' fedtan-bind='{a['superexec-serverapp']}:9200' "
@@ -121,7 +122,7 @@ def test_nodes_that_are_not_in_the_file_are_copies_of_its_first(layout: Layout, 
         own = layout.state(executor.name) / "state" / "parts"
         assert (
             node.command[-1]
-            == f"partition-id={n - 1} num-partitions=5 state-dir='{own}' allow-paths='{ROOT}/data/node-{n}'"
+            == f"partition-id={n - 1} num-partitions=5 state-dir='{own}' allow-paths='{ROOT}/docker/empty'"
         )
         assert f"--auth-supernode-private-key={tmp_path}/certs/node-{n}/node.key" in node.command
         assert f"--host={layout.addresses[node.name]}" in node.command
@@ -153,13 +154,13 @@ def test_variables_of_a_node_mean_the_same_as_under_compose(layout: Layout) -> N
     parts = [given.state(f"superexec-clientapp-{n}") / "state" for n in range(1, 6)]
     assert configs == [
         f"partition-id=7 data-path='/srv/one/x.npz' state-dir='{parts[0]}/mine'",
-        f"partition-id=1 num-partitions=5 state-dir='{parts[1]}/parts' allow-paths='{ROOT}/data/node-2'",
-        f"partition-id=2 num-partitions=5 state-dir='{parts[2]}/parts' allow-paths='{ROOT}/data/node-3'",
+        f"partition-id=1 num-partitions=5 state-dir='{parts[1]}/parts' allow-paths='{ROOT}/docker/empty'",
+        f"partition-id=2 num-partitions=5 state-dir='{parts[2]}/parts' allow-paths='{ROOT}/docker/empty'",
         f'partition-id=8 data-path="{ROOT}/four" data-classes="a,b"',
-        f"partition-id=4 num-partitions=5 state-dir='{parts[4]}/parts' allow-paths='{ROOT}/data/node-5'",
+        f"partition-id=4 num-partitions=5 state-dir='{parts[4]}/parts' allow-paths='{ROOT}/docker/empty'",
     ]
     mounts = [services[f"superexec-clientapp-{n}"].mounts["/data"] for n in range(1, 6)]
-    assert mounts == ["/srv/one", *(f"{ROOT}/data/node-{n}" for n in (2, 3)), f"{ROOT}/four", f"{ROOT}/data/node-5"]
+    assert mounts == ["/srv/one", *(f"{ROOT}/docker/empty" for n in (2, 3)), f"{ROOT}/four", f"{ROOT}/docker/empty"]
 
 
 def test_the_home_folder_in_a_mount_is_that_of_the_user(layout: Layout, monkeypatch) -> None:

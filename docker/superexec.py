@@ -1,0 +1,152 @@
+"""flower-superexec for the services of ``docker-compose.yml``: ``superexec.py ARGUMENTS``.
+
+Flower starts a process for every message and every run, by the name of a command, ``flwr-clientapp`` or
+``flwr-serverapp``. These names are found here first: the process is then a fork of one that has imported torch and
+Flower, which takes a new one seconds, and on a busy machine longer than Flower waits for it. It imports the app itself,
+from the run's bundle, and ends with its message or run as ever. Where no fork can be had, Flower's own command starts.
+
+SIGTERM goes to the apps first, so that a ServerApp saves its run; the SuperExec follows when they have ended. Each file
+in the folder FEDBN_SECRETS becomes an environment variable with the file's name.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+COMMANDS = ("flwr-clientapp", "flwr-serverapp")
+# What each of them needs; an app imports the rest.
+PRELOADED = ("torch", "numpy.random", "safetensors.numpy", "flwr.clientapp", "flwr.serverapp")
+SAVE_SECONDS = 15.0  # less than the stop_grace_period of docker-compose.yml
+BIN = Path(sys.executable).parent
+# Python without site-packages starts in 10 ms. It leaves when the fork has begun: the SuperExec waits for no app.
+STARTER = """#!{python} -IS
+import json, os, socket, sys
+try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.connect({door!r})
+        line.send(json.dumps([{name!r}, *sys.argv[1:]]).encode())
+        begun = line.recv(1)
+except OSError:
+    begun = b""
+if not begun:
+    os.execv({command!r}, [{command!r}, *sys.argv[1:]])
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run flower-superexec until it ends, and return its exit code."""
+    environment = {**read_secrets(os.environ.get("FEDBN_SECRETS", "")), **os.environ}
+    folder = Path(tempfile.mkdtemp(prefix="superexec-"))
+    os.environ.update(environment)
+    preloaded = start_preloaded(folder)  # before the block below, whose end is not that of an app's process
+    environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
+    try:
+        superexec = subprocess.Popen([BIN / "flower-superexec", *arguments], env=environment)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: end(superexec, preloaded, number))
+        return superexec.wait()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_secrets(folder: str) -> dict[str, str]:
+    """Return the content of each file in a folder, by name; {} for ""."""
+    files = [path for path in Path(folder).glob("[A-Z]*") if path.is_file()] if folder else []
+    return {path.name: path.read_text().strip() for path in files}
+
+
+def end(superexec: subprocess.Popen[bytes], preloaded: int, number: int) -> None:
+    """Send a signal to the apps, and to the SuperExec when they have ended or the time is over."""
+    deadline = time.monotonic() + SAVE_SECONDS
+    for app in children(superexec.pid, preloaded):
+        os.kill(app, number)
+    while children(superexec.pid, preloaded) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    superexec.send_signal(number)
+
+
+def children(*parents: int) -> list[int]:
+    """Return the processes that these processes have started, and that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, of = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(of) in parents and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def start_preloaded(folder: Path) -> int:
+    """Start the process of which the apps' are forks, write the commands that ask it for one, and return its id.
+
+    It ends with this process, whatever the reason: the other end of a pipe closes then.
+    """
+    path = folder / "door"
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door.bind(str(path))
+    door.listen(128)
+    over, kept = os.pipe()
+    if (preloaded := os.fork()) == 0:
+        os.close(kept)
+        sys.argv = serve(door, over)  # from here on, this is an app's process
+        sys.exit(command_of_flower(sys.argv[0])())
+    door.close()
+    os.close(over)
+    for name in COMMANDS:
+        text = STARTER.format(python=sys.executable, door=str(path), name=name, command=str(BIN / name))
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o700)
+    return preloaded
+
+
+def command_of_flower(name: str) -> Callable[[], object]:
+    """Return the function behind a command of Flower's, as its own script finds it."""
+    (script,) = entry_points(group="console_scripts", name=name)
+    command: Callable[[], object] = script.load()
+    return command
+
+
+def serve(door: socket.socket, over: int) -> list[str]:
+    """Fork for each request; return its words in the fork, and never in this process, which ends with ``over``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the pipe says when it is over
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    for name in COMMANDS:
+        command_of_flower(name)
+    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # no module of an app
+    gc.freeze()  # a fork need not copy what its garbage collection looks at
+    while True:
+        ready, _, _ = select.select([door, over], [], [])
+        if over in ready:
+            os._exit(0)
+        line, _ = door.accept()
+        if (words := line.recv(1 << 16)) and os.fork() == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            sys.modules["numpy.random"].seed()  # as in a new process; Python's own generator does so by itself
+            line.send(b"1")
+            line.close()
+            door.close()
+            return list(json.loads(words))
+        line.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""The command behind ``make certs``, which needs Python and ``cryptography`` alone.
+
+Beside the keys it writes what ``docker-compose.yml`` needs to know of them into ``.env``: the user whose they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedbn_flwr.atomic_file import write_atomically
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.lab.deployment.certificates import make_certificates
+
+__all__ = ["add_variables", "main"]
+
+_ORDINARY = 1000  # the containers' user where root makes the keys; it needs no account
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the CA, server certificates, node keys and SuperExec secrets, and write ``.env``.
+
+    Raises:
+        SystemExit: the folder is not empty, or a number is out of range; nothing is written then.
+    """
+    parser = argparse.ArgumentParser(prog="make certs", description="keys and certificates")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("certs"), help="new or empty")
+    parser.add_argument("--nodes", type=int, default=3, help="how many nodes get keys")
+    parser.add_argument("--hosts", default="", help="comma list: names and addresses at which nodes reach the server")
+    parser.add_argument("--days", type=int, default=365, help="days until the certificates expire")
+    parser.add_argument("--env", type=Path, default=Path(".env"), help="variables for docker-compose.yml")
+    given = parser.parse_args(arguments)
+    try:
+        make_certificates(given.folder, given.nodes, [host for host in given.hosts.split(",") if host], given.days)
+    except FedBNError as error:
+        parser.exit(1, f"{error}\n")
+    user, group = _give_to_containers(given.folder)
+    added = add_variables(given.env, {"FEDBN_UID": str(user), "FEDBN_GID": str(group), "COMPOSE_PROFILES": "cpu"})
+    print(
+        f"{given.folder}: a folder for each role. Keep {given.folder}/ca secret; the nodes need node-N and clientapp-N."
+    )
+    print(f"{given.env}: {', '.join(added) or 'nothing to add'}")
+
+
+def add_variables(path: Path, variables: dict[str, str]) -> list[str]:
+    """Add the variables that an ``.env`` file lacks, and return their names; its own lines stay."""
+    text = path.read_text() if path.is_file() else ""
+    present = {line.partition("=")[0].removeprefix("export ").strip() for line in text.splitlines()}
+    added = {name: value for name, value in variables.items() if name not in present}
+    if added:
+        end = "" if not text or text.endswith("\n") else "\n"
+        write_atomically(path, text + end + "".join(f"{name}={value}\n" for name, value in added.items()))
+    return list(added)
+
+
+def _give_to_containers(folder: Path) -> tuple[int, int]:
+    """Return the user and the group that the containers run as: those of the keys, and never root's.
+
+    The keys that root makes become an ordinary user's, all but the CA's.
+    """
+    user, group = os.getuid(), os.getgid()
+    if user:
+        return user, group
+    for role in folder.iterdir():
+        if role.name != "ca":
+            for path in (role, *role.iterdir()):
+                os.chown(path, _ORDINARY, _ORDINARY)
+    return _ORDINARY, _ORDINARY
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""``docker/superexec.py``: an app's process is a fork that has torch already; a ServerApp ends before its SuperExec."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedbn_flwr.engines.flower_run import running
+
+SUPEREXEC = Path(__file__).parents[3] / "docker/superexec.py"
+# As the script, with two commands of Flower in a folder of the test and a small module in place of torch.
+RUN = """
+import importlib.util, json, os, pathlib, random, signal, sys, time
+spec = importlib.util.spec_from_file_location("superexec", {script!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+folder = pathlib.Path({folder!r})
+def command():
+    import numpy
+    if sys.argv[1] == "saves":
+        signal.signal(signal.SIGTERM, end)
+    facts = [sys.argv, os.getpid(), os.getppid(), "tabnanny" in sys.modules, random.random(), numpy.random.random()]
+    facts += [os.environ.get(name) for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN")]
+    (folder / f"{{sys.argv[1]}}.part").write_text(json.dumps(facts))
+    (folder / f"{{sys.argv[1]}}.part").rename(folder / sys.argv[1])
+    if sys.argv[1] == "saves":
+        signal.pause()
+def end(*_):
+    time.sleep(0.3)
+    print("app", file=open("ends", "a"))
+    os._exit(0)
+module.command_of_flower = lambda name: command
+module.PRELOADED = ("numpy.random", "tabnanny")
+module.BIN = folder / "bin"
+sys.exit(module.main(["--address=a"]))
+"""
+
+
+SUPEREXEC_THAT_SAYS_SO = """
+import os, signal
+def end(*_):
+    print("superexec", file=open("ends", "a"))
+    os._exit(3)
+signal.signal(signal.SIGTERM, end)
+open("stands", "w")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """``begin(superexec, clientapp)``: run the script with these shell scripts as Flower's commands."""
+
+    def do(superexec: str, clientapp: str = "exit 1", **environment: str) -> subprocess.Popen[str]:
+        (tmp_path / "bin").mkdir()
+        for name, text in (("flower-superexec", superexec), ("flwr-clientapp", clientapp)):
+            (tmp_path / "bin" / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{text}\n")
+            (tmp_path / "bin" / name).chmod(0o755)
+        code = RUN.format(script=str(SUPEREXEC), folder=str(tmp_path))
+        given = {**os.environ, "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin", **environment}
+        return subprocess.Popen([sys.executable, "-c", code], env=given, cwd=tmp_path, text=True)
+
+    return do
+
+
+def until(path: Path) -> str:
+    """Return what is in a file once it is there."""
+    for _ in range(1000):
+        if path.is_file():
+            return path.read_text()
+        time.sleep(0.01)
+    raise AssertionError(f"{path} is not there")
+
+
+def test_each_message_has_a_process_of_its_own_that_has_imported_already(begin, tmp_path: Path) -> None:
+    process = begin(
+        "echo $@ > words; flwr-clientapp one --token x; flwr-clientapp two; until [ -e go ]; do sleep .01; done; exit 7"
+    )
+    one, two = json.loads(until(tmp_path / "one")), json.loads(until(tmp_path / "two"))
+    assert one[0] == ["flwr-clientapp", "one", "--token", "x"]
+    assert two[0] == ["flwr-clientapp", "two"]
+    assert until(tmp_path / "words") == "--address=a\n"
+    assert one[1] != two[1], "a process of its own"
+    assert one[2] == two[2] != process.pid, "forks of one process"
+    assert one[3], "which has imported the module"
+    assert one[4] != two[4], "no random stream of one is another's"
+    assert one[5] != two[5], "nor numpy's"
+    assert running(one[2])
+    (tmp_path / "go").touch()
+    assert process.wait(10) == 7, "the code is the SuperExec's"
+    for _ in range(1000):
+        if not running(one[2]):
+            break
+        time.sleep(0.01)
+    assert not running(one[2]), "it ends with the SuperExec"
+    assert list(tmp_path.glob("superexec-*")) == []
+
+
+def test_flowers_own_command_starts_where_there_is_no_fork(begin, tmp_path: Path) -> None:
+    process = begin(
+        "flwr-clientapp one; until [ -e go ]; do sleep .01; done; flwr-clientapp two three",
+        "echo own $@ > own",
+    )
+    os.kill(json.loads(until(tmp_path / "one"))[2], signal.SIGKILL)
+    (tmp_path / "go").touch()
+    assert until(tmp_path / "own") == "own two three\n"
+    assert process.wait(10) == 0
+
+
+def test_a_server_app_saves_before_its_superexec_ends(begin, tmp_path: Path) -> None:
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets/WANDB_API_KEY").write_text("a key\n")
+    (tmp_path / "secrets/MLFLOW_TRACKING_TOKEN").write_text("of the file")
+    (tmp_path / "secrets/.keep").write_text("no variable")
+    process = begin(
+        f"flwr-serverapp saves; exec {sys.executable} -c '{SUPEREXEC_THAT_SAYS_SO}'",
+        FEDBN_SECRETS=str(tmp_path / "secrets"),
+        MLFLOW_TRACKING_TOKEN="of the environment",
+    )
+    assert json.loads(until(tmp_path / "saves"))[-2:] == ["a key", "of the environment"]
+    until(tmp_path / "stands")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 3
+    assert (tmp_path / "ends").read_text() == "app\nsuperexec\n"
