@@ -1,9 +1,10 @@
 """flower-superexec for the services of ``docker-compose.yml``: ``superexec.py ARGUMENTS``.
 
 Flower starts a process for every message and every run, by the name of a command, ``flwr-clientapp`` or
-``flwr-serverapp``. These names are found here first: the process is then a fork of one that has imported torch and
-Flower, which takes a new one seconds, and on a busy machine longer than Flower waits for it. It imports the app itself,
-from the run's bundle, and ends with its message or run as ever. Where no fork can be had, Flower's own command starts.
+``flwr-serverapp``. These names are found in ``starters`` first: the process is then a fork of one that has imported
+torch and Flower, which takes a new one seconds, and on a busy machine longer than Flower waits for it. It imports the
+app itself, from the run's bundle, and ends with its message or run as ever. Where no fork can be had, Flower's own
+command starts.
 
 SIGTERM goes to the apps first, so that a ServerApp saves its run; the SuperExec follows when they have ended. Each file
 in the folder FEDBN_SECRETS becomes an environment variable with the file's name.
@@ -32,19 +33,7 @@ COMMANDS = ("flwr-clientapp", "flwr-serverapp")
 PRELOADED = ("torch", "numpy.random", "safetensors.numpy", "flwr.clientapp", "flwr.serverapp")
 SAVE_SECONDS = 15.0  # less than the stop_grace_period of docker-compose.yml
 BIN = Path(sys.executable).parent
-# Python without site-packages starts in 10 ms. It leaves when the fork has begun: the SuperExec waits for no app.
-STARTER = """#!{python} -IS
-import json, os, socket, sys
-try:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-        line.connect({door!r})
-        line.send(json.dumps([{name!r}, *sys.argv[1:]]).encode())
-        begun = line.recv(1)
-except OSError:
-    begun = b""
-if not begun:
-    os.execv({command!r}, [{command!r}, *sys.argv[1:]])
-"""
+STARTERS = Path(__file__).parent / "starters"  # in the image: a container may not execute what it writes below /tmp
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,8 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     environment = {**read_secrets(os.environ.get("FEDBN_SECRETS", "")), **os.environ}
     folder = Path(tempfile.mkdtemp(prefix="superexec-"))
     os.environ.update(environment)
-    preloaded = start_preloaded(folder)  # before the block below, whose end is not that of an app's process
-    environment["PATH"] = f"{folder}{os.pathsep}{environment['PATH']}"
+    door = folder / "door"
+    preloaded = start_preloaded(door)  # before the block below, whose end is not that of an app's process
+    environment |= {"SUPEREXEC_DOOR": str(door), "SUPEREXEC_BIN": str(BIN), "SUPEREXEC_PYTHON": sys.executable}
+    environment["PATH"] = f"{STARTERS}{os.pathsep}{environment['PATH']}"
     try:
         superexec = subprocess.Popen([BIN / "flower-superexec", *arguments], env=environment)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -92,12 +83,11 @@ def children(*parents: int) -> list[int]:
     return found
 
 
-def start_preloaded(folder: Path) -> int:
-    """Start the process of which the apps' are forks, write the commands that ask it for one, and return its id.
+def start_preloaded(path: Path) -> int:
+    """Start the process of which the apps' are forks, and return its id; it is asked by a socket at this path.
 
     It ends with this process, whatever the reason: the other end of a pipe closes then.
     """
-    path = folder / "door"
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door.bind(str(path))
     door.listen(128)
@@ -108,10 +98,6 @@ def start_preloaded(folder: Path) -> int:
         sys.exit(command_of_flower(sys.argv[0])())
     door.close()
     os.close(over)
-    for name in COMMANDS:
-        text = STARTER.format(python=sys.executable, door=str(path), name=name, command=str(BIN / name))
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o700)
     return preloaded
 
 

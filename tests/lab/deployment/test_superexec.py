@@ -103,6 +103,8 @@ def test_each_message_has_a_process_of_its_own_that_has_imported_already(begin, 
         time.sleep(0.01)
     assert not running(one[2]), "it ends with the SuperExec"
     assert list(tmp_path.glob("superexec-*")) == []
+    for name in ("flwr-clientapp", "flwr-serverapp"):  # in the image: below /tmp a container executes nothing
+        assert os.access(SUPEREXEC.parent / "starters" / name, os.X_OK)
 
 
 def test_flowers_own_command_starts_where_there_is_no_fork(begin, tmp_path: Path) -> None:

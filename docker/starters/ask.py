@@ -1,0 +1,20 @@
+"""Ask the process behind a SuperExec for a fork, and leave when it has begun: ``ask.py COMMAND ARGUMENTS``.
+
+Python without site-packages starts in 10 ms. Where there is no fork, Flower's own command is this process from here on.
+"""
+
+import json
+import os
+import socket
+import sys
+
+try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.connect(os.environ["SUPEREXEC_DOOR"])
+        line.send(json.dumps(sys.argv[1:]).encode())
+        begun = line.recv(1)
+except OSError:
+    begun = b""
+if not begun:
+    command = os.path.join(os.environ["SUPEREXEC_BIN"], sys.argv[1])
+    os.execv(command, [command, *sys.argv[2:]])
