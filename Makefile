@@ -6,7 +6,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network bench strangers gpu docs generate dist clean certs lock compose federation-up federation-run federation-stop federation-down
+.PHONY: demo test compat check slow network bench bench-peers strangers gpu docs generate dist clean certs lock compose federation-up federation-run federation-stop federation-down
 
 NODES ?= 3
 HOSTS ?=
@@ -17,6 +17,7 @@ KEEP ?=
 DATA ?=
 PEERS ?=
 PEER_PYTHON ?=
+PEER_ENV ?= ../fedbn-flwr-peers
 
 demo: .venv/installed
 	$(BIN)/python -m apps.main.demo
@@ -38,7 +39,7 @@ network: .venv/installed-dev
 
 # Every benchmark, its figures into docs/performance.yaml, tables and charts; 40 quiet minutes on two cores. Without DATA the images are random;
 # without PEERS and PEER_PYTHON the other packages are named as missing (benchmarks/simulation.py says what they need):
-# make bench DATA=DIR PEERS=DIR PEER_PYTHON=/path/to/python
+# make bench DATA=DIR PEERS=DIR PEER_PYTHON=../fedbn-flwr-peers/bin/python
 bench: .venv/installed
 	$(BIN)/python benchmarks/simulation.py --write docs/performance.yaml $(if $(DATA),--data-dir "$(DATA)") \
 		$(if $(PEERS),--peers "$(PEERS)") $(if $(PEER_PYTHON),--peer-python "$(PEER_PYTHON)")
@@ -57,6 +58,15 @@ bench: .venv/installed
 		else echo "benchmarks/gpu.py is left out: there is no CUDA device here"; fi
 	$(BIN)/python docs/generate
 	$(BIN)/python docs/pictures.py
+
+# The peers that are packages, for PEER_PYTHON: an environment of 0.2 GB beside the repository, which takes torch, Flower and
+# all else that .venv has from there, so that every contender has the same torch: make bench-peers PEER_ENV=DIR
+bench-peers: .venv/installed
+	$(BIN)/python -m venv "$(PEER_ENV)"
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> "$$("$(PEER_ENV)/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of-fedbn-flwr.pth"
+	"$(PEER_ENV)/bin/python" -m pip install --quiet --disable-pip-version-check pfl==0.6.0 fluke-fl==0.8.1 h5py
+	"$(PEER_ENV)/bin/python" -c "import fluke, h5py, hydra, pfl, torch; print('torch', torch.__version__)"
 
 # 40 models of torchvision and timm, in five ways, under four methods, each against plain torch; hours on one core. Less:
 # make strangers ARGS="--models 8 --way plain --size 32"
