@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from fedbn_flwr.errors import NOT_FINITE, ReplyError
 __all__ = [
     "Array",
     "State",
+    "SumAhead",
     "Variance",
     "average",
     "check_finite",
@@ -31,6 +33,7 @@ __all__ = [
 Array = NDArray[Any]
 State = Mapping[str, Array]
 Variance = Literal["mean", "pooled"]
+_Block = list[tuple[int, slice]]
 
 _BLOCK = 1 << 18  # elements; in float64 2 MiB, which stay in the cache while the clients' values are added
 
@@ -73,26 +76,86 @@ def _add_up(rows: Sequence[Sequence[Array]], p: Sequence[float], sums: Sequence[
     flat_sums = _flat(sums)
     buffers = np.empty((2, min(_BLOCK, sum(sizes))), wide_type(sums[0]) if sums else np.float64)
     for block in _blocks(sizes):
-        total, term = buffers[:, : sum(part.stop - part.start for _, part in block)]
+        total, term = buffers[:, : _size(block)]
         total[:] = 0
         for weight, arrays in zip(p, flat, strict=True):
-            np.concatenate([arrays[k][part] for k, part in block], out=term)
-            term *= weight
-            total += term
-        start = 0
-        for k, part in block:
-            stop = start + part.stop - part.start
-            flat_sums[k][part] = total[start:stop]
-            start = stop
+            _add(block, arrays, weight, total, term)
+        _write(block, total, flat_sums)
+
+
+def _add(block: _Block, arrays: Sequence[Array], weight: float, total: Array, term: Array) -> None:
+    """Add the block of the flat arrays, times the weight, to ``total``; ``term`` is room for it."""
+    np.concatenate([arrays[k][part] for k, part in block], out=term)
+    term *= weight
+    total += term
+
+
+def _write(block: _Block, total: Array, arrays: Sequence[Array]) -> None:
+    """Write the values of a block to their places in the flat arrays."""
+    start = 0
+    for k, part in block:
+        stop = start + part.stop - part.start
+        arrays[k][part] = total[start:stop]
+        start = stop
+
+
+class SumAhead:
+    """The sums of ``average``, to the bit, of states that come one after the other while others are awaited.
+
+    It takes room for the model in float64, and goes through that room for each state, where ``average`` stays in the
+    cache; so it pays where the time of the last states is waited for anyway.
+
+    Args:
+        weights: one weight >= 0 for each state that is to come; they are normalised to p_i.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights, self._p = list(weights), to_shares(weights)
+        self._states: list[State] = []
+        self._names: list[str] = []
+        self._blocks: list[tuple[_Block, Array]] = []
+        self._term = np.empty(0)
+
+    def add(self, state: State) -> None:
+        """Add the real floating entries of the next state."""
+        if not self._states:
+            self._names = list(_floating(state))
+        arrays = _flat(_select(state, self._names))
+        if not self._states:
+            self._blocks = [(block, np.zeros(_size(block))) for block in _blocks([array.size for array in arrays])]
+            self._term = np.empty(max((_size(block) for block, _ in self._blocks), default=0))
+        weight = self._p[len(self._states)]
+        for block, total in self._blocks:
+            _add(block, arrays, weight, total, self._term[: total.size])
+        self._states.append(state)
+
+    def fits(self, states: Sequence[State], weights: Sequence[float]) -> bool:
+        """Return whether exactly these states were added, with these weights."""
+        same = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
+        return same and list(weights) == self._weights
+
+    def write(self, sums: Sequence[Array]) -> None:
+        """Write the sums to contiguous arrays, one for each real floating entry of the first state."""
+        arrays = _flat(sums)
+        for block, total in self._blocks:
+            _write(block, total, arrays)
+
+
+def _floating(state: State, kind: str = "f") -> State:
+    return {name: array for name, array in state.items() if array.dtype.kind == kind}
+
+
+def _size(block: _Block) -> int:
+    return sum(part.stop - part.start for _, part in block)
 
 
 def _flat(arrays: Iterable[Array]) -> list[Array]:
     return [array.reshape(-1) for array in arrays]
 
 
-def _blocks(sizes: Sequence[int]) -> Iterator[list[tuple[int, slice]]]:
+def _blocks(sizes: Sequence[int]) -> Iterator[_Block]:
     """Yield blocks of at most ``_BLOCK`` elements of arrays of these sizes: number and slice of each array's piece."""
-    block: list[tuple[int, slice]] = []
+    block: _Block = []
     room = _BLOCK
     for k, size in enumerate(sizes):
         start = 0
@@ -109,7 +172,11 @@ def _blocks(sizes: Sequence[int]) -> Iterator[list[tuple[int, slice]]]:
 
 
 def average(
-    states: Sequence[State], weights: Sequence[float], parts: Parts, variance: Variance = "mean"
+    states: Sequence[State],
+    weights: Sequence[float],
+    parts: Parts,
+    variance: Variance = "mean",
+    ahead: SumAhead | None = None,
 ) -> dict[str, Array]:
     """Return the average of the clients' states (FedAvg, McMahan 2017, made safe for BatchNorm).
 
@@ -119,6 +186,7 @@ def average(
         parts: the split of the entries; entries that it does not know count as REST.
         variance: "mean" averages running variances (FedAvg of the papers). "pooled" adds the spread of the client
             means, var = sum p_i (var_i + (mean_i - mean)^2), the variance of the mixture.
+        ahead: sums that were begun as the states came; used if they are of these states and weights.
 
     Returns:
         For floating entries sum_i p_i x_i, accumulated in float64 and returned in their dtype. Integer and boolean
@@ -135,9 +203,12 @@ def average(
         else:
             result[name] = np.asarray(np.maximum.reduce([state[name] for state in states]))
     for kind in "fc":
-        names = [name for name, array in first.items() if array.dtype.kind == kind]
-        rows = [_select(state, names) for state in states]
-        _add_up(rows, p, _select(result, names))
+        names = list(_floating(first, kind))
+        sums = _select(result, names)
+        if kind == "f" and ahead and ahead.fits(states, weights):
+            ahead.write(sums)
+        else:
+            _add_up([_select(state, names) for state in states], p, sums)
     return result | _with_spread(states, p, pairs, {name: result[name] for name in pooled})
 
 

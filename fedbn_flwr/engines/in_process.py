@@ -8,11 +8,13 @@ is something to keep in it.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -43,6 +45,8 @@ from fedbn_flwr.transport.polling_grid import ImmediateGrid, TellsProperties
 __all__ = ["InProcessGrid"]
 
 logger = logging.getLogger("flwr")
+
+_SHORTEST = 1e-4  # seconds: no client takes less
 
 
 class InProcessGrid(ImmediateGrid):
@@ -181,9 +185,10 @@ class InProcessGrid(ImmediateGrid):
         for node_id, message, message_id in zip(nodes, messages, message_ids, strict=True):
             self._waiting[message_id] = arrived
             works.append(self._work(node_id, stamped(message, message_id, self._run.run_id), self._new_id()))
-        # The longest first, so that no process works on alone at the end.
-        seconds = [self._host.seconds.get(work_of(message), 0.0) for message in messages]
-        for i in sorted(range(len(works)), key=lambda i: -seconds[i]):  # clients work beside this loop: little in it
+        # Those that take much longer first, so that no process works on alone at the end; else in the given order, in
+        # which the server reads the replies.
+        cost = [_order_of_magnitude(self._host.seconds.get(work_of(message), 0.0)) for message in messages]
+        for i in sorted(range(len(works)), key=lambda i: -cost[i]):  # clients work beside this loop: little in it
             node_id, begin = nodes[i], works[i]
             with self._lock:
                 if busy := node_id in self._queues:
@@ -210,16 +215,27 @@ class InProcessGrid(ImmediateGrid):
         """Return the replies to the messages after at most ``timeout`` seconds; see ``Grid.send_and_receive``."""
         arrived = SimpleQueue[str]()
         message_ids = self._push(messages, arrived)
+        for _ in self._arrivals(message_ids, arrived, timeout):
+            pass
+        return self.pull_messages(message_ids)
+
+    def receive(self, messages: Iterable[Message], *, timeout: float | None) -> Sequence[Message]:
+        """See ``ImmediateGrid.receive``: with worker processes the server reads the first replies while they go on."""
+        if isinstance(self._host, OwnProcess):
+            return self.send_and_receive(messages, timeout=timeout)
+        arrived = SimpleQueue[str]()
+        arrivals = self._arrivals(self._push(messages, arrived), arrived, timeout)
+        return _Arriving(reply for message_id in arrivals for reply in self.pull_messages([message_id]))
+
+    def _arrivals(self, message_ids: Sequence[str], arrived: SimpleQueue[str], timeout: float | None) -> Iterator[str]:
+        """Yield the ids of messages as their replies arrive, for ``timeout`` seconds from the first call."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        for _ in message_ids:
-            try:
-                arrived.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except Empty:
-                break
+        with suppress(Empty):
+            for _ in message_ids:
+                yield arrived.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         with self._lock:
             for message_id in message_ids:
                 self._waiting.pop(message_id, None)  # nobody asks for a late reply
-        return self.pull_messages(message_ids)
 
     def _new_id(self) -> str:
         return str(self._draw.bytes(16).hex())
@@ -277,3 +293,34 @@ class InProcessGrid(ImmediateGrid):
         node_config: dict[str, Any] = {PARTITION_ID_KEY: partition_id, NUM_PARTITIONS_KEY: len(self._node_ids)}
         node_config |= self._node_configs[partition_id] if self._node_configs else {}
         return Context(self._run.run_id, node_id, node_config, RecordDict(), self._run_config)
+
+
+def _order_of_magnitude(seconds: float) -> int:
+    """Return the cost of a client in steps of a factor of 1.4; 0 = not known. Smaller differences are mostly noise."""
+    return max(0, round(2 * math.log2(seconds / _SHORTEST))) if seconds else 0
+
+
+class _Arriving(Sequence[Message]):
+    """Replies that may still be on their way: whoever asks for one waits for it."""
+
+    def __init__(self, replies: Iterator[Message]) -> None:
+        self._replies = replies
+        self._here: list[Message] = []
+
+    def __iter__(self) -> Iterator[Message]:
+        """Iterate over the replies as they arrive; again over those that are there."""
+        for i in itertools.count():
+            while len(self._here) <= i:
+                try:
+                    self._here.append(next(self._replies))
+                except StopIteration:
+                    return
+            yield self._here[i]
+
+    def __len__(self) -> int:
+        """Return the number of replies, all awaited."""
+        return len([*self])
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a reply, or those of a slice, all awaited."""
+        return [*self][index]

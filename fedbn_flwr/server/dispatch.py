@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,32 +97,39 @@ def address(
 
 def in_order(
     run: Run, sent: Sent, replies: Iterable[Message], dropped: Collection[int] = ()
-) -> list[tuple[Node, Message]]:
-    """Return the replies in the order of partition ids; report the nodes that did not answer.
+) -> Iterator[tuple[Node, Message]]:
+    """Yield the replies in the order of partition ids, each as soon as all before it are there; report missing ones.
 
-    A reply that comes from none of the nodes asked is left out; it is reported with each node that did not answer.
+    Where a node may name its partition only in its reply, all are awaited. A reply that comes from none of the nodes
+    asked is left out; it is reported with each node that did not answer.
 
     Args:
         run: the run.
         sent: what was sent.
-        replies: the replies, in any order.
+        replies: the replies, in any order; they may still be on their way.
         dropped: ids of nodes that the report names already, and from which no reply is expected.
     """
-    asked = {node.node_id for node in sent.nodes}
-    expected: list[Message] = []
+    arrived: dict[int, list[Message]] = {node.node_id: [] for node in sent.nodes}
+    known = all(node.partition_id is not None for node in sent.nodes)
+    due = deque(sorted(sent.nodes, key=lambda node: node.order) if known else ())
     strange: list[Message] = []
+    pairs: list[tuple[Node, Message]] = []
     for message in replies:
-        (expected if message.metadata.src_node_id in asked else strange).append(message)
-    pairs = [(run.nodes.identify_sender(message), message) for message in expected]
-    run.kept = run.kept.with_answers(pairs)
-    answered = {node.node_id for node, _ in pairs}
+        arrived.get(message.metadata.src_node_id, strange).append(message)
+        while due and arrived[due[0].node_id]:
+            first = arrived[due.popleft().node_id].pop()
+            pairs.append((run.nodes.identify_sender(first), first))
+            yield pairs[-1]
+    rest = [(run.nodes.identify_sender(message), message) for messages in arrived.values() for message in messages]
+    run.kept = run.kept.with_answers([*pairs, *rest])
+    answered = {node.node_id for node, _ in (*pairs, *rest)}
     others = _in_words(strange)
     for node in sent.nodes:
         if node.node_id not in answered and node.node_id not in dropped:
             why = _no_reply(run, sent, node, others)
             run.report.reject(node.node_id, f"{node}: {why}")
             logger.warning("round %d: %s: %s", run.report.server_round, node, why)
-    return sorted(pairs, key=lambda pair: pair[0].order)
+    yield from sorted(rest, key=lambda pair: pair[0].order)
 
 
 def _in_words(strange: Sequence[Message]) -> str:
@@ -137,8 +145,8 @@ def _in_words(strange: Sequence[Message]) -> str:
 def _no_reply(run: Run, sent: Sent, node: Node, others: str) -> str:
     """Return why there is no reply of a node: left out by the project's code, too late, or lost; ``others`` follows."""
     seconds = time.monotonic() - sent.at
-    sent_to, came_from = run.travelled or ((), ())
-    if node.node_id in came_from:
+    sent_to, came = run.travelled or ((), ())
+    if any(reply.metadata.src_node_id == node.node_id for reply in came):
         return "its reply came, and the project's own aggregate_... method did not pass it on to the strategy's"
     if run.travelled and node.node_id not in sent_to:
         return "its message was not sent: the project's own configure_... method left it out"

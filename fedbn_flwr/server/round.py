@@ -32,6 +32,7 @@ from fedbn_flwr.server.training import (
     read_training,
     release,
     sample_for_training,
+    sum_ahead,
     terms_of,
     training_metrics,
 )
@@ -60,14 +61,15 @@ def play_training(run: Run, number: int, arrays: ArrayRecord, config: ConfigReco
     messages = yield run.protection.open_round(run, sent.pairs, grid, run.timeout)  # they travel
 
     received = in_order(run, sent, messages, run.report.rejected)  # a synchronised step has reported those it lost
-    usable = read_training(run, sent, received, terms)
+    ahead = sum_ahead(run, facts, sent, messages)
+    usable, refused = read_training(run, sent, received, terms, ahead)  # as they arrive, if they do so one by one
     replies = release(run, facts, usable)
     model = None
     if replies:
-        model = facts.hold(average_replies(run, replies))
+        model = facts.hold(average_replies(run, replies, ahead))
         model, run.states = run.methods.fold(run.states, facts, replies, model)
         model = {**facts.before, **model}
-    note_kept(run, received, usable, used=bool(replies))
+    note_kept(run, usable, refused, used=bool(replies))
     trained = None if model is None else to_record(model)
     yield trained, training_metrics(run, replies, model, usable)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State, check_state
@@ -94,7 +94,7 @@ class Run:
         trained: labels of the clients whose training was used since the start or the resumption.
         tested: whether a client was tested since then.
         other_counts: ids of the nodes whose reply had another count of examples than their answer to the query.
-        travelled: the nodes that messages of this half of the round went to, and those whose replies came; None where
+        travelled: the nodes that messages of this half of the round went to, and the replies that came; None where
             another loop than our ``start`` sends them.
     """
 
@@ -127,7 +127,7 @@ class Run:
     trained: set[str] = field(default_factory=set)
     tested: bool = False
     other_counts: set[int] = field(default_factory=set)
-    travelled: tuple[frozenset[int], frozenset[int]] | None = None
+    travelled: tuple[frozenset[int], Sequence[Message]] | None = None
 
     @property
     def report(self) -> RoundReport:

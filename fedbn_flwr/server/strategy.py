@@ -425,25 +425,21 @@ class Strategy(FlowerFedAvg):
         half.early_replies = self.send_training(half.messages, grid)
         return []
 
-    def send_training(self, messages: Iterable[Message], grid: Grid) -> list[Message]:
-        """Send the training messages and return the replies that came in time; a synchronised step is in between."""
+    def send_training(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
+        """Send the training messages and return the replies that come in time; a synchronised step is in between."""
         messages = list(messages)
         if not messages or not self.run.synchronises:
             return self.send_tests(messages, grid)
-        replies = self.run.link.train(self.run, messages, grid)
-        self._note_travelled(messages, replies)
-        return replies
+        return self._note_travelled(messages, self.run.link.train(self.run, messages, grid))
 
-    def send_tests(self, messages: Iterable[Message], grid: Grid) -> list[Message]:
-        """Send messages without a synchronised step, as those of tests; return the replies that came in time."""
+    def send_tests(self, messages: Iterable[Message], grid: Grid) -> Sequence[Message]:
+        """Send messages without a synchronised step, as those of tests; return the replies that come in time."""
         messages = list(messages)
-        replies = list(grid.send_and_receive(messages, timeout=self.run.timeout))
-        self._note_travelled(messages, replies)
-        return replies
+        return self._note_travelled(messages, polling(grid).receive(messages, timeout=self.run.timeout))
 
-    def _note_travelled(self, messages: Sequence[Message], replies: Sequence[Message]) -> None:
-        sent_to = frozenset(message.metadata.dst_node_id for message in messages)
-        self.run.travelled = sent_to, frozenset(reply.metadata.src_node_id for reply in replies)
+    def _note_travelled(self, messages: Sequence[Message], replies: Sequence[Message]) -> Sequence[Message]:
+        self.run.travelled = frozenset(message.metadata.dst_node_id for message in messages), replies
+        return replies
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -510,15 +506,14 @@ class Strategy(FlowerFedAvg):
         """
         self.run.options = self._options()
         half, self._half = self._half, None
-        replies = list(replies)
         if not self.reports or half is None or (half.configure, half.server_round) != (configure, server_round):
-            if replies or not self.reports:
+            if [*replies] or not self.reports:
                 raise ConfigError(
                     f"{configure} of {type(self).__name__} did not call super().{configure}(): take the messages that "
                     "it returns, and leave out those that you do not want"
                 )
             return None
-        return half.played.send([*half.early_replies, *replies])
+        return half.played.send([*half.early_replies, *replies] if half.early_replies else replies)
 
     # --- what callers and checkpoints use -----------------------------------------------------------------------------
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.averaging import average
+from fedbn_flwr.batchnorm.averaging import SumAhead, average
 from fedbn_flwr.errors import ClientPartError, ConfigError
-from fedbn_flwr.messages.protocol import TrainConfig
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES, TrainConfig
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.dispatch import NOTHING, Sent, address, raise_shared_error
 from fedbn_flwr.server.failures import MOD_ORDER, losses_not_finite, note_losses, note_too_few, training_losses
 from fedbn_flwr.server.method import Ask, Facts, Replies, Reply
 from fedbn_flwr.server.nodes import Node
-from fedbn_flwr.server.replies import NodeReplies, Refused, Terms, Usable, read_replies, warn_of_other_counts
+from fedbn_flwr.server.protection import Protection
+from fedbn_flwr.server.replies import Refused, Terms, Usable, read_replies, warn_of_other_counts
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.training.settings import share_of
 
 __all__ = ["address_training", "average_replies", "note_kept", "read_training", "release"]
-__all__ += ["sample_for_training", "terms_of", "training_metrics"]
+__all__ += ["sample_for_training", "sum_ahead", "terms_of", "training_metrics"]
 
 logger = logging.getLogger("flwr")
 
@@ -129,8 +130,27 @@ def address_training(
     return address(run, nodes, MessageType.TRAIN, arrays, entries, run.report.train, extras)
 
 
-def read_training(run: Run, sent: Sent, received: NodeReplies, terms: Terms) -> Usable:
-    """Return the usable replies, in the order of partition ids; report these and the refused ones.
+def sum_ahead(run: Run, facts: Facts, sent: Sent, messages: Iterable[Message]) -> SumAhead | None:
+    """Return the sum to which each reply is added as it comes; None where it would be of no use.
+
+    All weights must be known before the replies are, and no protection comes in between. Where a reply is lost or
+    refused, ``average_replies`` begins anew.
+    """
+    if isinstance(messages, list) or type(run.protection) is not Protection:  # in a list all are there
+        return None
+    if facts.travels.weights == "equal":
+        return SumAhead([1.0] * len(sent.nodes))
+    counts = [node.num_examples for node in sorted(sent.nodes, key=lambda node: node.order)]
+    known = facts.travels.weights == "examples" and run.options.weighted_by_key == NUM_EXAMPLES
+    return SumAhead([count for count in counts if count]) if known and all(counts) else None
+
+
+def read_training(
+    run: Run, sent: Sent, received: Iterable[tuple[Node, Message]], terms: Terms, ahead: SumAhead | None = None
+) -> tuple[Usable, Refused]:
+    """Return the usable replies, in the order of partition ids, and the refused ones; report both.
+
+    ``ahead`` gets each usable one as soon as it is read.
 
     Raises:
         ClientPartError: no app has the method's client part.
@@ -142,16 +162,18 @@ def read_training(run: Run, sent: Sent, received: NodeReplies, terms: Terms) -> 
         if run.protection.reads_each:
             terms.check(reply)
         run.protection.check(run, reply, terms.facts.before)
+        if ahead:
+            ahead.add(reply.state)
         return reply
 
-    run.report.replied = len(received)
     usable, refused = read_replies(received, read, run.report)
+    run.report.replied = len(usable) + len(refused)
     run.nodes.initialised.difference_update(node.node_id for node, _, _ in refused)
     replies = [reply for _, _, reply in usable]
     _report_usable(run, replies)
     warn_of_other_counts(replies, run.options.weighted_by_key, run.other_counts)
     _refuse_useless_apps(run, sent, bool(usable), refused)
-    return usable
+    return usable, refused
 
 
 def _report_usable(run: Run, replies: Sequence[Reply]) -> None:
@@ -189,18 +211,19 @@ def release(run: Run, facts: Facts, usable: Usable) -> Replies:
     return Replies(released, facts.travels.weights)
 
 
-def average_replies(run: Run, replies: Replies) -> dict[str, Any]:
+def average_replies(run: Run, replies: Replies, ahead: SumAhead | None = None) -> dict[str, Any]:
     """Return the average of the replies with the weights p_i; counters take the maximum."""
     states = [reply.state for reply in replies]
-    return average(states, replies.weights, run.parts, run.methods.params.variance)
+    return average(states, replies.weights, run.parts, run.methods.params.variance, ahead)
 
 
-def note_kept(run: Run, received: NodeReplies, usable: Usable, used: bool) -> None:
+def note_kept(run: Run, usable: Usable, refused: Refused, used: bool) -> None:
     """Note what the senders of replies keep; where rounds are undone, of the replies that were used.
 
     A client whose first round is undone has nothing left of its own, and is sent the whole state again.
     """
     if not run.travels.undo:
+        received = [(node, message) for node, message, _ in (*usable, *refused)]
         run.kept = run.kept.noted(received, usable)
     elif used:
         run.kept = run.kept.noted([(node, message) for node, message, _ in usable], usable)

@@ -65,6 +65,14 @@ class ImmediateGrid(Grid):
         """
         return self.send_and_receive(messages, timeout=timeout)
 
+    def receive(self, messages: Iterable[Message], *, timeout: float | None) -> Sequence[Message]:
+        """Send all messages; return the replies that arrive within ``timeout`` seconds, by default when all are there.
+
+        A grid whose clients work beside this process returns at once, and its sequence waits for each reply that it is
+        asked for.
+        """
+        return list(self.send_and_receive(messages, timeout=timeout))
+
     def node_properties(self, config: Mapping[str, Any], node_ids: Sequence[int]) -> Mapping[int, NodeProperties]:
         """Return what these nodes would answer to the strategies' query with this config, without a message to each.
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.batchnorm import averaging
-from fedbn_flwr.batchnorm.averaging import State, average, check_state, to_shares, weighted_sum
+from fedbn_flwr.batchnorm.averaging import State, SumAhead, average, check_state, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ReplyError
 
@@ -135,6 +135,32 @@ def test_sums_have_the_bits_of_one_client_after_the_other(monkeypatch, block: in
         assert weighted_sum([state[name] for state in states], p).tobytes() == total.tobytes(), name
         assert (got[name].dtype, got[name].shape) == (first.dtype, first.shape)
         assert got[name].tobytes() == total.astype(first.dtype).tobytes(), name
+
+
+@pytest.mark.parametrize("variance", ["mean", "pooled"])
+@pytest.mark.parametrize("block", [7, None])
+def test_sums_made_ahead_have_the_bits_of_the_average_and_are_used_for_these_states_alone(
+    monkeypatch, block: int | None, variance: str
+) -> None:
+    monkeypatch.setattr(averaging, "_BLOCK", block or averaging._BLOCK)
+    states = [{**client(seed), **mixed(seed, [1, 20])} for seed in range(5)]
+    states[1:] = [dict(reversed(state.items())) for state in states[1:]]
+    weights = [3.0, 1.0, 0.0, 7.0, 2.0]
+    ahead, write, written = SumAhead(weights), SumAhead.write, []
+    for state in states:
+        ahead.add(state)
+    monkeypatch.setattr(SumAhead, "write", lambda *args: written.append(True) or write(*args))
+    for others, weighed, used in [
+        (states, weights, True),
+        (states, [3.0, 1.0, 0.0, 7.0, 2.5], False),
+        (states[:-1], weights[:-1], False),
+        ([*states[:-1], dict(states[-1])], weights, False),
+    ]:
+        plain = average(others, weighed, PARTS, variance)
+        written.clear()
+        got = average(others, weighed, PARTS, variance, ahead)
+        assert written == [True] * used
+        assert {name: array.tobytes() for name, array in got.items()} == {n: a.tobytes() for n, a in plain.items()}
 
 
 counts_of = st.lists(st.integers(1, 500), min_size=2, max_size=6)

@@ -22,6 +22,8 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedbn_flwr import TorchClient, client_app
+from fedbn_flwr.batchnorm.averaging import SumAhead
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.engines.client_work import Job
@@ -33,6 +35,7 @@ from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.server.synchronised_step import Limits, StepResult, step_by_barrier
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedTAN, FixBN, Scaffold
+from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.turns import turn
 from fedbn_flwr.transport import Member, RetryStep, local_reducer
 
@@ -653,10 +656,50 @@ def test_clients_that_took_longest_before_begin_first() -> None:
         nodes = grid.get_node_ids()
         assert begun(grid) == [0, 1, 2, 3], "in the order of the messages, as nothing is measured"
         assert set(grid._host.seconds) == {(node, MessageType.TRAIN) for node in nodes}
-        for node, seconds in zip(nodes, (2.0, 0.5, 3.0, 2.0), strict=True):
+        for node, seconds in zip(nodes, (2.1, 0.5, 3.0, 2.2), strict=True):
             grid._host.seconds[node, MessageType.TRAIN] = seconds
-        assert begun(grid) == [2, 0, 3, 1]
-        assert not {0.5, 2.0, 3.0}.intersection(grid._host.seconds.values()), "measured again"
+        assert begun(grid) == [2, 0, 3, 1], "2.1 and 2.2 s are the same: in the order in which the replies are read"
+        assert not {0.5, 2.1, 2.2, 3.0}.intersection(grid._host.seconds.values()), "measured again"
+
+
+def test_the_server_reads_and_adds_a_reply_while_the_next_clients_work(tmp_path, monkeypatch, points, mlp) -> None:
+    """Client 1 works until the server has added the reply of client 0; the model is that of one process."""
+    added, given_up = tmp_path / "added", tmp_path / "given-up"
+    datasets, settings = (
+        [points(n, n) for n in (6, 9, 8)],
+        LocalTraining(learning_rate=LearningRate(0.1), local_steps=1, batch_size=4),
+    )
+    add, fits, used = SumAhead.add, SumAhead.fits, []
+
+    def noted(ahead: SumAhead, state) -> None:
+        add(ahead, state)
+        added.touch()
+
+    monkeypatch.setattr(SumAhead, "add", noted)
+    monkeypatch.setattr(SumAhead, "fits", lambda *args: used.append(fits(*args)) or used[-1])
+
+    def client_fn(context: Context) -> TorchClient:
+        partition = context.node_config["partition-id"]
+        deadline = time.monotonic() + 20
+        while partition == 1 and not added.exists():
+            if time.monotonic() > deadline:
+                given_up.touch()
+                break
+            time.sleep(0.01)
+        return TorchClient(mlp, datasets[partition], datasets[partition], settings, context=context)
+
+    app = client_app(client_fn, num_examples=lambda context: len(datasets[context.node_config["partition-id"]]))
+
+    def trained(workers: int) -> dict:
+        with InProcessGrid(app, 3, workers=workers) as grid:
+            result = FedAvg(fraction_evaluate=0.0).start(grid, to_record(mlp().state_dict()), num_rounds=1)
+        return {name: array.numpy().tobytes() for name, array in result.arrays.items()}
+
+    with_workers = trained(2)
+    assert not given_up.exists()
+    assert used == [True]
+    assert trained(0) == with_workers
+    assert used == [True], "in one process the clients and the server take turns: nothing is added ahead"
 
 
 def test_a_killed_worker_loses_the_client_that_it_worked_on_and_none_that_waited(caplog) -> None:

@@ -405,7 +405,7 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, 
     InProcessGrid(client_app(lambda context: None), 1).close()  # Flower makes messages only in a process of a run
     report = RoundReport(1, "train")
     run = run_of(FedAvg(parts=split_state({})), timeout)
-    run.reports, run.travelled = [report], travelled
+    run.reports = [report]
     asked = [Node(7, 0), Node(8, 1)]
     sent = address(run, asked, "train", ArrayRecord(), {}, report.train)
     strange = Message(RecordDict(), 9, "train")
@@ -413,11 +413,41 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, 
         Message(RecordDict(), reply_to=sent.messages[0]),
         Message(Error(6, "not mine"), reply_to=strange),
     ]
+    if travelled:
+        sent_to, came_from = travelled
+        run.travelled = (
+            frozenset(sent_to),
+            [Message(Error(6, ""), reply_to=Message(RecordDict(), i, "train")) for i in came_from],
+        )
     assert [node.node_id for node, _ in in_order(run, sent, replies)] == [7]
     assert list(report.rejected) == [8]
     assert re.match(rf"node 8 \(partition 1\): {why}", report.rejected[8])
-    in_order(run, address(run, asked[1:], "evaluate", ArrayRecord(), {}, report.evaluate), [])
+    list(in_order(run, address(run, asked[1:], "evaluate", ArrayRecord(), {}, report.evaluate), []))
     assert report.rejected[8].count("node 8") == 2, "that of the training, and that of the test"
+
+
+@pytest.mark.parametrize(
+    ("partitions", "read_before"), [((0, 1, 2), [[], [0, 1], [0, 1, 2]]), ((0, 1, None), [[], [], []])]
+)
+def test_a_reply_is_read_as_soon_as_all_before_it_are_there(partitions: tuple, read_before: list[list[int]]) -> None:
+    """Where a reply may still name its partition all are awaited. ``read_before``: what is read when the next comes."""
+    InProcessGrid(client_app(lambda context: None), 1).close()
+    report, run = RoundReport(1, "train"), run_of(FedAvg(parts=split_state({})), 60.0)
+    run.reports = [report]
+    nodes = [Node(7 + i, partition) for i, partition in enumerate(partitions)]
+    run.nodes._nodes = {node.node_id: node for node in nodes}
+    sent = address(run, nodes, "train", ArrayRecord(), {}, report.train)
+    read: list[int] = []
+    found = []
+
+    def arriving():
+        for i in (1, 0, 2):
+            yield Message(RecordDict(), reply_to=sent.messages[i])
+            found.append(list(read))
+
+    for node, _ in in_order(run, sent, arriving()):
+        read.append(node.node_id - 7)
+    assert (read, found) == ([0, 1, 2], read_before)
 
 
 @pytest.mark.parametrize("make", [Scaffold, FedBN])
