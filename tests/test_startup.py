@@ -125,6 +125,13 @@ _OF_OTHERS = (
     *("lab.data.own.arrays", "lab.data.own.csv_files", "lab.data.own.description", "lab.data.own.features"),
     *("lab.data.own.folder", "lab.data.own.hub", "lab.data.own.reading", "lab.data.own.table"),
     *("lab.runs.run", "lab.runs.serve", "lab.runs.start_checks"),
+    *(
+        "client.masking",
+        "privacy.masks",
+        "transport.channel_frame",
+        "transport.channel_server",
+        "transport.grpc_channel",
+    ),
     *("privacy.differential", "privacy.masked_round", "privacy.masked_sums", "privacy.record_server"),
 )
 _CLIENT = """

@@ -10,7 +10,6 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
-from fedbn_flwr.client.masking import masked_update
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.client.update_clipping import clipped_update
@@ -21,6 +20,8 @@ from fedbn_flwr.messages.protocol import (
     DATA_REPORT,
     EXCHANGE_QUERY,
     INFO,
+    MASK_PRESENT,
+    MASK_STAGE,
     MOMENTS,
     MOMENTS_QUERY,
     NUM_EXAMPLES,
@@ -103,7 +104,7 @@ def client_app(
         if callable(given):
             raise ConfigError(f"{name}={given!r:.80} is one mod, and client_app takes a list: write {name}=[...]")
     answers = _ClientMessages(client_fn, reason or _text)
-    every = [masked_update, clipped_update, seeded_client, *mods]
+    every = [masked_if_asked, clipped_update, seeded_client, *mods]
     app = RepeatableApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
     app.train(mods=list(train_mods))(answers.train)
     app.evaluate()(answers.evaluate)
@@ -185,6 +186,15 @@ class _ClientMessages:
         except DataError as error:  # an answer, as to the query
             info[UNUSABLE] = self._reason(error, context)
         return Message(content, reply_to=message)
+
+
+def masked_if_asked(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """``masked_update``, whose modules are imported where the server asks for masks: a Flower mod."""
+    if merged_config(message).keys().isdisjoint((MASK_PRESENT, MASK_STAGE)):
+        return call_next(message, context)
+    from fedbn_flwr.client.masking import masked_update
+
+    return masked_update(message, context, call_next)
 
 
 @repeatable

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -26,8 +26,10 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.transport import Barrier, BarrierGrid, Member
-from fedbn_flwr.transport.channel_server import ChannelServer
 from fedbn_flwr.transport.polling_grid import Pauses, in_simulation, polls
+
+if TYPE_CHECKING:  # imported where a channel is opened
+    from fedbn_flwr.transport.channel_server import ChannelServer
 
 __all__ = ["Enough", "Limits", "StepResult", "send_until", "step_by_barrier", "step_by_channel", "with_config"]
 

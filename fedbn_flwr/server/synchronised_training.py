@@ -16,10 +16,10 @@ from fedbn_flwr.server.step_by_messages import step_by_messages
 from fedbn_flwr.server.synchronised_step import Limits, StepResult, step_by_barrier, step_by_channel, with_config
 from fedbn_flwr.server.travels import LinkSettings
 from fedbn_flwr.transport import BarrierGrid, Member
-from fedbn_flwr.transport.channel_server import ChannelServer
 
 if TYPE_CHECKING:  # a run has its link
     from fedbn_flwr.server.run import Run
+    from fedbn_flwr.transport.channel_server import ChannelServer
 
 __all__ = ["Link"]
 
@@ -85,6 +85,8 @@ class Link:
         if link.transport == "messages":
             return step_by_messages(grid, messages, members, limits, self._without_query)
         if self._channel is None:
+            from fedbn_flwr.transport.channel_server import ChannelServer
+
             self._channel = ChannelServer(link.bind, link.address, link.tls_dir)
         return step_by_channel(grid, self._channel, messages, members, limits)
 

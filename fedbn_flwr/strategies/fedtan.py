@@ -87,7 +87,6 @@ from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Exchanges, LinkSettings, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
-from fedbn_flwr.transport.grpc_channel import connect
 
 __all__ = ["FedTAN", "FedTANMethod", "FedTANParams", "SynchroniseFirstStep"]
 
@@ -164,7 +163,11 @@ class SynchroniseFirstStep(ClientHook):
 def _make_hook(context: HookContext) -> ClientHook:
     config = context.config
     size = int(config[FIRST_BATCH]) if FIRST_BATCH in config else None
-    reducer = context.reducer or connect(config)
+    reducer = context.reducer
+    if reducer is None:
+        from fedbn_flwr.transport.grpc_channel import connect  # only where a channel is used
+
+        reducer = connect(config)
     return SynchroniseFirstStep(reducer, config[EXCHANGES], config[BACKWARD], size)
 
 
