@@ -106,6 +106,12 @@ print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules} 
         ("run --set strategy=fedbnn", 2),
         ("partition --set partition=nothing", 2),
         ("inspect --set sed=1", 2),
+        ("sweep absent.yaml --out out", 2),
+        ("evaluate absent --dataset usps", 2),
+        ("export absent --format onnx --out model.onnx", 2),
+        ("report absent", 2),
+        ("doctor absent", 2),
+        ("doctor mlp --dataset mnist --set sed=1", 2),
     ],
 )
 def test_a_command_that_only_answers_loads_no_torch(tmp_path: Path, command: str, code: int) -> None:

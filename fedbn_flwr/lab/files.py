@@ -11,16 +11,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import ConfigError, StateError
 
-__all__ = ["COUNTED", "STUDY_FILE", "NewLines", "csv_text", "ledger_of", "lost_lines", "read_json", "read_metrics"]
+__all__ = ["CONFIG_FILE", "COUNTED", "STUDY_FILE", "NewLines", "csv_text", "ledger_of", "lost_lines"]
+__all__ += ["read_json", "read_metrics", "refuse_no_results", "refuse_no_run"]
 
+CONFIG_FILE = "config.yaml"  # in the folder of a run: its settings
 STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
 
 COUNTED = ("examples", "exchanges", "bytes-down", "bytes-up", "counter-bytes-down", "counter-bytes-up")
 """The keys of a line of ``metrics.jsonl`` that a ledger sums; those of tests begin with ``evaluation-``."""
 
 _REPEAT = "Restore the file, or remove the run's folder and repeat the run."
+
+
+def refuse_no_run(run: Path) -> None:
+    """Raise ConfigError if a folder is none of a run."""
+    if (run / STUDY_FILE).is_file():
+        raise ConfigError(f"{run} is the folder of a study. Name one of its runs: {run}/METHOD/SPLIT/seed-N.")
+    if not (run / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{run} is no folder of a run: {CONFIG_FILE} is absent. It needs {CONFIG_FILE} and model.safetensors, "
+            "which a run writes (a site gets these two files)."
+        )
+
+
+def refuse_no_results(folder: Path) -> None:
+    """Raise ConfigError if a folder is neither of a run nor of a study."""
+    if not any((folder / name).is_file() for name in (CONFIG_FILE, STUDY_FILE)):
+        raise ConfigError(
+            f"{str(folder)!r} is not the folder of a run or a study: it has neither {CONFIG_FILE} nor {STUDY_FILE}. "
+            "Give the --out of `fedbn-flwr run` or `fedbn-flwr sweep`."
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import typer
 from rich.table import Table
 
 from fedbn_flwr.lab.cli.console import AFTERWARDS, app, console, exit_codes, say
+from fedbn_flwr.lab.config import read_overrides
+from fedbn_flwr.lab.files import refuse_no_run
 
 PartChoice = Literal["train", "test", "all"]
 """The examples that ``evaluate`` uses: ``finished_runs.examples.DataPart``, without its import."""
@@ -36,11 +38,12 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="New folder for predictions.csv and metrics.json.")] = None,
 ) -> None:
     """Evaluate the model of a run on any data: a table of its metrics, and its predictions."""
-    from fedbn_flwr.lab.config import read_overrides
+    with exit_codes():
+        data = {**read_overrides(set_ or []), "dataset": dataset}
+        refuse_no_run(run)
     from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 
     with exit_codes():
-        data = {**read_overrides(set_ or []), "dataset": dataset}
         what, rows = evaluate_run(run, data, bn, part or "", out, state_dir)
         say(f"model: {what}")
         metrics = list(rows[0].result.named())
@@ -69,6 +72,8 @@ def export(
     probabilities: Annotated[bool, typer.Option("--probabilities", help="It gives these, not logits.")] = False,
 ) -> None:
     """Write a model of a run as one file, checked against the evaluated model, with a model card."""
+    with exit_codes():
+        refuse_no_run(run)
     from fedbn_flwr.lab.finished_runs.export import export as write
     from fedbn_flwr.lab.finished_runs.saved_model import Choice
 

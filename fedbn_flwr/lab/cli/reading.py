@@ -11,6 +11,8 @@ import typer
 
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
 from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, interrupt, say
+from fedbn_flwr.lab.config import read_overrides
+from fedbn_flwr.lab.files import refuse_no_results
 
 if TYPE_CHECKING:
     from fedbn_flwr.doctor.findings import Diagnosis
@@ -27,6 +29,8 @@ def report(
     out: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the folder.")] = None,
 ) -> None:
     """Write one HTML page of a run or a study, which needs no other file and no network."""
+    with exit_codes():
+        refuse_no_results(folder)
     from fedbn_flwr.lab.report import REPORT_FILE, examine, follow_report, write_report
 
     target = out or folder / REPORT_FILE
@@ -56,33 +60,39 @@ def doctor(
     strict: Annotated[bool, typer.Option(help="End with code 1 for a finding; 3 if a part is not known.")] = False,
 ) -> None:
     """Say what is wrong with BatchNorm in a run, a model on data, or a saved state: evidence, and what to try."""
-    from fedbn_flwr.lab.config import read_overrides
-    from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, diagnose_saved_state, read_names
+    from fedbn_flwr.lab.config.at_once import refuse_settings_at_once
 
-    with exit_codes(StateError):  # 1 and 3 are answers, under --strict
+    given = {"local_keys": local_keys, "shared_keys": shared_keys}
+    path = Path(os.path.expanduser(target))
+    with exit_codes():
         settings = read_overrides(set_ or [])
-        given = {"local_keys": local_keys, "shared_keys": shared_keys}
-        split = {name: read_names(file) for name, file in given.items() if file}
-        path = Path(os.path.expanduser(target))
         if path.is_dir():
-            if dataset or set_ or state or split:
+            if dataset or set_ or state or any(given.values()):
                 raise ConfigError("a run has its data, settings, state and split: leave out all but its folder.")
-            diagnosis = diagnose_run(path, max_examples)
         elif path.is_file():
             if dataset or state or set_:
                 raise ConfigError(
                     f"{target} is a saved state: for data and settings name the model, and give it with --state."
                 )
-            diagnosis = diagnose_saved_state(path, split=split)
-        elif dataset:
-            diagnosis = diagnose_model(target, dataset, settings, state, max_examples, split)
-        elif state:
-            diagnosis = diagnose_saved_state(state, target, settings, split)
-        else:
+        elif not dataset and not state:
             raise ConfigError(
                 f"{target} is no folder of a run and no file. For a model give its data (--dataset NAME), a saved "
                 "state (--state FILE), or both."
             )
+        else:
+            refuse_settings_at_once({**settings, "model": target, **({"dataset": dataset} if dataset else {})})
+    from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, diagnose_saved_state, read_names
+
+    with exit_codes(StateError):  # 1 and 3 are answers, under --strict
+        split = {name: read_names(file) for name, file in given.items() if file}
+        if path.is_dir():
+            diagnosis = diagnose_run(path, max_examples)
+        elif path.is_file():
+            diagnosis = diagnose_saved_state(path, split=split)
+        elif state and not dataset:
+            diagnosis = diagnose_saved_state(state, target, settings, split)
+        else:
+            diagnosis = diagnose_model(target, dataset, settings, state, max_examples, split)
         _show(diagnosis, json_, out)
     if strict and (diagnosis.findings or diagnosis.not_measured):
         raise typer.Exit(1 if diagnosis.findings else _NOT_KNOWN)

@@ -51,6 +51,13 @@ def sweep(
     seed: Annotated[list[int] | None, typer.Option(help="Only runs with this seed of the study; repeatable.")] = None,
 ) -> None:
     """Do a grid of runs, methods x splits x seeds, and write tables with mean, deviation and paired differences."""
+    from fedbn_flwr.lab.config import read_overrides
+    from fedbn_flwr.lab.config.yaml_text import read_yaml
+
+    with exit_codes():
+        _check_options(engine, parallel, memory_gib, ray_address)
+        read_yaml(study, "study")
+        read_overrides(set_ or [])
     from fedbn_flwr.lab.studies.one_run import is_done
     from fedbn_flwr.lab.studies.parallel import default_parallel, in_parallel
     from fedbn_flwr.lab.studies.study_checks import Selection, load_study
@@ -64,7 +71,6 @@ def sweep(
         selection.check(grid)
         selected = [cell for cell in (*grid.trials(), *grid.cells()) if cell in selection]
         left = [cell for cell in selected if not is_done(cell, out)]
-        _check_options(engine, parallel, memory_gib, ray_address)
         if parallel is None:
             parallel = default_parallel(left) if engine == "in-process" and not ray_address else 1
         several = ray_address or parallel > 1

@@ -21,7 +21,7 @@ from fedbn_flwr.lab.config.reading import RENAMED, merged, read_settings, refuse
 from fedbn_flwr.lab.config.table import table
 from fedbn_flwr.lab.config.texts import check_known, explain
 
-__all__ = ["problems_at_once", "refuse_at_once"]
+__all__ = ["problems_at_once", "refuse_at_once", "refuse_settings_at_once"]
 
 # A value of these other than the default is read by the full check alone.
 _READ_LATER = (
@@ -46,10 +46,14 @@ def refuse_at_once(path: Path | None = None, overrides: Sequence[str] = (), **se
         ConfigError: what ``Config.load`` would raise. That it is not raised says nothing.
     """
     of_caller = {name.replace("_", "-"): value for name, value in settings.items()}
-    given = read_settings(path, overrides)
-    if any(old in source for old in RENAMED for source in given):
-        return  # ``Config.load`` warns of the old name, once
-    if problems := problems_at_once(merged([of_caller, *given])):
+    refuse_settings_at_once(of_caller, *read_settings(path, overrides))
+
+
+def refuse_settings_at_once(*sources: Mapping[str, Any]) -> None:
+    """Raise the error of settings, of which a later source replaces the former, as ``refuse_at_once`` does."""
+    if any(old in source for old in RENAMED for source in sources):
+        return  # ``Config`` warns of the old name, once
+    if problems := problems_at_once(merged(sources)):
         raise ConfigError("\n".join(problems))
 
 

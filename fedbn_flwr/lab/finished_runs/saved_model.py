@@ -21,7 +21,7 @@ from fedbn_flwr.client.saved_state import (
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.lab.data import is_own
-from fedbn_flwr.lab.files import STUDY_FILE
+from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.setup import in_memory_format
@@ -30,7 +30,6 @@ from fedbn_flwr.training.input_scale import Scale
 __all__ = ["Choice", "SavedModel", "load_model", "run_config"]
 
 GLOBAL = "global"  # the metadata of a part that is the server's
-NEEDED = "It needs config.yaml and model.safetensors, which a run writes (a site gets these two files)."
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,9 @@ def run_config(run: Path) -> Config:
     Raises:
         ConfigError: the folder has none, or this version cannot read them.
     """
-    path = run / "config.yaml"
-    if (run / STUDY_FILE).is_file():
-        raise ConfigError(f"{run} is the folder of a study. Name one of its runs: {run}/METHOD/SPLIT/seed-N.")
-    if not path.is_file():
-        raise ConfigError(f"{run} is no folder of a run: {path.name} is absent. {NEEDED}")
+    refuse_no_run(run)
     try:
-        return Config.load(path)
+        return Config.load(run / CONFIG_FILE)
     except ConfigError:
         values = RunFolder.settings(run)
         fields = {field.alias or name: name for name, field in Config.model_fields.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.lab.files import STUDY_FILE
+from fedbn_flwr.lab.files import STUDY_FILE, refuse_no_results
 from fedbn_flwr.lab.output.folder import is_locked
 from fedbn_flwr.lab.report.files import RunFiles, StudyFiles
 from fedbn_flwr.lab.report.page import GENERATOR, Page
@@ -108,11 +108,7 @@ def _page(folder: Path, foot: str, live: int) -> tuple[Page, bool]:
     if (folder / STUDY_FILE).is_file():
         study = StudyFiles.read(folder)
         return study_page(study, foot, live), study.ended
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(
-            f"{str(folder)!r} is not the folder of a run or a study: it has neither config.yaml nor study.yaml. Give "
-            "the --out of `fedbn-flwr run` or `fedbn-flwr sweep`."
-        )
+    refuse_no_results(folder)
     run = RunFiles.read(folder)
     return run_page(run, foot, live), bool(run.summary)
 
