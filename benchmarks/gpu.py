@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from gpu_ways import (
     eager,
     federated_rate,
     graphed,
+    mps,
     start,
     streamed,
     synchronise,
@@ -184,17 +186,23 @@ def together(device: torch.device, clients: int, limits: Limits) -> dict[str, Ro
 
 
 def in_workers(device: torch.device, clients: int, limits: Limits) -> dict[str, Row]:
-    """Return the rates of rounds of this package's FedAvg, with the clients in worker processes (0: in this one)."""
+    """Return the rates of rounds of this package's FedAvg, with the clients in worker processes (0: in this one).
+
+    On a GPU also with worker processes that share it by CUDA's Multi-Process Service, where that is installed.
+    """
     rows: dict[str, Row] = {}
-    for workers in (0, 2, 4):
-        row = rows[f"fedbn-flwr, a round of FedAvg, workers={workers}"] = Row()
+    ways = [(0, False), (2, False), (4, False), *([(2, True), (4, True)] if device.type == "cuda" else [])]
+    for workers, shared in ways:
+        name = f"workers={workers}{', MPS' * shared}"
+        row = rows[f"fedbn-flwr, a round of FedAvg, {name}"] = Row()
         for size in BATCHES:
             try:
-                row.rates[size] = federated_rate(Setting(device, size, clients), workers, limits)
+                with mps() if shared else nullcontext():
+                    row.rates[size] = federated_rate(Setting(device, size, clients), workers, limits)
                 row.notes[size] = "tests hold its bits"
             except Exception as error:
                 row.notes[size] = failure(error)
-            print(f"batch {size}, workers={workers}: {row.notes[size]}", file=sys.stderr, flush=True)
+            print(f"batch {size}, {name}: {row.notes[size]}", file=sys.stderr, flush=True)
     return rows
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 import statistics
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -320,6 +324,31 @@ def at_barrier(setting: Setting, how: str | None) -> Way:
         list(pool.map(one, range(setting.clients), batches, [barrier] * setting.clients))
 
     return Way(step, lambda: [model.state_dict() for model in models])
+
+
+@contextmanager
+def mps() -> Iterator[None]:
+    """Let processes that begin in the block share the GPU by CUDA's Multi-Process Service, with a daemon of their own.
+
+    Raises:
+        RuntimeError: the service is not installed.
+        CalledProcessError: its daemon does not start.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        raise RuntimeError("nvidia-cuda-mps-control is not installed")
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        before = dict(os.environ)
+        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        try:
+            subprocess.run([control, "-d"], check=True)
+            try:
+                yield
+            finally:
+                subprocess.run([control], input="quit\n", text=True, check=False)
+        finally:
+            os.environ.clear()
+            os.environ |= before
 
 
 class Images:
