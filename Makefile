@@ -48,6 +48,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/aggregation.py --write docs/performance.md
 	$(BIN)/python benchmarks/startup.py --write docs/performance.md
 	$(BIN)/python benchmarks/step_profile.py --write docs/performance.md
+	$(BIN)/python benchmarks/small_steps.py --write docs/performance.md
 	$(BIN)/python benchmarks/images.py --write docs/performance.md
 	$(BIN)/python benchmarks/sweep.py --write docs/performance.md
 	$(BIN)/python benchmarks/methods.py --write docs/performance.md

@@ -189,7 +189,11 @@ def main(
     """Measure a step in each way."""
     torch.set_num_threads(1)
     counts = [int(count) for count in stacked.split(",")]
-    rows = [row(name, setting, counts, turns) for name, setting in SETTINGS.items() if only in name]
+    rows = []
+    for name, setting in SETTINGS.items():
+        if only in name:
+            rows.append(row(name, setting, counts, turns))
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     head = ["step", "plain, CPU ms", "compiled model", "compiled step"]
     head += [*(f"{count} clients stacked" for count in counts), f"{counts[-1]} stacked and compiled"]
     head += ["compiling a step, CPU s", "difference of a stacked step"]
