@@ -26,7 +26,8 @@ def evaluate(
     bn: Annotated[
         str,
         typer.Option(
-            help="averaged; own:CLIENT; adapt: statistics of the new inputs; or test-time BatchNorm, for each group by "
+            help="averaged; own:CLIENT; adapt: statistics of the new inputs, unless another class mix makes them; "
+            "nearest, blend: the clients' BN parts by these statistics; or test-time BatchNorm, for each group by "
             "itself: batch, mix, momentum, full. Default: the global BN."
         ),
     ] = "",
@@ -52,7 +53,8 @@ def evaluate(
             column.overflow = "fold"
         for row in rows:
             values = [f"{value:.4f}" for value in row.result.named().values()]
-            table.add_row(row.data, row.statistics, str(row.result.num_examples), *values)
+            named = f"{row.statistics} (chosen)" if row.chosen else row.statistics
+            table.add_row(row.data, named, str(row.result.num_examples), *values)
         console.print(table)
         console.print("Each figure is pooled: over all these examples together.")
         if out:

@@ -15,39 +15,34 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN, evaluate_adapted
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, EngineError, unknown_name
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.finished_runs.examples import DataPart, choose_examples, overlap
 from fedbn_flwr.lab.finished_runs.new_data import config_of_data, data_for_model
+from fedbn_flwr.lab.finished_runs.new_site import ADAPT, AS_SAVED, OF_A_SITE, Choices, Load, choices
 from fedbn_flwr.lab.finished_runs.predictions import LastOutputs, predictions_csv
-from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
+from fedbn_flwr.lab.finished_runs.saved_model import BLEND, NEAREST, Choice, load_model
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.setup import on_device
-from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.evaluation import EvalResult
-from fedbn_flwr.training.tasks import Task
 
 __all__ = ["ADAPT", "DataPart", "Row", "evaluate_run"]
 
 logger = logging.getLogger("flwr")
 
-ADAPT = "adapt"
-"""The BN whose statistics are re-estimated on the new inputs; no target is used."""
-
-_AS_SAVED, _REESTIMATED = "as saved", "re-estimated"
 _CLIENT = re.compile(r"own:(\d+)")
 _PARTS = {"train": "the training examples", "test": "the test examples", "all": "all examples"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """The result on some of the data: all, or those of one group; with which BN statistics."""
+    """The result on some of the data, all or one group; with which BN, and whether this is the one to use."""
 
     data: str
     statistics: str
     result: EvalResult
+    chosen: bool = False
 
 
 def evaluate_run(
@@ -67,8 +62,8 @@ def evaluate_run(
         run: the run's folder.
         data: config keys of the data, at least ``dataset``; for own data those of the run are the defaults. Beside a
             mode of test-time BatchNorm its ``test-bn-...``, too.
-        bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, ``ADAPT``, or a mode of ``TestBN``: each
-            group of the data then has statistics of its own inputs.
+        bn: "" for the global model, "averaged" or "own:CLIENT" for that BN; ``OF_A_SITE``: BN by statistics of all
+            these inputs; or a mode of ``TestBN``: each group of the data then has statistics of its own inputs.
         part: the examples to use; "" = all of own data without a split of their own that are not those of the run, else
             the test examples.
         out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing is written.
@@ -76,7 +71,8 @@ def evaluate_run(
 
     Returns:
         What model it is and how the data become its inputs and targets, and the results: with all data first, then by
-        group. With ``ADAPT`` or a mode of ``TestBN`` those of the statistics as saved come first.
+        group. With ``OF_A_SITE`` or a mode of ``TestBN`` those of the statistics as saved come first; of ``OF_A_SITE``
+        one is chosen, without a look at targets, and the others say what it gains or loses.
 
     Raises:
         ConfigError: the data do not fit the model, or a setting is bad.
@@ -108,14 +104,22 @@ def evaluate_run(
     rows: list[Row] = []
     outputs = LastOutputs(model, wanted=out is not None and not task.by_pixel)
     predicted: dict[str, Tensor] = {}
-    for statistics, by in _statistics(model, config, bn).items():
-        if statistics == _REESTIMATED:
-            _reestimate(model, everyone, task, saved)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    of_site = choices(model, everyone, task, saved, bn) if bn in OF_A_SITE else _as_saved()
+    if of_site.why:
+        what = f"{what}; {of_site.why}"
+    for statistics, load, by in _tests(model, config, bn, of_site):
+        model.load_state_dict(own)
+        load(model)
         with outputs:
-            rows.append(Row("all", statistics, evaluate_adapted(model, everyone, by, task)))
+            result = evaluate_adapted(model, everyone, by, task)
+        chosen = statistics == of_site.chosen
+        rows.append(Row("all", statistics, result, chosen))
         if outputs.wanted:
             predicted[statistics] = outputs.last(len(everyone))
-        rows += [Row(name, statistics, evaluate_adapted(model, view, by, task)) for name, view in groups.items()]
+        rows += [
+            Row(name, statistics, evaluate_adapted(model, view, by, task), chosen) for name, view in groups.items()
+        ]
 
     if out is not None:
         predictions = ""
@@ -130,16 +134,23 @@ def evaluate_run(
 def _choice(bn: str, state_dir: Path | None) -> Choice:
     if bn in ("", ADAPT, *TEST_BN_MODES):
         return Choice(state_dir=state_dir)
+    if bn in (NEAREST, BLEND):
+        return Choice(state_dir=state_dir, parts=True)
     if client := _CLIENT.fullmatch(bn):
         return Choice(client=int(client[1]), state_dir=state_dir)
     if bn != "averaged":
-        others = ", ".join([ADAPT, *TEST_BN_MODES])
+        others = ", ".join([*OF_A_SITE, *TEST_BN_MODES])
         raise ConfigError(f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2), {others}, or no bn.")
     return Choice(averaged=True, state_dir=state_dir)
 
 
-def _statistics(model: nn.Module, config: Config, bn: str) -> dict[str, TestBN | None]:
-    """Return the BN statistics to evaluate with, by their names in the results.
+def _as_saved() -> Choices:
+    """Return the choice of a test that has none."""
+    return Choices({AS_SAVED: lambda model: None}, "", "")
+
+
+def _tests(model: nn.Module, config: Config, bn: str, of_site: Choices) -> list[tuple[str, Load, TestBN | None]]:
+    """Return the tests: their names in the results, what loads the BN of each, and test-time statistics.
 
     Raises:
         ConfigError: the model has no statistics to replace with those of the test inputs.
@@ -147,27 +158,17 @@ def _statistics(model: nn.Module, config: Config, bn: str) -> dict[str, TestBN |
     by = config.test_bn_settings()
     if by and Part.STATISTICS not in split_state(model).part_of.values():
         raise ConfigError(f"bn={bn} needs BatchNorm with running statistics, and the model has none. Leave bn out.")
-    statistics: dict[str, TestBN | None] = {_AS_SAVED: None}
-    if bn == ADAPT:
-        statistics[_REESTIMATED] = None
-    elif by:
-        statistics[str(by)] = by
-    return statistics
-
-
-def _reestimate(model: nn.Module, data: Batches, task: Task, saved: SavedModel) -> None:
-    """Give BatchNorm the mean and the (biased) variance of the new inputs under these weights."""
-    moments = reestimate_statistics(model, data, batch_size=task.test_batch)
-    if not moments:
-        raise ConfigError(
-            f"bn={ADAPT} re-estimates BN statistics from two or more examples. The data have {len(data)}, and "
-            f"model={saved.config.model} with norm={saved.config.norm} needs BatchNorm. Leave bn out."
-        )
-    load_statistics(model, moments)
+    tests: list[tuple[str, Load, TestBN | None]] = [(name, load, None) for name, load in of_site.models.items()]
+    return tests + ([(str(by), of_site.models[AS_SAVED], by)] if by else [])
 
 
 def _write(out: Path, predictions: str, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    results = [{"data": row.data, "statistics": row.statistics, **_numbers(row.result)} for row in rows]
+    chosen = any(row.chosen for row in rows)
+    results = [
+        {"data": row.data, "statistics": row.statistics, **({"chosen": row.chosen} if chosen else {})}
+        | _numbers(row.result)
+        for row in rows
+    ]
     try:
         out.mkdir(parents=True, exist_ok=True)
         if predictions:

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import nn
 
 from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted, try_batches
 from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.batchnorm.client_parts import distance
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.batchnorm.reestimation import Moments, load_statistics, reestimate_statistics
+from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.lab.output.summary import CLIENTS, HELD_OUT
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
@@ -27,9 +27,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import load_state
 
-__all__ = ["HeldOut", "client_means", "client_means_by_domain", "distance"]
-
-_SMALLEST = 1e-12  # of a variance by which a distance is divided
+__all__ = ["HeldOut", "client_means", "client_means_by_domain"]
 
 
 def client_means(report: RoundReport, trained: Collection[str], task: Task) -> dict[str, float]:
@@ -158,27 +156,6 @@ class HeldOut:
 
     def _tested(self, model: nn.Module, tests: Any, which: str) -> dict[str, float]:
         return evaluate(model, tests, task=self._task).named(f"{which}-")
-
-
-def distance(state: State, moments: Mapping[str, Moments]) -> float:
-    """Return how far running statistics are from re-estimated ones: the mean over all channels of a squared distance.
-
-    That of a channel is ((difference of means)^2 + (difference of standard deviations)^2) / re-estimated variance, the
-    squared 2-Wasserstein distance of normal distributions in units of the second one's variance (ours).
-
-    Args:
-        state: a state, or a part of it, with ``PATH.running_mean`` and ``PATH.running_var``; others are left out.
-        moments: as ``reestimate_statistics`` returns them.
-    """
-    apart = []
-    for path, of_layer in moments.items():
-        if f"{path}.running_mean" not in state:
-            continue
-        mean, var = (np.asarray(state[f"{path}.{name}"], np.float64) for name in ("running_mean", "running_var"))
-        variance = np.maximum((of_layer.m2 / of_layer.count).cpu().numpy(), _SMALLEST)
-        gaps = (mean - of_layer.mean.cpu().numpy()) ** 2 + (np.sqrt(var) - np.sqrt(variance)) ** 2
-        apart.append(gaps / variance)
-    return float(np.concatenate(apart).mean()) if apart else float("inf")
 
 
 def _shared_parts(strategy: Strategy | None) -> dict[int, State]:

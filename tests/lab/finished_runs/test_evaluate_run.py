@@ -120,8 +120,8 @@ def test_test_time_bn_of_the_averaged_bn_parts(quick_run) -> None:
 
 def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg) -> None:
     _, run = fedavg
-    plain, adapted = evaluate_run(run, {"dataset": "digits"}, "adapt")[1]
-    assert (plain.statistics, adapted.statistics) == ("as saved", "re-estimated")
+    plain, adapted, balanced = evaluate_run(run, {"dataset": "digits"}, "adapt")[1]
+    assert [plain.statistics, adapted.statistics, balanced.statistics] == ["as saved", "re-estimated", "balanced"]
     config = Config.load(run / "config.yaml")
     model, view = make_model(config), partitioned_data(config, 3).test_view()
     model.load_state_dict(global_state(run))
@@ -261,11 +261,12 @@ def test_adapted_predictions_stand_beside_the_saved_ones_with_patient_and_hospit
     plain, both = found[""], found["adapt"]
     assert list(plain[0])[:4] == ["row", "hospital", "patient", "target"]
     assert [(line["hospital"], line["patient"]) for line in plain] == [("ab"[k % 2], f"p{k // 4}") for k in range(60)]
-    assert [line["statistics"] for line in both] == ["as saved"] * 60 + ["re-estimated"] * 60
+    statistics = ["as saved", "re-estimated", "balanced"]
+    assert [line["statistics"] for line in both] == [name for name in statistics for _ in range(60)]
     assert [{**line, "statistics": "as saved"} for line in plain] == both[:60]
-    adapted = [line["probability-1"] for line in both[60:]]
+    adapted = [line["probability-1"] for line in both[60:120]]
     assert adapted != [line["probability-1"] for line in plain]
-    assert [line["row"] for line in both[60:]] == [line["row"] for line in plain]
+    assert [line["row"] for line in both[60:120]] == [line["row"] for line in plain]
 
 
 @pytest.fixture
