@@ -6,6 +6,9 @@ files, OUT/DOMAIN/{train,test}/CLASS/NUMBER.png.
 ``python docs/results/own_data.py collages OUT.npz [COUNT]``: COUNT collages (400) of each of the five domains of
 ``digits-domains`` for training and half as many for tests. A collage is four digits of 14 pixels in two rows; its
 targets are ten labels, which digits are there.
+
+``python docs/results/own_data.py digits FOLDER OUT.npz``: 743 training and 743 test images each of MNIST, USPS and
+MNIST-M, 28 pixels, with the domain as the client.
 """
 
 from __future__ import annotations
@@ -31,6 +34,20 @@ def office(source: Path, out: Path) -> None:
                     folder = out / domain / part / classes[label]
                     folder.mkdir(parents=True, exist_ok=True)
                     Image.fromarray(image).save(folder / f"{number:04}.png")
+
+
+def digits(source: Path, out: Path, count: int = 743) -> None:
+    """Write x, y, client and split of one npz file, drawn with seed 0."""
+    data, draw = load_dataset(DATASETS["digits-five"], data_dir=source), np.random.default_rng(0)
+    found: dict[str, list[np.ndarray]] = {"x": [], "y": [], "client": [], "split": []}
+    for part, samples in (("train", data.train), ("test", data.test)):
+        for group, name in enumerate(data.group_names):
+            chosen = np.sort(draw.permutation(np.flatnonzero(samples.groups.numpy() == group))[:count])
+            found["x"].append(samples.inputs[chosen].permute(0, 2, 3, 1).numpy())
+            found["y"].append(samples.targets[chosen].numpy())
+            found["client"].append(np.full(count, name))
+            found["split"].append(np.full(count, part))
+    np.savez_compressed(out, **{name: np.concatenate(arrays) for name, arrays in found.items()})
 
 
 def collages(out: Path, count: int) -> None:

@@ -19,7 +19,7 @@ $$w_k = \frac{1 / d_k}{\sum_j 1 / d_j},$$
 and of the clients' parts $\gamma = \sum_k w_k \gamma_k$, $\beta = \sum_k w_k \beta_k$, $\mu = \sum_k w_k \mu_k$ and
 $s = \sum_k w_k (s_k + (\mu_k - \mu)^2)$, the statistics of inputs of which the share $w_k$ comes from client $k$.
 
-Source: Segu, Tonioni, Tombari 2021, arXiv:2011.12672 (distances of Gaussian BN statistics, weights by their inverse).
+Source: Segu, Tonioni, Tombari 2020, arXiv:2011.12672 (distances of Gaussian BN statistics, weights by their inverse).
 
 ## Differs from the paper
 

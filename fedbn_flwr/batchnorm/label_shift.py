@@ -14,18 +14,25 @@ of all inputs (Saerens, Latinne, Decaestecker 2002, equation 2.4). The part of t
 
 $$\rho = \frac{\lVert \mathrm{E}_x \Delta(x) \rVert^2}{\mathrm{E}_x \lVert \Delta(x) \rVert^2} \in [0, 1].$$
 
-1. ``re-estimated``: the statistics of the new inputs (``batchnorm.reestimation``), if $\rho \le$ ``LIMIT``.
-2. ``balanced``: else those of the new inputs weighted by predicted class, if their $\rho \le$ ``LIMIT``. An input
-   that the model with its own statistics puts into class $c$ has the weight $w = \pi_c / n_c$, with $n_c$ the number of
-   inputs in $c$ and $\pi_c$ the share of $c$ in training. With $m_i$ the mean of a channel over the positions of input
-   $i$, and $\sum_i w_i = 1$,
+With $m, \mu, s$ the mean of a channel over the new inputs under the model's own statistics, and its running mean and
+variance, $D$ is the largest $\sum (m - \mu)^2 / \sum s$ over the layers, with sums over the channels. Inputs of the
+same kind with shares $q$ of the classes have $D \le \sum_c (q_c - \pi_c)^2 / \pi_c$ (Cauchy and Schwarz): at most 2
+where there are two classes, and each had a third of the training or more.
+
+1. ``re-estimated``: the statistics of the new inputs (``batchnorm.reestimation``), if $D >$ ``MOVED``: so far the
+   inputs of another mix alone are not, they come from another device or are in another unit.
+2. ``balanced``: else the statistics weighted by predicted class, if their $\rho \le$ ``LIMIT``. An input that the model
+   with its own statistics puts into class $c$ has the weight $w = \pi_c / n_c$, with $n_c$ the number of inputs in $c$
+   and $\pi_c$ the share of $c$ in training. With $m_i$ the mean of a channel over the positions of input $i$, and
+   $\sum_i w_i = 1$,
 
    $$\mu = \sum_i w_i m_i, \qquad v = \sum_i w_i\, \mathrm{E}_{\mathrm{positions}} (x_i - \mu)^2.$$
 
-3. ``declined``: else the model keeps its own statistics.
+3. ``re-estimated``: else the plain statistics, if their $\rho \le$ ``LIMIT``.
+4. ``declined``: else the model keeps its own statistics.
 
-The guard is careful: a shift of the inputs that moves the outputs of all of them alike looks like another class mix,
-and is declined, too. The labels of a few examples tell the two apart.
+The guard is careful: a smaller shift of the inputs that moves the outputs of all of them alike looks like another
+class mix, and is declined, too. The labels of a few examples tell the two apart.
 
 Source of the weights: Su, Xu, Jia 2024, arXiv:2309.14949 (balanced BatchNorm: statistics of each class by pseudo-label,
 averaged over the classes). That adaptation of BatchNorm fails under label shift: the same, and Vianna et al. 2024,
@@ -54,7 +61,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.reestimation import Moments, load_statistics, mixture, reestimate_statistics
+from fedbn_flwr.batchnorm.reestimation import (
+    GatheredMoments,
+    Moments,
+    load_statistics,
+    mixture,
+    moments_of,
+    reestimate_statistics,
+)
 from fedbn_flwr.batchnorm.taken_forward import watch_inputs
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.batches import Batches, with_positions
@@ -63,11 +77,13 @@ from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
-__all__ = ["BALANCED", "DECLINED", "LIMIT", "REESTIMATED"]
-__all__ += ["Guarded", "balanced_statistics", "class_weights", "guarded_statistics", "mix_share"]
+__all__ = ["BALANCED", "DECLINED", "LIMIT", "MOVED", "REESTIMATED"]
+__all__ += ["Guarded", "balanced_statistics", "class_weights", "guarded_statistics", "mean_shift", "mix_share"]
 
-LIMIT = 0.4
+LIMIT = 0.25
 """Largest part of the change that may be another class mix."""
+MOVED = 2.0
+"""How far the means of a layer's inputs are, squared and in variances, from which on no class mix explains it."""
 
 REESTIMATED, BALANCED, DECLINED = "re-estimated", "balanced", "declined"
 
@@ -80,18 +96,23 @@ class Guarded:
         kept: which statistics to use; "declined" = the model's own.
         statistics: the moments by layer path, "re-estimated" and, where the guard could make them, "balanced".
         shares: rho of each of these; empty where the task has no class for each input, so that there is no guard.
+        moved: D.
     """
 
     kept: str
     statistics: Mapping[str, Mapping[str, Moments]]
     shares: Mapping[str, float] = field(default_factory=dict)
+    moved: float = 0.0
 
     def __str__(self) -> str:
         """What is kept, and why."""
         if not self.shares:
             return "re-estimated (not guarded: the task has no class for each example)"
         parts = ", ".join(f"{share:.0%} with {name} statistics" for name, share in self.shares.items())
-        return f"{self.kept} (another class mix makes of the change of the outputs {parts}; limit {LIMIT:.0%})"
+        return (
+            f"{self.kept} (another class mix makes of the change of the outputs {parts}, limit {LIMIT:.0%}; the inputs "
+            f"of a layer have moved by {self.moved:.2g} variances, limit {MOVED:g})"
+        )
 
 
 def guarded_statistics(
@@ -126,8 +147,10 @@ def guarded_statistics(
         with _own_statistics_after(model):
             load_statistics(model, moments)
             changed[name] = mix_share(before, log_probabilities(model, data, task, batch_size))
-    kept = next((name for name, share in changed.items() if share <= LIMIT), DECLINED)
-    return Guarded(kept, statistics, changed)
+    moved = mean_shift(model, data, batch_size)
+    kept = next((name for name in (BALANCED, REESTIMATED) if changed.get(name, 1.0) <= LIMIT), DECLINED)
+    kept = REESTIMATED if moved > MOVED else kept
+    return Guarded(kept, statistics, changed, moved)
 
 
 def has_classes(task: Task) -> bool:
@@ -159,6 +182,24 @@ def mix_share(before: Tensor, after: Tensor) -> float:
     change = (after - after.mean(1, keepdim=True)) - (before - before.mean(1, keepdim=True))
     whole = float(change.square().sum(1).mean())
     return float(change.mean(0).square().sum()) / whole if whole else 0.0
+
+
+def mean_shift(model: nn.Module, data: Batches, batch_size: int) -> float:
+    """Return D, how far the means of a layer's inputs have moved from its running means, in running variances."""
+    gathered = GatheredMoments()
+    with _own_statistics_after(model) as layers, kept_modes(model), torch.no_grad(), ExitStack() as closing:
+        for layer in layers:
+            closing.callback(watch_inputs(layer, lambda layer, x: gathered.gather(layer, moments_of(x))))  # type: ignore[arg-type]
+        model.eval()
+        prepared = inputs_for(model)
+        for _, (inputs, _) in with_positions(data, torch.split(torch.arange(len(data)), batch_size or len(data))):
+            model(prepared(inputs))
+    apart = [0.0]
+    for path, moments in gathered.by_path(model).items():
+        layer = model.get_submodule(path)
+        mean, variance = (getattr(layer, name).double() for name in ("running_mean", "running_var"))
+        apart.append(float((moments.mean - mean).square().sum() / variance.sum().clamp(min=1e-300)))
+    return max(apart)
 
 
 def class_weights(predicted: Tensor, shares: Tensor) -> Tensor:

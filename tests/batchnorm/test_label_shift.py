@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.label_shift import (
     BALANCED,
     DECLINED,
+    MOVED,
     REESTIMATED,
     Guarded,
     balanced_statistics,
     class_weights,
     guarded_statistics,
+    mean_shift,
     mix_share,
 )
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
@@ -147,13 +149,32 @@ def test_another_class_mix_alone_is_not_adapted_to(task: Any, outputs: int) -> N
 
 
 def test_other_inputs_with_the_same_mix_are_adapted_to() -> None:
-    """Another scale: the model puts all into the right class, but for those that move over the border."""
+    """Another scale keeps the mix; a shift further than any mix goes is adapted to by all inputs alike."""
     model, data = classifier(), TwoClasses((400, 400), scale=0.1)
-    found = guarded_statistics(model, data, CLASSIFICATION, batch_size=0)
-    assert found.kept == REESTIMATED
-    assert found.shares[REESTIMATED] < 0.05
     before = model.state_dict()["0.running_mean"].clone()
+    found = guarded_statistics(model, data, CLASSIFICATION, batch_size=0)
+    assert found.kept == BALANCED
+    assert max(found.shares.values()) < 0.05
     assert torch.equal(model.state_dict()["0.running_mean"], before)
+    far = TwoClasses((400, 400), moved=-12.0)
+    found = guarded_statistics(model, far, CLASSIFICATION, batch_size=0)
+    assert found.shares[REESTIMATED] > 0.9
+    assert found.kept == REESTIMATED
+    assert correct(model, far) < 0.55
+    assert correct(model, far, found.statistics[REESTIMATED]) > 0.99
+
+
+@pytest.mark.parametrize("counts", [(1000, 0), (0, 900), (450, 50), (333, 667)])
+def test_no_class_mix_moves_the_inputs_further_than_the_limit(counts: tuple[int, int]) -> None:
+    """The bound of Cauchy and Schwarz for shares of a third or more, and D itself by hand."""
+    model = classifier()
+    load_statistics(model, reestimate_statistics(model, TwoClasses((400, 800)), batch_size=0))
+    data = TwoClasses(counts)
+    mean, variance = (model.state_dict()[f"0.running_{name}"] for name in ("mean", "var"))
+    by_hand = sum((data.inputs[:, c].mean() - mean[c]) ** 2 for c in range(5)) / sum(variance)
+    found = mean_shift(model, data, 100)
+    assert found == pytest.approx(float(by_hand), rel=1e-12)
+    assert found <= MOVED
 
 
 def test_the_training_shares_are_those_that_balance() -> None:
@@ -195,7 +216,7 @@ def test_what_the_guard_cannot_do_is_said(points: Any) -> None:
 def test_the_words_of_a_choice() -> None:
     text = str(Guarded(DECLINED, {}, {REESTIMATED: 0.781, BALANCED: 0.5}))
     assert text.startswith("declined (")
-    assert "78% with re-estimated statistics, 50% with balanced statistics; limit 40%" in text
+    assert "78% with re-estimated statistics, 50% with balanced statistics, limit 25%" in text
 
 
 @pytest.fixture

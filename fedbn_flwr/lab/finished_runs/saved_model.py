@@ -144,8 +144,8 @@ def _client_parts(run: Path, config: Config, model: nn.Module, choice: Choice) -
     if Part.STATISTICS not in local or Part.REST in local:
         kept = ", ".join(part for part in Part if part in local) or "nothing"
         raise ConfigError(
-            f"{run}: bn={NEAREST} and bn={BLEND} need the BN parts of the clients, and with strategy={config.strategy} they keep "
-            f"{kept}. They are for methods whose clients keep BN alone (fedbn, silobn); use bn=adapt here."
+            f"{run}: bn={NEAREST} and bn={BLEND} need the BN parts of the clients, and with strategy={config.strategy} "
+            f"they keep {kept}. They are for methods whose clients keep BN alone (fedbn, silobn); use bn=adapt here."
         )
     entries = {*split_state(model).select([Part.AFFINE, Part.STATISTICS])}
     files = {client: client_file(run, client) for client in range(config.num_clients)}
