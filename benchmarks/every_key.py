@@ -84,6 +84,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "test-bn-batch-size": (50, TEST_BN),
     "test-batch-size": (50, {}),
     "metrics": ("balanced-accuracy", {}),
+    "main-metric": ("auroc", {}),
     "seed": (1, {}),
     "local-steps": (3, {}),
     "local-epochs": (2, {"local-steps": 0}),

@@ -21,6 +21,7 @@ LEVELS = (
     ("mods", "__init__"),
     # Up to here the core, from here the laboratory.
     ("lab/data", "lab/models", "lab/export", "lab/files", "lab/own_code", "lab/deployment", "lab/__init__"),
+    ("lab/sites",),
     ("lab/config",),
     ("lab/setup", "lab/early_stopping", "lab/trackers"),
     ("lab/partitioned",),
@@ -35,7 +36,17 @@ LEVELS = (
 """Each layer may import from its own level and from those above it in this list."""
 FACES = ("data", "models", "export", "app")
 """What other projects import of the laboratory."""
-TORCH_ONLY = ("errors", "seeds", "training", "norms", "batchnorm", "doctor", "lab/data", "lab/models", "lab/export")
+TORCH_ONLY = (
+    "errors",
+    "seeds",
+    "training",
+    "norms",
+    "batchnorm",
+    "doctor",
+    "lab/data",
+    "lab/models",
+    "lab/export",
+)
 APART = (
     ("server", "engines"),
     ("norms", "compat/flower"),

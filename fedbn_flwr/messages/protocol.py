@@ -99,6 +99,7 @@ RUN = Key("fedbn-flwr.run", "str: this run and its resumptions", "server", "clie
 COMMITTED = Key("fedbn-flwr.committed", "str, comma list: rounds of the checkpoints", "server", "client")
 TEST_SETS = Key("test-sets", "str, comma list", "server", "client")
 VALIDATION = "validation"  # in TEST_SETS: the client's validation data
+OWN = "own"  # in TEST_SETS: the client's own test data
 INPUT_MEAN = Key("fedbn-flwr.input-mean", "list of float: mean of inputs over the nodes", "server", "client")
 INPUT_STD = Key("fedbn-flwr.input-std", "list of float: standard deviation of inputs", "server", "client")
 FROZEN = Key("fedbn-flwr.frozen", "bool: BN is frozen in this round", "server", "client")
@@ -172,6 +173,9 @@ NUM_PARTITIONS = Key("num-partitions", "int", "client, node config", "server, cl
 STATE_DIR = Key("state-dir", "str: absolute folder of the kept state", "node config, run config", "client")
 DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
 REPORT_DATA = Key("report-data", "bool: the server may have the data report", "node config", "client")
+REPORT_INTERVALS = Key(
+    "report-intervals", "bool: the server may have the site's interval and number of patients", "node config", "client"
+)
 DATA_CLASSES = Key("data-classes", "str, comma list: classes of the node's own data", "node config", "client")
 ALLOW_PATHS = Key("allow-paths", "str, comma list: folders whose paths a run may name", "node config", "client")
 ALLOW_MODULES = Key("allow-modules", "str, comma list: modules that a run may name", "node config", "client")
@@ -182,6 +186,7 @@ NODE_KEYS = (
     STATE_DIR,
     DATA_PATH,
     REPORT_DATA,
+    REPORT_INTERVALS,
     DATA_CLASSES,
     ALLOW_PATHS,
     ALLOW_MODULES,

@@ -21,7 +21,7 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     STEPS,
 )
-from fedbn_flwr.training.tasks import METRICS
+from fedbn_flwr.training.tasks import METRICS, quantity_of
 
 __all__ = ["AVERAGED", "RoundReport", "Traffic", "average_metrics"]
 
@@ -118,7 +118,6 @@ class RoundReport:
         self.rejected[node_id] = text if before is None else f"{before}; {text}"
 
 
-_MAY_BE_NAN = tuple(f"-{name}" for name in METRICS)
 _COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_NOT_FINITE, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
 _OF_SET = f"-{NUM_EXAMPLES}"  # of one test set
 AVERAGED = "averages weighted by examples, counts summed"
@@ -155,7 +154,7 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         if _is_count(key) and all(_is_whole(value) for _, value in pairs):
             averaged[key] = int(sum(value for _, value in pairs))
             continue
-        if f"-{key}".endswith(_MAY_BE_NAN):
+        if quantity_of(key).partition(":")[0] in METRICS:  # which may be NaN
             pairs = [(weight, value) for weight, value in pairs if value == value] or pairs
         if not (total := sum(weight for weight, _ in pairs)):
             continue  # of empty test sets alone

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.batches import Batches, join_last, with_positions
 from fedbn_flwr.training.memory_format import device_of, inputs_for
-from fedbn_flwr.training.metrics import confusion, mean_iou
+from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.scripted import is_scripted_batchnorm, refuse_scripted
 from fedbn_flwr.training.single_examples import refusing_layers
@@ -59,6 +59,7 @@ def evaluate(
     task: Task = CLASSIFICATION,
     batch_size: int = 0,
     tries_last: bool = True,
+    on_batch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> EvalResult:
     """Return the metrics of ``model`` on all of ``data`` in eval mode; afterwards every module has its mode again.
 
@@ -71,6 +72,7 @@ def evaluate(
             statistics of the batch.
         tries_last: whether the last example alone is tried, in a forward pass of its own; not where hooks of the model
             count its passes.
+        on_batch: called with the outputs (B, ...) and the targets (B, ...) of each batch, in order.
 
     Returns:
         Mean loss (every target has the same weight, also in a smaller last batch) and the metrics of the task. NaN if
@@ -94,6 +96,8 @@ def evaluate(
             targets = task.on_device(targets, device)
             task.check(outputs, targets)
             sums.add(outputs, targets)
+            if on_batch:
+                on_batch(outputs, targets)
         return sums.result(len(data))
 
 
@@ -121,7 +125,7 @@ class _Sums:
         loss = task.loss(outputs, targets).double() * counted
         loss = torch.where(counted > 0, loss, 0.0)  # torch's mean over no target is NaN
         self._totals += torch.stack([loss, task.correct(outputs, targets), counted])
-        if "miou" in task.metrics:
+        if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):
             counts = confusion(outputs, targets, task.ignore)
             self._confusion = counts if self._confusion is None else self._confusion + counts
         if task.metrics_of_all_outputs:
@@ -140,7 +144,7 @@ class _Sums:
         loss, correct, _ = (self._totals / self._totals[2]).tolist()
         metrics = {"accuracy": correct}
         if self._confusion is not None:
-            metrics["miou"] = mean_iou(self._confusion)
+            metrics |= {"miou": mean_iou(self._confusion), "dice": dice(self._confusion)}
         if self._gathered:
             metrics |= self._task.measure(*(torch.cat(parts).cpu() for parts in zip(*self._gathered, strict=True)))
         tested = num_examples if not self._unusable or self._totals[2] else 0

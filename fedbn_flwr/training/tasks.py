@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.losses import IGNORED_PIXEL, LossFn, label_cross_entropy, pixel_cross_entropy, squared_error
-from fedbn_flwr.training.metrics import of_classes, of_labels, of_numbers
+from fedbn_flwr.training.metrics import AT, of_classes, of_labels, of_numbers
 
 __all__ = [
     "BINARY",
@@ -31,8 +32,22 @@ __all__ = [
     "quantity_of",
 ]
 
-_COUNTED = ("accuracy", "miou")  # metrics that ``evaluate`` counts batch by batch
-_NO_SHARES = ("mae", "r2", "loss")
+_COUNTED = ("accuracy", "miou", "dice")  # metrics that ``evaluate`` counts batch by batch
+_PROBABILITIES = ("brier", "ece", *AT)  # what they are good for: calibration and thresholds
+_NO_SHARES = ("mae", "rmse", "r2", "loss", "brier")
+_LOWER_IS_BETTER = ("loss", "mae", "rmse", "brier", "ece")
+_LOSS = "loss"  # which every test has
+_WITH_BOUND = re.compile(r"(.*?)(:[\d.]+)?")
+
+
+def _is_one_of(allowed: Sequence[str], metric: str) -> bool:
+    base, _, bound = metric.partition(":")
+    if base not in AT:
+        return metric in allowed
+    try:
+        return base in allowed and 0 < float(bound) < 1
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,7 @@ class Task:
         loss: mean loss of a batch of (outputs (B, classes, ...), targets (B, ...)). With class weights the loss of a
             test depends on how its examples fall into batches, since each is divided by its own weights.
         ignore: targets with this value neither train nor count.
-        score: the main metric of a run.
+        score: the main metric of a run: one of ``metrics``, or the loss.
         test_batch: examples per test batch. It limits the memory, and it changes the last bits of sums.
         plain_test_batch: examples per batch of a test whose BatchNorm layers have running statistics, so that only the
             last bits depend on it; 0 = ``test_batch``.
@@ -68,23 +83,29 @@ class Task:
         """Check the metrics."""
         names = self.metrics or tuple(dict.fromkeys(("accuracy", self.score)))
         object.__setattr__(self, "metrics", names)
-        if wrong := [name for name in names if name not in self.allowed]:
-            raise ConfigError(f"metrics={', '.join(wrong)}: task {self.name} has {', '.join(self.allowed)}")
+        self._refuse("metrics", names, self.allowed)
+
+    def _refuse(self, key: str, names: Sequence[str], allowed: Sequence[str]) -> None:
+        if wrong := [name for name in names if not _is_one_of(allowed, name)]:
+            shown = [f"{name}:0.9 (a number between 0 and 1)" if name in AT else name for name in allowed]
+            raise ConfigError(f"{key}={', '.join(wrong)}: task {self.name} has {', '.join(shown)}")
 
     @property
     def by_pixel(self) -> bool:
         """Whether each pixel has a target."""
-        return self.score == "miou"
+        return self.name == "segmentation"
 
     @property
     def allowed(self) -> tuple[str, ...]:
         """The metrics that the task can have."""
-        return _COUNTED if self.by_pixel else ("accuracy", "balanced-accuracy", "macro-f1", "auroc", "auprc")
+        if self.by_pixel:
+            return _COUNTED
+        return ("accuracy", "balanced-accuracy", "macro-f1", "auroc", "auprc", *_PROBABILITIES)
 
     @property
     def higher_is_better(self) -> bool:
         """Whether a higher score is better."""
-        return self.score != "mae"
+        return higher_is_better(self.score)
 
     @property
     def metrics_of_all_outputs(self) -> list[str]:
@@ -98,6 +119,16 @@ class Task:
             ConfigError: the task does not have them.
         """
         return dataclasses.replace(self, metrics=tuple(dict.fromkeys((*self.metrics, *names))))
+
+    def scored_by(self, metric: str) -> Task:
+        """Return this task with another main metric: one of ``allowed``, or "loss".
+
+        Raises:
+            ConfigError: the task does not have it; the error names those that it has.
+        """
+        self._refuse("main-metric", [metric], [*self.allowed, _LOSS])
+        task = self if metric == _LOSS else self.measuring([metric])
+        return dataclasses.replace(task, score=metric)
 
     def outputs(self, num_classes: int) -> int:
         """Return the number of outputs of a model for data with this number of classes, labels or target columns."""
@@ -217,7 +248,8 @@ class LabelTask(_ColumnTask):
     @property
     def allowed(self) -> tuple[str, ...]:
         """The metrics that the task can have."""
-        return ("accuracy", "balanced-accuracy", "f1" if self.single else "macro-f1", "auroc", "auprc")
+        f1 = "f1" if self.single else "macro-f1"
+        return ("accuracy", "balanced-accuracy", f1, "auroc", "auprc", *_PROBABILITIES)
 
     def outputs(self, num_classes: int) -> int:
         """Return 1 for one label, else the number of labels."""
@@ -268,7 +300,7 @@ class RegressionTask(_ColumnTask):
     @property
     def allowed(self) -> tuple[str, ...]:
         """The metrics that the task can have."""
-        return ("mae", "r2")
+        return ("mae", "rmse", "r2")
 
     def outputs(self, num_classes: int) -> int:
         """Return the number of target columns."""
@@ -316,7 +348,10 @@ METRICS = tuple(dict.fromkeys(name for task in TASKS.values() for name in task.a
 
 def quantity_of(metric: str) -> str:
     """Return what a metric measures, without where: "accuracy" of "test-recalibrated-accuracy"."""
-    return max((name for name in (*METRICS, "loss") if f"-{metric}".endswith(f"-{name}")), key=len, default=metric)
+    found = _WITH_BOUND.fullmatch(metric)
+    base, bound = found.groups("") if found else (metric, "")
+    known = max((name for name in (*METRICS, _LOSS) if f"-{base}".endswith(f"-{name}")), key=len, default="")
+    return known + bound if known else metric
 
 
 def in_percent(metric: str) -> bool:
@@ -326,4 +361,4 @@ def in_percent(metric: str) -> bool:
 
 def higher_is_better(metric: str) -> bool:
     """Return whether more of a metric, such as ``test-accuracy``, is better; not so for losses and errors."""
-    return not {*metric.split("-")}.intersection(("loss", "mae"))
+    return not {*metric.split("-")}.intersection(_LOWER_IS_BETTER)

@@ -16,7 +16,7 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.losses import pixel_cross_entropy
-from fedbn_flwr.training.metrics import confusion, mean_iou
+from fedbn_flwr.training.metrics import AT, confusion, dice, mean_iou
 from fedbn_flwr.training.tasks import (
     BINARY,
     CLASSIFICATION,
@@ -25,7 +25,9 @@ from fedbn_flwr.training.tasks import (
     SEGMENTATION,
     TASKS,
     Task,
+    higher_is_better,
     in_percent,
+    quantity_of,
 )
 
 Booleans = NDArray[np.bool_]
@@ -61,9 +63,9 @@ def scaling() -> nn.Module:
     return model
 
 
-def slow_iou(predicted: Tensor, targets: Tensor, classes: int) -> float:
-    """The set of pixels of each class, by hand."""
-    shares = []
+def slow_overlaps(predicted: Tensor, targets: Tensor, classes: int) -> tuple[float, float]:
+    """The mean IoU and Dice, from the set of pixels of each class, by hand."""
+    shares, dices = [], []
     for label in range(classes):
         told = {
             i
@@ -73,7 +75,8 @@ def slow_iou(predicted: Tensor, targets: Tensor, classes: int) -> float:
         true = {i for i, t in enumerate(targets.flatten()) if t == label}
         if told | true:
             shares.append(len(told & true) / len(told | true))
-    return math.fsum(shares) / len(shares)
+            dices.append(2 * len(told & true) / (len(told) + len(true)))
+    return math.fsum(shares) / len(shares), math.fsum(dices) / len(dices)
 
 
 def test_the_loss_is_the_mean_over_the_pixels_that_count() -> None:
@@ -97,18 +100,21 @@ def test_a_batch_of_ignored_pixels_has_no_loss_and_no_gradient() -> None:
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_evaluation_of_pixels_for_every_batch_size(batch_size: int) -> None:
     logits, targets = pixels()
-    result = evaluate(scaling(), Scenes(logits, targets), task=SEGMENTATION, batch_size=batch_size)
+    task = SEGMENTATION.scored_by("dice")
+    result = evaluate(scaling(), Scenes(logits, targets), task=task, batch_size=batch_size)
     predicted, counted = logits.argmax(1), targets != 255
     assert result.loss == pytest.approx(pixel_cross_entropy(logits, targets).item(), rel=1e-12)
     assert result.accuracy == (predicted == targets).sum().item() / counted.sum().item()
-    assert result.miou == pytest.approx(slow_iou(predicted, targets, 4), rel=1e-12)
+    overlaps = slow_overlaps(predicted, targets, 4)
+    assert (result.miou, result.metrics["dice"]) == pytest.approx(overlaps, rel=1e-12)
     assert result.num_examples == 5
-    assert list(result.named("test-")) == ["test-loss", "test-accuracy", "test-miou"]
+    assert list(result.named("test-")) == ["test-loss", "test-accuracy", "test-miou", "test-dice"]
 
 
 def test_classes_without_targets_and_predictions_are_left_out() -> None:
     counts = torch.tensor([[3, 1, 0, 0], [2, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 5]])
     assert mean_iou(counts) == pytest.approx((3 / 6 + 0 / 3 + 5 / 5) / 3)
+    assert dice(counts) == pytest.approx((6 / 9 + 0 / 3 + 10 / 10) / 3)
     assert math.isnan(mean_iou(torch.zeros(3, 3)))
 
 
@@ -240,6 +246,27 @@ def auprc(truth: Booleans, scores: Numbers) -> float:
     return float(np.mean([truth[scores >= score].mean() for score in scores[truth]]))
 
 
+def at_bound(truth: Booleans, scores: Numbers, bound: float) -> tuple[float, float]:
+    """The best sensitivity at a specificity, and the best specificity at a sensitivity, over every threshold."""
+    points = [((scores[truth] >= t).mean(), (scores[~truth] < t).mean()) for t in [*scores, math.inf]]
+    best = max(up for up, down in points if down >= bound - 1e-9), max(d for u, d in points if u >= bound - 1e-9)
+    return float(best[0]), float(best[1])
+
+
+def brier(chances: Numbers, truth: Numbers) -> float:
+    return float(np.mean(((chances - truth) ** 2).reshape(len(truth), -1).sum(1)))
+
+
+def ece(chances: Numbers, truth: Numbers) -> float:
+    """The sum over 15 bins of their share of the examples times |mean chance - share of truth|."""
+    total = 0.0
+    for low in range(15):
+        inside = (chances >= low / 15) & ((chances < (low + 1) / 15) | (low == 14))
+        if inside.any():
+            total += inside.mean() * abs(chances[inside].mean() - truth[inside].mean())
+    return total
+
+
 def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:
     """Each metric label by label and target by target, over those where it is defined."""
     if task.name == "classification":
@@ -252,12 +279,18 @@ def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[s
             "macro-f1": np.mean([f1(truth == c, told == c) for c in sorted({*present, *told})]),
             "auroc": np.mean([auroc(truth == c, chance[:, c]) for c in present]),
             "auprc": np.mean([auprc(truth == c, chance[:, c]) for c in present]),
+            AT[0]: np.mean([at_bound(truth == c, chance[:, c], 0.8)[0] for c in present]),
+            AT[1]: np.mean([at_bound(truth == c, chance[:, c], 0.8)[1] for c in present]),
+            "brier": brier(np.exp(chance), np.eye(5)[truth]),
+            "ece": ece(np.exp(chance).max(1), truth == told),
         }
     known = [~targets[:, i].isnan() for i in range(targets.shape[1])]
     pairs = [(targets[k, i].numpy(), outputs[k, i].numpy()) for i, k in enumerate(known)]
     if task.name == "regression":
         mae = sum(abs(t - o).sum() for t, o in pairs) / sum(len(t) for t, _ in pairs)
-        return {"mae": mae, "r2": np.mean([1 - ((t - o) ** 2).sum() / ((t - t.mean()) ** 2).sum() for t, o in pairs])}
+        square = sum(((t - o) ** 2).sum() for t, o in pairs) / sum(len(t) for t, _ in pairs)
+        rest = {"mae": mae, "rmse": math.sqrt(square)}
+        return {**rest, "r2": np.mean([1 - ((t - o) ** 2).sum() / ((t - t.mean()) ** 2).sum() for t, o in pairs])}
     decided = [(t == 1, o > 0) for t, o in pairs]
     some = [(t == 1, o) for t, o in pairs if t.any()]
     recalls = [np.mean([recall(t, o) for t, o in ((t, o), (~t, ~o)) if t.any()]) for t, o in decided]
@@ -267,6 +300,10 @@ def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[s
         "macro-f1": np.mean([f1(t, o) for t, o in decided if (t | o).any()]),
         "auroc": np.mean([auroc(t, o) for t, o in some]),
         "auprc": np.mean([auprc(t, o) for t, o in some]),
+        AT[0]: np.mean([at_bound(t, o, 0.8)[0] for t, o in some]),
+        AT[1]: np.mean([at_bound(t, o, 0.8)[1] for t, o in some]),
+        "brier": np.mean([brier(1 / (1 + np.exp(-o)), t) for t, o in pairs]),
+        "ece": np.mean([ece(1 / (1 + np.exp(-o)), t) for t, o in pairs]),
     }
     return found if task is MULTI_LABEL else {**found, "f1": found["macro-f1"]}
 
@@ -275,12 +312,12 @@ def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[s
 def test_every_metric_of_a_task_is_its_definition(task: Task) -> None:
     """Also where softmax or sigmoid is 1 in float32, and for targets far from 0."""
     outputs, targets = columns(task)
-    everything = task.measuring(task.allowed)
+    everything = task.measuring([f"{name}:0.8" if name in AT else name for name in task.allowed])
     found = evaluate(Identity(), Scenes(outputs, targets), task=everything, batch_size=7)
     want = from_the_definitions(task, outputs, targets)
-    assert found.metrics.keys() == set(task.allowed) == set(everything.metrics)
+    assert found.metrics.keys() == set(everything.metrics)
     for name, value in found.metrics.items():
-        assert value == pytest.approx(want[name], rel=1e-12), name
+        assert value == pytest.approx(want[name.removesuffix(":0.8")], rel=1e-12), name
     known = targets.numel() - int(targets.isnan().sum())
     whole = float(task.loss(outputs, targets))
     assert (found.loss, found.num_examples) == (pytest.approx(whole, rel=1e-12), 61)
@@ -362,6 +399,41 @@ def test_metrics_of_another_task_are_refused() -> None:
         CLASSIFICATION.measuring(["miou", "auroc", "f1"])
     assert SEGMENTATION.metrics == ("accuracy", "miou")
     assert Task(loss=F.cross_entropy).metrics == ("accuracy",)
+
+
+def test_the_main_metric_is_one_that_the_task_has() -> None:
+    assert BINARY.scored_by("auroc").score == "auroc"
+    bounded = CLASSIFICATION.scored_by("sensitivity-at-specificity:0.9")
+    assert bounded.metrics == ("accuracy", bounded.score)
+    assert bounded.higher_is_better
+    assert REGRESSION.scored_by("rmse").metrics == ("mae", "r2", "rmse")
+    by_loss = SEGMENTATION.scored_by("loss")
+    assert (by_loss.metrics, by_loss.by_pixel, by_loss.higher_is_better) == (("accuracy", "miou"), True, False)
+    refused = ["auroc:0.9", "sensitivity-at-specificity", "sensitivity-at-specificity:90", "dice", "mae"]
+    for metric in refused:
+        with pytest.raises(ConfigError) as error:
+            CLASSIFICATION.scored_by(metric)
+        assert str(error.value).startswith(f"main-metric={metric}: task classification has accuracy, balanced-accuracy")
+        assert "sensitivity-at-specificity:0.9 (a number between 0 and 1)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "quantity", "share", "higher"),
+    [
+        ("test-recalibrated-accuracy", "accuracy", True, True),
+        ("personal-own-sensitivity-at-specificity:0.9", "sensitivity-at-specificity:0.9", True, True),
+        ("personal-own-auroc-weighted", "personal-own-auroc-weighted", True, True),
+        ("personal-own-auroc-clients", "personal-own-auroc-clients", False, True),
+        ("test-global-rmse", "rmse", False, False),
+        ("test-brier", "brier", False, False),
+        ("test-ece", "ece", True, False),
+        ("test-dice", "dice", True, True),
+        ("held-out-global-loss", "loss", False, False),
+        ("own-number", "own-number", True, True),
+    ],
+)
+def test_what_a_metric_is_by_its_name(metric: str, quantity: str, share: bool, higher: bool) -> None:
+    assert (quantity_of(metric), in_percent(metric), higher_is_better(metric)) == (quantity, share, higher)
 
 
 def test_the_number_of_outputs() -> None:

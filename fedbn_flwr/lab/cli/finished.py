@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.cli.console import AFTERWARDS, app, console, exit_codes, say
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_run
@@ -19,7 +20,13 @@ PartChoice = Literal["train", "test", "all"]
 @app.add(AFTERWARDS, "evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out usps")
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
-    dataset: Annotated[str, typer.Option(help="The data; `fedbn-flwr list datasets`.")],
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="The data; `fedbn-flwr list datasets`. Default: the run's test examples, site by site."),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Folder of another run: at which site is RUN better, and is that sure?")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="key=value of the data, test-bn-...; repeatable.")
     ] = None,
@@ -36,27 +43,41 @@ def evaluate(
         typer.Option(help="Which examples. Default: all of new own data without a split of their own, else test."),
     ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="State folder of this site: its own model.")] = None,
-    out: Annotated[Path | None, typer.Option(help="New folder for predictions.csv and metrics.json.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New folder for predictions.csv, metrics.json and sites.json.")
+    ] = None,
 ) -> None:
-    """Evaluate the model of a run on any data: a table of its metrics, and its predictions."""
+    """Evaluate the model of a run: its metrics, with an interval at each site, and its predictions."""
     with exit_codes():
-        data = {**read_overrides(set_ or []), "dataset": dataset}
+        overrides = read_overrides(set_ or [])
         refuse_no_run(run)
-    from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
+        if against is not None:
+            refuse_no_run(against)
+    from fedbn_flwr.lab.cli.sites import print_sites
+    from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run, evaluate_sites
 
     with exit_codes():
-        what, rows = evaluate_run(run, data, bn, part or "", out, state_dir)
-        say(f"model: {what}")
-        metrics = list(rows[0].result.named())
-        table = Table("data", "BN statistics", "examples", *metrics, box=None)
-        for column in table.columns:
-            column.overflow = "fold"
-        for row in rows:
-            values = [f"{value:.4f}" for value in row.result.named().values()]
-            named = f"{row.statistics} (chosen)" if row.chosen else row.statistics
-            table.add_row(row.data, named, str(row.result.num_examples), *values)
-        console.print(table)
-        console.print("Each figure is pooled: over all these examples together.")
+        if dataset is None:
+            of_data = {"--set": set_, "--bn": bn, "--part": part, "--state-dir": state_dir}
+            if given := [name for name, value in of_data.items() if value]:
+                raise ConfigError(f"{', '.join(given)}: say which data, with --dataset.")
+            print_sites(evaluate_sites(run, against, out=out))
+        else:
+            data = {**overrides, "dataset": dataset}
+            what, rows = evaluate_run(run, data, bn, part or "", out, state_dir)
+            say(f"model: {what}")
+            metrics = list(rows[0].result.named())
+            table = Table("data", "BN statistics", "examples", *metrics, box=None)
+            for column in table.columns:
+                column.overflow = "fold"
+            for row in rows:
+                values = [f"{value:.4f}" for value in row.result.named().values()]
+                named = f"{row.statistics} (chosen)" if row.chosen else row.statistics
+                table.add_row(row.data, named, str(row.result.num_examples), *values)
+            console.print(table)
+            console.print("Each figure is pooled: over all these examples together.")
+            if sites := evaluate_sites(run, against, data, bn, part or "", out, state_dir):
+                print_sites(sites)
         if out:
             say(f"results: {out.absolute()}")
 
@@ -72,6 +93,9 @@ def export(
     fold_bn: Annotated[bool, typer.Option("--fold-bn", help="Fold BN into the layers before it.")] = False,
     normalise: Annotated[bool, typer.Option(help="The model takes pixels 0..255, as the data hold them.")] = True,
     probabilities: Annotated[bool, typer.Option("--probabilities", help="It gives these, not logits.")] = False,
+    threshold: Annotated[
+        str, typer.Option(help="sensitivity:0.9 or specificity:0.9: the card has the threshold, chosen on validation.")
+    ] = "",
 ) -> None:
     """Write a model of a run as one file, checked against the evaluated model, with a model card."""
     with exit_codes():
@@ -81,7 +105,16 @@ def export(
 
     with exit_codes():
         choice = Choice(client, bn is not None, state_dir)
-        done = write(run, out, format, choice, fold_bn=fold_bn, normalise=normalise, probabilities=probabilities)
+        done = write(
+            run,
+            out,
+            format,
+            choice,
+            fold_bn=fold_bn,
+            normalise=normalise,
+            probabilities=probabilities,
+            threshold=threshold,
+        )
         say(f"model: {done.what}")
         for line in done.folding.lines(shown=3) if done.folding else ():
             say(line)

@@ -90,9 +90,12 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
 
 
 def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None:
+    from fedbn_flwr.lab.cli.sites import print_sites
     from fedbn_flwr.lab.output.folder import FLOWER_LOG
 
     console.print(_summary_table(strategy, summary))
+    if sites := summary.get("sites"):
+        print_sites(sites)
     if note := summary.get("model-note"):
         say(note)
     say(f"results: {folder.absolute()}")

@@ -26,7 +26,7 @@ __all__ = ["problems_at_once", "refuse_at_once", "refuse_settings_at_once"]
 # A value of these other than the default is read by the full check alone.
 _READ_LATER = (
     *("augment", "class-weights", "client-hooks", "dp", "eval-on", "local-part", "lr-decay-at", "lr-decay-factor"),
-    *("masked-sums", "metrics", "mlp-hidden", "record-dp", "series", "server-step", "task", "test-bn"),
+    *("main-metric", "masked-sums", "metrics", "mlp-hidden", "record-dp", "series", "server-step", "task", "test-bn"),
 )
 
 

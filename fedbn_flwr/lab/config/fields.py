@@ -111,7 +111,14 @@ class Fields(MethodSettings):
         "own data and models",
         "",
         "comma list of metrics beside the task's own, in every test. classification: balanced-accuracy, macro-f1, "
-        "auroc, auprc; multi-label: balanced-accuracy",
+        "auroc, auprc, brier, ece; segmentation: dice; regression: rmse",
+    )
+    main_metric: str = _key(
+        "own data and models",
+        "",
+        "the metric that early stopping, tuning, tables and reports go by: one of the task's metrics, such as auroc, "
+        "sensitivity-at-specificity:0.9, dice or mae, or loss; empty = the task's own (accuracy; segmentation miou, "
+        "multi-label auroc, regression mae)",
     )
 
     input_shape: str = _key(

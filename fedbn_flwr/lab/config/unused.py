@@ -149,6 +149,7 @@ def _of_data(config: Values) -> Conditions:
         "data_dir": (bool(info.files), f"dataset={config.dataset} needs no files"),
         "num_classes": (task.outputs(2) == 2, f"task {task.name} has one output"),
         "metrics": (not set(split(config.metrics)) <= set(task.metrics), f"task {task.name} always has it"),
+        "main_metric": (config.main_metric != config.plain_task().score, f"it is that of task {task.name} already"),
         "partition_alpha": (partition.startswith("dirichlet"), "it is for partition=dirichlet[-equal]"),
         "classes_per_client": (partition == "classes", "it is for partition=classes"),
         "num_shards": ("shards" in partition, "it is for partition=shards and unbalanced-shards"),

@@ -168,7 +168,8 @@ class Values(Fields):
 
     def learning_task(self) -> Task:
         """Return the learning task: the loss, the metrics, and which targets count."""
-        return self.plain_task().measuring(split(self.metrics))
+        task = self.plain_task().measuring(split(self.metrics))
+        return task.scored_by(self.main_metric) if self.main_metric else task
 
     def test_task(self) -> Task:
         """Return the learning task with the examples per batch of its tests.

@@ -101,6 +101,12 @@ class Subset:
         groups = self._samples.groups
         return groups if groups is None or self._indices is None else groups[self._indices]
 
+    @property
+    def units(self) -> Tensor | None:
+        """The unit (patient) of each example, int64 (n,), on the samples' device; None if each one is its own."""
+        units = self._samples.units
+        return units if units is None or self._indices is None else units[self._indices]
+
     def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Return the examples at ``positions``, images as (x / 255 - mean) / std, and their targets.
 

@@ -23,11 +23,12 @@ from fedbn_flwr.lab.finished_runs.new_data import config_of_data, data_for_model
 from fedbn_flwr.lab.finished_runs.new_site import ADAPT, AS_SAVED, OF_A_SITE, Choices, Load, choices
 from fedbn_flwr.lab.finished_runs.predictions import LastOutputs, predictions_csv
 from fedbn_flwr.lab.finished_runs.saved_model import BLEND, NEAREST, Choice, load_model
+from fedbn_flwr.lab.finished_runs.sites import sites_of_data, sites_of_run
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.training.evaluation import EvalResult
 
-__all__ = ["ADAPT", "DataPart", "Row", "evaluate_run"]
+__all__ = ["ADAPT", "DataPart", "Row", "evaluate_run", "evaluate_sites"]
 
 logger = logging.getLogger("flwr")
 
@@ -129,6 +130,51 @@ def evaluate_run(
         about = {"model": what, "dataset": config.dataset, "part": examples.part}
         _write(out, predictions, {**about, "notes": info.notes, "warnings": warnings}, rows)
     return what, rows
+
+
+def evaluate_sites(
+    run: Path,
+    against: Path | None = None,
+    data: Mapping[str, Any] | None = None,
+    bn: str = "",
+    part: DataPart | Literal[""] = "",
+    out: Path | None = None,
+    state_dir: Path | None = None,
+) -> dict[str, Any]:
+    """Return the table by site of a run: the main metric with its interval, and the difference to another run.
+
+    Args:
+        run: the run's folder.
+        against: that of another run; None = there is none.
+        data: config keys of the data, see ``evaluate_run``; None = the run's own test examples, by client.
+        bn: as for ``evaluate_run``; the table is empty where statistics are those of the test inputs.
+        part: as for ``evaluate_run``.
+        out: the folder for ``sites.json``, where ``evaluate_run`` may have written; None = nothing is written.
+        state_dir: as for ``evaluate_run``.
+
+    Raises:
+        ConfigError: the runs do not test the same examples, the data do not fit, or a setting is bad.
+        DataError: the data are missing, or do not fit the task.
+        StateError: a run lacks its model, or a part of it.
+        EngineError: the folder cannot be written.
+    """
+    if data is None:
+        if out is not None:
+            RunFolder.refuse_used(out)
+        table = sites_of_run(run, against)
+    elif bn in (*OF_A_SITE, *TEST_BN_MODES):
+        if against is not None:
+            raise ConfigError(f"--against compares models with their BN as saved: leave out --bn {bn}.")
+        return {}
+    else:
+        table = sites_of_data(run, data, _choice(bn, state_dir), part, against)
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            write_atomically(out / "sites.json", json.dumps(table, indent=2, allow_nan=False) + "\n")
+        except OSError as error:
+            raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
+    return table
 
 
 def _choice(bn: str, state_dir: Path | None) -> Choice:

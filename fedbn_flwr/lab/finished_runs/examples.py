@@ -39,6 +39,12 @@ class _Joined:
         """The targets of all examples."""
         return torch.cat([subset.targets for subset in self.subsets])
 
+    @property
+    def units(self) -> Tensor | None:
+        """The unit (patient) of each example; the subsets are of one data set, so all of them have units or none."""
+        units = [subset.units for subset in self.subsets]
+        return None if units[0] is None else torch.cat([one for one in units if one is not None])
+
     def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Return the examples at ascending positions."""
         batches, start = [], 0

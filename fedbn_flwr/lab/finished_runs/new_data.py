@@ -37,6 +37,7 @@ _OF_THE_MODEL = (
 _OF_READING = (
     "task",
     "metrics",
+    "main-metric",
     "label-column",
     "client-column",
     "group-column",

@@ -23,8 +23,11 @@ from fedbn_flwr.lab.output.client_tests import HeldOut, client_means, client_mea
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.lab.output.global_tests import GlobalTests, headlines
 from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
+from fedbn_flwr.lab.output.site_tests import table_of_run
 from fedbn_flwr.lab.output.summary import HELD_OUT, contents_of_model, definitions, kept_by_clients, versions
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.lab.sites.replies import table_of_replies
+from fedbn_flwr.lab.sites.table import unit_of
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS, VALIDATION
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
 from fedbn_flwr.server.report import RoundReport, Traffic
@@ -62,7 +65,7 @@ class Recorder:
         self._model_description = ModelDescription.of(config, data.dataset if data else None)
         if strategy and (scale := strategy.input_scale):
             self._model_description = replace(self._model_description, mean=scale.mean, std=scale.std)
-        self._task = config.test_task()
+        self._task, self._data = config.test_task(), data
         self._withheld = strategy is not None and not strategy.protection.publishes_metrics
         self._held_out = HeldOut(data, self._task, config.test_bn_settings()) if data and data.held_out else None
         domains = data.domain_views() if data and not self._withheld else {}
@@ -184,6 +187,12 @@ class Recorder:
         private = strategy is not None and strategy.protection.hides_clients
         local = strategy.run.kept.hashes if strategy and not private else {}
         summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
+        sites = table_of_run(self._config, self._model, self._data, strategy, state)
+        if not sites and lines:
+            unit = unit_of(self._config.group_column, bool(self._config.group_column))
+            sites = table_of_replies(lines[chosen - 1].get("clients", {}), self._task, unit)
+        if sites:
+            summary["sites"] = sites
         contents = summary["model"] = contents_of_model(strategy)
         clients = self._folder.save_clients(
             kept_by_clients(self._config, strategy, state) if strategy and not private else ()

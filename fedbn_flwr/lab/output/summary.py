@@ -54,14 +54,14 @@ def definitions(
         num_tested: number of examples of the whole test set.
         federated: there are clients.
         by: the BatchNorm statistics of tests that end in -test-bn.
-        positive: the class that F1 and average precision are of, where there are two; "" if it has no name.
+        positive: the class that F1, average precision and sensitivity are of, where there are two; "" = it has no name.
     """
     texts = {}
     for key in final:
         if key == "round":
             continue
         texts[key] = _definition(key, line, num_tested, federated)
-        if positive and ("-f1" in key or "-auprc" in key):
+        if positive and any(name in key for name in ("-f1", "-auprc", "-at-s")):
             texts[key] += f"; the positive class is {positive}"
         if f"{TEST_BN}-" in key:
             texts[key] += f"; BatchNorm has statistics of the test inputs ({by})"

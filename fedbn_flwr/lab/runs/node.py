@@ -6,7 +6,7 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from fedbn_flwr.messages.protocol import (
     NUM_PARTITIONS,
     PARTITION_ID,
     REPORT_DATA,
+    REPORT_INTERVALS,
     REPORTED,
     STATE_DIR,
     num_partitions_of,
@@ -120,6 +121,7 @@ class RunClients:
             data_report=_report(config, context),
             record_level=config.record_level(),
             input_scale=scale,
+            own_metrics=_own_metrics(context),
         )
 
     def _loss(self, client: int | None, train: Subset) -> LossFn | None:
@@ -253,7 +255,7 @@ def _report(config: Config, context: Context) -> Callable[[], str] | None:
         logger.info("data-path=%s\n%s", path, read().text())
         for warning in read().warnings:
             logger.warning("data-path=%s: %s", path, warning)
-    if str(context.node_config.get(REPORT_DATA, "")).lower() != "true":
+    if not _allows(context, REPORT_DATA):
         return None
     if config.masked_sums:
         logger.warning("report-data=true has no effect with masked-sums=true: the counts would not be masked")
@@ -275,6 +277,20 @@ def node_report(config: Config, context: Context) -> DataReport:
     split = partitioned_data(config, num_clients)
     alone = replace(split, train=split.train[client : client + 1], test=split.test[client : client + 1])
     return data_report(replace(alone, validation=split.validation[client : client + 1]), config)
+
+
+def _own_metrics(context: Context) -> Callable[..., Mapping[str, float]] | None:
+    """Return what adds the site's interval to its test, if the server may have it."""
+    if not _allows(context, REPORT_INTERVALS):
+        return None
+    from fedbn_flwr.lab.sites.replies import interval_metrics
+
+    return interval_metrics
+
+
+def _allows(context: Context, key: str) -> bool:
+    """Return whether the node's owner lets the server have what the key is of."""
+    return str(context.node_config.get(key, "")).lower() == "true"
 
 
 def _check_fit(config: Config, here: Config) -> None:

@@ -98,6 +98,9 @@ def _wrong_names(study: Study) -> Iterator[str]:
     for name in (*study.skip, *study.paper, *study.overrides):
         if name not in study.names():
             yield f"'{name}' names no METHOD/SPLIT"
+    for method in study.against:
+        if method not in study.methods:
+            yield f"against: '{method}' is not one of methods ({', '.join(study.methods)})"
     for split in study.target if isinstance(study.target, dict) else ():
         if split not in study.splits:
             yield f"target: '{split}' is not one of splits ({', '.join(study.splits)})"

@@ -92,6 +92,27 @@ def test_the_bits_of_one_data_set_with_natural_clients(served, tables, tmp_path)
     assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
 
 
+def test_a_node_sends_its_interval_if_its_owner_allows_it(served, tables, tmp_path, monkeypatch) -> None:
+    """It is that of a run whose data are in one place; of a node that does not say so the server has no interval."""
+    monkeypatch.setattr("fedbn_flwr.lab.sites.intervals.FEWEST_GROUPS", 5)
+    keys = {"standardise": "local", "group-column": "patient", "strategy": "fedbn", "learning-rate": 0.5}
+    nodes = [*at(tables[:1], **{"report-intervals": "true"}), *at(tables[1:])]
+    summary, lines = served({**TABLE, **keys, "dataset": "csv:"}, nodes)
+    sent = [
+        sorted(key for key in client if "groups" in key or "-low" in key) for client in lines[-1]["clients"].values()
+    ]
+    assert sent == [["own-accuracy-low", "own-groups"], [], []]
+    rows, whole = summary["sites"]["sites"], together({**TABLE, **keys}, tmp_path)["sites"]["sites"]
+    figures = ("examples", "groups", "value", "low", "high", "decision")
+    assert {key: rows[0][key] for key in figures} == {key: whole[0][key] for key in figures}
+    assert [row["value"] for row in rows] == [row["value"] for row in whole]
+    assert {row["decision"] for row in rows[1:]} == {
+        "undecidable with 6 patients: the node does not report it (report-intervals)"
+    }
+    closed, _ = served({**TABLE, **keys, "dataset": "csv:"}, at(tables), "closed")
+    assert "sites" not in closed
+
+
 def test_image_folders_of_nodes_have_the_runs_classes(served, tmp_path) -> None:
     """The second node has no cats: its dogs are class 1 all the same."""
     counts = {"a": {"cat": 6, "dog": 5}, "b": {"dog": 8}}

@@ -78,6 +78,20 @@ def test_fedbs_weighs_by_the_validation_loss_where_there_is_one(quick_run) -> No
     assert all(line["participants"] == [0, 1, 2] for _, out in found for line in read_metrics(out / "metrics.jsonl"))
 
 
+def test_the_main_metric_drives_the_result_and_early_stopping(quick_run) -> None:
+    """Each is the best by another round, and a loss is better the lower it is."""
+    settings = {"num-server-rounds": 6, "early-stopping": 6, "validation-share": 0.3, "learning-rate": 0.5}
+    for metric, choose in (("loss", min), ("specificity-at-sensitivity:0.9", max)):
+        summary, out = quick_run(**settings, **{"main-metric": metric})
+        lines = read_metrics(out / "metrics.jsonl")
+        validated = [line[f"validation-{metric}"] for line in lines]
+        stopped = validated.index(choose(validated))
+        assert summary["headline"] == f"test-{metric}"
+        assert summary["best-validation"] == {"round": stopped + 1, f"validation-{metric}": validated[stopped]}
+        assert summary["final"][f"test-{metric}"] == lines[stopped][f"test-{metric}"]
+        assert summary["best"][f"test-{metric}"] == choose(line[f"test-{metric}"] for line in lines)
+
+
 def test_rows_of_one_unit_stay_together_and_a_lower_error_is_better() -> None:
     units = torch.arange(30) // 3
     samples = Samples(torch.zeros(30, 1, 1, 1, dtype=torch.uint8), torch.arange(30) % 2, None, units)

@@ -1,0 +1,192 @@
+"""The table by site of finished runs: on their own test examples or on new data, alone or against other runs.
+
+All models are computed where the data are. The table has counts, figures and decisions, and no example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import CENTRALIZED
+from fedbn_flwr.lab.data.splits import Indices
+from fedbn_flwr.lab.finished_runs.examples import DataPart, choose_examples
+from fedbn_flwr.lab.finished_runs.new_data import config_of_data, data_for_model
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model, run_config
+from fedbn_flwr.lab.output.site_tests import site_names
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.partitioned.report import has_other_data
+from fedbn_flwr.lab.setup import on_device
+from fedbn_flwr.lab.sites.measured import Measured, measure
+from fedbn_flwr.lab.sites.table import Site, site_table, unit_of
+
+__all__ = ["RunTests", "compare", "outputs_of", "sites_of_data", "sites_of_run"]
+
+_ALL = "all"
+_Tests = dict[str, Measured]
+"""The outputs of a model by site."""
+
+
+@dataclass(frozen=True)
+class RunTests:
+    """The outputs of a run's models for its own test examples.
+
+    Attributes:
+        run: its folder.
+        sites: by name, each client with the model that the run has for it.
+        unit: what a group of examples is called.
+        examples: the data set, and the test examples of each client.
+    """
+
+    run: Path
+    sites: _Tests
+    unit: str
+    examples: tuple[str, tuple[Indices, ...]]
+
+    def has_examples_of(self, other: RunTests) -> bool:
+        """Return whether two runs have the same clients with the same test examples."""
+        (name, mine), (its, theirs) = self.examples, other.examples
+        return name == its and len(mine) == len(theirs) and all(map(np.array_equal, mine, theirs))
+
+
+def outputs_of(run: Path, metric: str = "") -> RunTests:
+    """Return the outputs of a run's models for its own test examples.
+
+    Args:
+        run: the run's folder.
+        metric: the main metric; "" = that of the run.
+
+    Raises:
+        ConfigError: the data have changed since the run, or the task does not have the metric.
+        DataError: the data are not here.
+        StateError: the run lacks its model, or a client's own one.
+    """
+    config = run_config(run)
+    if has_other_data(run, config):
+        raise ConfigError(
+            f"dataset={config.dataset!r} has changed since the run in {run}: its test examples may be training "
+            "examples of the run. Restore the data, or evaluate new data with --dataset."
+        )
+    data = partitioned_data(config, count_clients(config))
+    federated = config.strategy != CENTRALIZED
+    personal = federated and (config.evaluations()[0].startswith("personal") or config.shares_nothing())
+    own = personal and (bool(config.methods().local) or config.standardise == "local")
+    task, model = config.test_task(), None
+    task = task.scored_by(metric) if metric else task
+    sites: _Tests = {}
+    for client, name in enumerate(site_names(data)):
+        if own or model is None:
+            model = on_device(load_model(run, Choice(client=client) if own else Choice()).model, config)
+        sites[name] = measure(model, data.test_view(client), task)
+    unit = unit_of(config.group_column, data.dataset.test.units is not None)
+    return RunTests(run, sites, unit, (data.dataset.name, data.test))
+
+
+def compare(runs: Sequence[RunTests], against: Sequence[RunTests] = (), name: str = "") -> dict[str, Any]:
+    """Return the table by site of several runs of one method, with other seeds, against as many of another one.
+
+    Args:
+        runs: one or more.
+        against: those of the other method, in the order of the seeds; () = there are none.
+        name: what the other method is called.
+
+    Raises:
+        ConfigError: the runs do not test the same examples.
+    """
+    for other in (*runs, *against):
+        if not other.has_examples_of(runs[0]):
+            raise ConfigError(
+                f"{other.run} does not test the examples of {runs[0].run}: its data, number of clients or split "
+                "(partition, seed, test-share) are others. Compare runs on one split."
+            )
+    return _table([one.sites for one in runs], [one.sites for one in against], runs[0].unit, name)
+
+
+def sites_of_run(run: Path, against: Path | None = None) -> dict[str, Any]:
+    """Return the table by site of a run on its own test examples.
+
+    Args:
+        run: the run's folder.
+        against: that of a run on the same data and the same split; None = there is none.
+
+    Raises:
+        ConfigError: the runs do not test the same examples, or the data have changed.
+        DataError: the data are not here.
+        StateError: a run lacks its model, or a client's own one.
+    """
+    tested = outputs_of(run)
+    if against is None:
+        return compare([tested])
+    return compare([tested], [outputs_of(against, run_config(run).learning_task().score)], str(against))
+
+
+def sites_of_data(
+    run: Path,
+    data: Mapping[str, Any],
+    choice: Choice,
+    part: DataPart | Literal[""] = "",
+    against: Path | None = None,
+) -> dict[str, Any]:
+    """Return the table by group of new data, which the models of one run or two are tested on.
+
+    Args:
+        run: the run's folder.
+        data: the config keys of the data, see ``evaluate_run``.
+        choice: the model; the other run's is chosen alike, if its clients have models of their own.
+        part: the examples, see ``evaluate_run``.
+        against: the folder of another run.
+
+    Raises:
+        ConfigError: the data do not fit a model, or a setting is bad.
+        DataError: the data are missing, or do not fit the task.
+        StateError: a run lacks the model, or a part of it.
+    """
+    saved = load_model(run, choice)
+    config = config_of_data(saved, data, "")
+    new_data, _ = data_for_model(saved, config, {"class-names", "positive-values"} & data.keys())
+    examples = choose_examples(saved, config, new_data, part)
+    unit = unit_of(config.group_column, new_data.dataset.test.units is not None)
+    task = config.test_task()
+    views = examples.groups() or {_ALL: examples.everyone()}
+    tested = [{name: measure(on_device(saved.model, config), view, task) for name, view in views.items()}]
+    others: list[_Tests] = []
+    if against is not None:
+        kept = run_config(against)
+        own = kept.strategy != CENTRALIZED and bool(kept.methods().local)
+        other = load_model(against, choice if own else Choice())
+        there = config_of_data(other, data, "")
+        same, _ = data_for_model(other, there, {"class-names", "positive-values"} & data.keys())
+        chosen = choose_examples(other, there, same, examples.part)
+        again = chosen.groups() or {_ALL: chosen.everyone()}
+        task = there.test_task().scored_by(task.score)
+        others = [{name: measure(on_device(other.model, there), view, task) for name, view in again.items()}]
+    return _table(tested, others, unit, "" if against is None else str(against))
+
+
+def _same_examples(one: Measured, other: Measured) -> bool:
+    mine, theirs = (measured.targets.double().numpy() for measured in (one, other))
+    return np.array_equal(mine, theirs, equal_nan=True) and np.array_equal(one.groups, other.groups)
+
+
+def _table(tested: Sequence[_Tests], others: Sequence[_Tests], unit: str, name: str) -> dict[str, Any]:
+    """Return the table of sites by name.
+
+    Raises:
+        ConfigError: another run's examples or targets are not those of the first one.
+    """
+    sites = []
+    for site, first in tested[0].items():
+        runs, against = [tests.get(site) for tests in tested], [tests.get(site) for tests in others]
+        for one in (*runs, *against):
+            if one is None or not _same_examples(first, one):
+                raise ConfigError(
+                    f"site {site}: the other run's test examples have other targets, patients or another order. "
+                    "Compare runs on the same data, read with the same keys."
+                )
+        sites.append(Site(site, [one for one in runs if one], [one for one in against if one]))
+    return site_table(sites, unit, name)

@@ -1,0 +1,62 @@
+"""The table by site at the end of a run: each client's test examples with the model that the run has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fedbn_flwr.batchnorm.averaging import State
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.output.summary import kept_by_clients
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.lab.partitioned.report import client_names
+from fedbn_flwr.lab.setup import on_device
+from fedbn_flwr.lab.sites.measured import measure
+from fedbn_flwr.lab.sites.table import Site, site_table, unit_of
+from fedbn_flwr.messages.records import tensors
+from fedbn_flwr.server.params import TEST_BN
+from fedbn_flwr.server.testing import completing_entries
+from fedbn_flwr.strategies import Strategy
+from fedbn_flwr.training.wrappers import load_state
+
+__all__ = ["site_names", "table_of_run"]
+
+
+def site_names(data: PartitionedData) -> list[str]:
+    """Return the name of each client: its group, if it has one of its own, else "client" and its number."""
+    return [f"client {name}" if name == str(at) else name for at, name in enumerate(client_names(data))]
+
+
+def table_of_run(
+    config: Config, model: nn.Module, data: PartitionedData | None, strategy: Strategy | None, state: State
+) -> dict[str, Any] | None:
+    """Return the table by site of a finished run; None where it cannot be made.
+
+    That is where the data are not here, single clients are protected, clients' own models are not on this disk, or the
+    main test has statistics of its inputs.
+
+    Args:
+        config: the settings.
+        model: gets the entries that are tested.
+        data: the data of the run.
+        strategy: None for the centralized reference.
+        state: the final global state.
+    """
+    test = config.evaluations()[0]
+    if data is None or config.protected or test.endswith(TEST_BN) or not sum(map(len, data.test)):
+        return None
+    own: Mapping[str, State] = {}
+    shared: State = completing_entries(strategy.run, test) if strategy else {}
+    if strategy and strategy.local and test.startswith("personal"):
+        own = {client: entries for client, entries, _ in kept_by_clients(config, strategy, state)}
+        if not own:
+            return None
+    on_device(model, config)
+    task, sites = config.test_task(), []
+    for client, name in enumerate(site_names(data)):
+        load_state(model, tensors({**state, **shared, **own.get(str(client), {})}))
+        sites.append(Site(name, [measure(model, data.test_view(client), task)]))
+    model.cpu()
+    return site_table(sites, unit_of(config.group_column, data.dataset.test.units is not None))

@@ -1,0 +1,53 @@
+"""Intervals that nodes compute and send: how many groups a site has, and the ends of the interval; no example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fedbn_flwr.lab.sites.intervals import Estimate
+from fedbn_flwr.lab.sites.measured import SiteData, measure
+from fedbn_flwr.lab.sites.table import table_of_estimates
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES
+from fedbn_flwr.training.tasks import Task
+
+__all__ = ["interval_metrics", "table_of_replies"]
+
+_GROUPS, _NEEDED = "groups", "groups-needed"
+_NOT_SENT = "the node does not report it (report-intervals)"
+
+
+def interval_metrics(model: nn.Module, data: SiteData, task: Task) -> dict[str, float]:
+    """Return what a node adds to the metrics of its test: the groups, and the interval or how many groups it needs."""
+    measured = measure(model, data, task)
+    found = measured.estimate()
+    metrics: dict[str, float] = {_GROUPS: measured.num_groups}
+    if found.low is not None and found.high is not None:
+        metrics |= {f"{task.score}-low": found.low, f"{task.score}-high": found.high}
+    elif found.needed:
+        metrics[_NEEDED] = found.needed
+    return metrics
+
+
+def table_of_replies(clients: Mapping[str, Mapping[str, Any]], task: Task, unit: str) -> dict[str, Any] | None:
+    """Return the table by site of the clients' tests in a line of ``metrics.jsonl``; None if no node sends intervals.
+
+    Args:
+        clients: the metrics of each client, with the prefix ``own-``.
+        task: the learning task.
+        unit: what a group is called.
+    """
+    if not any(f"own-{_GROUPS}" in metrics for metrics in clients.values()):
+        return None
+    rows = []
+    for client, metrics in clients.items():
+        value, examples = metrics.get(f"own-{task.score}"), int(metrics.get(f"own-{NUM_EXAMPLES}", 0))
+        low, high = (metrics.get(f"own-{task.score}-{end}") for end in ("low", "high"))
+        needed, reason = metrics.get(f"own-{_NEEDED}"), ""
+        if low is None:
+            reason = "too few" if f"own-{_GROUPS}" in metrics else _NOT_SENT
+        found = Estimate(None if value != value else value, low, high, reason, int(needed) if needed else None)
+        rows.append((f"client {client}", examples, int(metrics.get(f"own-{_GROUPS}", examples)), found))
+    return table_of_estimates(task.score, rows, unit)
