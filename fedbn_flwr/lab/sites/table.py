@@ -159,8 +159,7 @@ def columns(table: Mapping[str, Any], most: int = _SHOWN) -> tuple[list[str], li
         cells += [_figure(metric, row["value"]), _interval(metric, row["low"], row["high"])]
         if "against" in table:
             interval = _interval(metric, row["difference-low"], row["difference-high"], "+")
-            holm_p = "-" if row["p-holm"] is None else f"{row['p-holm']:.3f}"
-            cells += [_figure(metric, row["difference"], "+"), interval, holm_p]
+            cells += [_figure(metric, row["difference"], "+"), interval, _p(row["p-holm"])]
         texts.append(cells)
     return head, texts
 
@@ -205,6 +204,12 @@ def sentences(table: Mapping[str, Any], most: int = _SHOWN) -> list[str]:
     by = f"{unit} of the site" if unit != EXAMPLES else "examples of the site"
     texts.append(f"The intervals speak of other {by}, not of other seeds.")
     return texts
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value >= 0.001 else "< 0.001"
 
 
 def _figure(metric: str, value: float | None, sign: str = "") -> str:
