@@ -151,7 +151,17 @@ def test_it_says_what_was_run_and_reached(finished: Path, page: Html) -> None:
 
 def test_its_sections_have_their_figures(page: Html) -> None:
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
-    assert sections == ["curves", "result", "sites", "clients", "batchnorm", "split", "traffic", "settings", "reproduce"]
+    assert sections == [
+        "curves",
+        "result",
+        "sites",
+        "clients",
+        "batchnorm",
+        "split",
+        "traffic",
+        "settings",
+        "reproduce",
+    ]
     links = {attributes["href"] for tag, attributes in page.tags if tag == "a"}
     assert links == {f"#{name}" for name in sections}
     curves, losses, clients, split = page.figures
