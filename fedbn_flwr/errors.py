@@ -29,6 +29,7 @@ __all__ = [
     "NamedConfigErrors",
     "NormLayerError",
     "NothingTrainedError",
+    "PackingError",
     "ReplyError",
     "RunFailedError",
     "StateError",
@@ -129,6 +130,12 @@ class ClientPartError(ReplyError):
     """A client's app lacks the method's client part; if this is so on all clients, the run ends with this error."""
 
     code = "client-part"
+
+
+class PackingError(FedBNError, ValueError):
+    """Arrays that travel in one piece do not fit their manifest."""
+
+    code = "packing"
 
 
 class MaskingError(FedBNError, ValueError):

@@ -6,6 +6,8 @@ from fedbn_flwr.client.answers import answer_query, answer_statistics
 from fedbn_flwr.client.hooks import Hooks, bn_rules
 from fedbn_flwr.client.masking import masked_update
 from fedbn_flwr.client.mod import local_bn
+from fedbn_flwr.client.packed import packed
 from fedbn_flwr.client.update_clipping import clipped_update
 
 __all__ = ["Hooks", "answer_query", "answer_statistics", "bn_rules", "clipped_update", "local_bn", "masked_update"]
+__all__ += ["packed"]

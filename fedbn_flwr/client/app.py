@@ -10,6 +10,8 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
+from fedbn_flwr.client.masking import masked_update
+from fedbn_flwr.client.packed import packed
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.client.update_clipping import clipped_update
@@ -105,6 +107,7 @@ def client_app(
             raise ConfigError(f"{name}={given!r:.80} is one mod, and client_app takes a list: write {name}=[...]")
     answers = _ClientMessages(client_fn, reason or _text)
     every = [masked_if_asked, clipped_update, seeded_client, *mods]
+    every = [packed, masked_update, clipped_update, seeded_client, *mods]
     app = RepeatableApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
     app.train(mods=list(train_mods))(answers.train)
     app.evaluate()(answers.evaluate)

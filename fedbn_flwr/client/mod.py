@@ -32,7 +32,6 @@ from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,
     EXCHANGE,
     INBOX,
-    INFO,
     KEPT_BY_HOOKS,
     METRICS,
     MOD,
@@ -42,6 +41,7 @@ from fedbn_flwr.messages.protocol import (
     PREFIX,
     NodeProperties,
     TrainConfig,
+    add_info,
     merged_config,
     partition_of,
 )
@@ -169,7 +169,7 @@ def _keep_own(reply: Message, key: str, config: TrainConfig, store: LocalState) 
         store.keep(from_record(ArrayRecord({name: state[name] for name in local})), config.server_round)
         reply.content[key] = ArrayRecord({name: array for name, array in state.items() if name not in set(local)})
     store.save(config.server_round)
-    _add_info(reply, store.reply_metadata(config.server_round))
+    add_info(reply, store.reply_metadata(config.server_round))
 
 
 def _add_outbox(reply: Message, context: Context) -> None:
@@ -178,7 +178,7 @@ def _add_outbox(reply: Message, context: Context) -> None:
     numbers = {name: value for name, value in report.items() if isinstance(value, (int, float))}
     for metrics in of_kind(reply.content, MetricRecord).values():
         metrics.update(numbers)
-    _add_info(reply, {name: value for name, value in report.items() if isinstance(value, str)})
+    add_info(reply, {name: value for name, value in report.items() if isinstance(value, str)})
     for name, record in take_records(context, OUTBOX).items():
         reply.content[name] = record
 
@@ -208,15 +208,8 @@ def _sign(reply: Message, context: Context) -> Message:
     """Add this client's partition id to the reply."""
     partition_id = partition_of(context)
     if reply.has_content() and partition_id is not None:
-        _add_info(reply, {PARTITION_ID: partition_id})
+        add_info(reply, {PARTITION_ID: partition_id})
     return reply
-
-
-def _add_info(reply: Message, entries: Mapping[str, Any]) -> None:
-    """Add entries to the reply's ``ReplyInfo`` record."""
-    known: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
-    if entries:
-        reply.content[INFO] = ConfigRecord({**known, **entries})
 
 
 def _reopen(message: Message, context: Context) -> None:

@@ -35,10 +35,12 @@ __all__ = [
     "answer",
     "app_error",
     "array_of_bytes",
+    "as_error",
     "as_network_node",
     "calling_dp_wrapper",
     "copied_context",
     "copied_message",
+    "earlier_mods",
     "empty_run",
     "filled",
     "identify_process",
@@ -78,6 +80,15 @@ def later_mods(call_next: ClientAppCallable) -> tuple[list[Mod], ClientAppCallab
         mods.append(variables["_mod"])
         call_next = variables["_ffn"]
     return mods, call_next
+
+
+def earlier_mods() -> int:
+    """Return how many mods of the app come before the mod that calls this."""
+    count, frame = -1, sys._getframe(1)
+    while frame is not None:
+        count += frame.f_code is _CHAINED
+        frame = frame.f_back  # type: ignore[assignment]
+    return max(count, 0)
 
 
 def with_mods(function: ClientAppCallable, mods: Sequence[Mod]) -> ClientAppCallable:
@@ -177,10 +188,10 @@ def filled(kind: type[R], values: Mapping[str, Any]) -> R:
 _EMPTY: dict[type, Any] = {kind: kind() for kind in (ArrayRecord, ConfigRecord, MetricRecord, RecordDict)}
 
 
-def array_of_bytes(dtype: str, shape: tuple[int, ...], data: bytes) -> Array:
-    """Return ``Array(dtype, shape, "numpy.ndarray", data)``, whose constructor takes longer than a copy of bytes."""
+def array_of_bytes(dtype: str, shape: tuple[int, ...], data: bytes, stype: str = "numpy.ndarray") -> Array:
+    """Return ``Array(dtype, shape, stype, data)``, whose constructor takes longer than a copy of bytes."""
     array = Array.__new__(Array)
-    array.__dict__.update(dtype=dtype, shape=shape, stype="numpy.ndarray", data=data)
+    array.__dict__.update(dtype=dtype, shape=shape, stype=stype, data=data)
     return array
 
 
@@ -279,6 +290,13 @@ def app_error(message: Message, reason: str | Exception) -> Message:
         raised = ClientAppException(str(reason))
         reason = f"{type(raised)}:<'{raised}'>"
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def as_error(reply: Message, reason: str) -> Message:
+    """Return the reply with an error in the place of its content, from the same node and to the same message."""
+    failed = _shallow(reply)
+    failed.__dict__.update(_content=None, _error=Error(ErrorCode.UNKNOWN, reason))
+    return failed
 
 
 def is_app_error(reply: Message) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "NodeProperties",
     "ReplyInfo",
     "TrainConfig",
+    "add_info",
     "comma_list",
     "merged_config",
     "named_state",
@@ -70,6 +71,9 @@ METRICS = Key("metrics", "MetricRecord of a reply", "client", "server")
 INFO = Key("properties", "ConfigRecord of a reply: ReplyInfo", "client", "server")
 EXCHANGE = Key("fedtan", "ArrayRecord: one exchange of a synchronised step", "server, client", "client, server")
 EXCHANGE_QUERY = Key("query.exchange", "message type: one exchange of a synchronised step", "server", "client")
+PACKED = Key(
+    "fedbn-flwr.packed", "ArrayRecord: all arrays of the message in one piece", "server, client", "client, server"
+)
 STATISTICS_QUERY = Key("query.statistics", "message type: re-estimated statistics", "server", "client")
 MOMENTS_QUERY = Key("query.moments", "message type: sums of the inputs before round 1", "server", "client")
 MOMENTS = Key("input-moments", "ArrayRecord: count, mean and m2 of each feature of the inputs", "client", "server")
@@ -166,6 +170,7 @@ UNUSABLE = Key("unusable", "str: why the node cannot take part", "client", "serv
 REFUSAL = Key("refusal", "str: why a mod of the app has refused the query", "client", "server")
 DATA_REPORT = Key("data-report", "str: what the node has read, if its owner allows it", "client", "server")
 VERSIONS = Key("node-versions", "str: of the node's fedbn-flwr, torch and flwr, over a network", "client", "server")
+PACKS = Key("fedbn-flwr.packs", "int: the form of arrays in one piece that the app reads", "client", "server")
 SYNCHRONISES = Key("fedbn-flwr.synchronises", "bool, in the query: BN layers are synchronised", "server", "client")
 
 # --- config of a node -------------------------------------------------------------------------------------------------
@@ -506,6 +511,13 @@ class ReplyInfo:
         return info | ({LOCAL_BEGAN: "anew"} if self.began else {})
 
 
+def add_info(reply: Message, entries: Mapping[str, Any]) -> None:
+    """Add entries to the record of a reply that ``ReplyInfo`` and ``NodeProperties`` read."""
+    known: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
+    if entries:
+        reply.content[INFO] = ConfigRecord({**known, **entries})
+
+
 @dataclass(frozen=True)
 class NodeProperties:
     """A node's answer to the query; None for what it does not say.
@@ -519,6 +531,7 @@ class NodeProperties:
         data_report: what it has read, if its owner allows it.
         num_partitions: number of the parts of the data, of which it holds one.
         versions: those of its packages, see ``messages.versions``.
+        packs: the form of arrays in one piece that its app reads; the mod ``packed`` writes it.
     """
 
     partition_id: int | None = None
@@ -529,6 +542,7 @@ class NodeProperties:
     data_report: str = ""
     num_partitions: int | None = None
     versions: str = ""
+    packs: object = None
 
     @classmethod
     def read(cls, reply: Message) -> NodeProperties:
@@ -539,7 +553,8 @@ class NodeProperties:
         info: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
         known = (numbers.get(PARTITION_ID), numbers.get(NUM_EXAMPLES), numbers.get(BATCH_SIZE))
         unusable, refusal, report = (str(info.get(key, "")) for key in (UNUSABLE, REFUSAL, DATA_REPORT))
-        return cls(*known, unusable, refusal, report, numbers.get(NUM_PARTITIONS), str(info.get(VERSIONS, "")))
+        parts, versions = numbers.get(NUM_PARTITIONS), str(info.get(VERSIONS, ""))
+        return cls(*known, unusable, refusal, report, parts, versions, info.get(PACKS))
 
     def write(self) -> dict[str, MetricRecord | ConfigRecord]:
         """Return the records of a reply."""

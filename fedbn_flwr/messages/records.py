@@ -21,9 +21,12 @@ from fedbn_flwr.compat.flower import BufferArray, array_of_bytes, filled
 from fedbn_flwr.errors import StateError
 
 __all__ = [
+    "LONGEST_HEADER",
     "decode",
     "encode",
     "from_record",
+    "npy_header",
+    "npy_layout",
     "num_bytes",
     "select",
     "state_sha256",
@@ -40,7 +43,7 @@ _NPY = re.compile(
     rb"'shape': \((?P<shape>[\d, ]*)\), \} *\n",
     re.DOTALL,
 )
-_LONGEST_HEADER = 1024  # of those that are read here and remembered; NumPy reads longer ones
+LONGEST_HEADER = 1024  # of those that are read here and remembered; NumPy reads longer ones
 
 
 def to_state(state_dict: Mapping[str, torch.Tensor]) -> dict[str, Array]:
@@ -92,7 +95,7 @@ def encode(array: Array, order: Literal["C", "K"] = "K") -> FlowerArray:
     if array.dtype.kind not in "biufc":
         return FlowerArray(array)
     fortran = order == "K" and array.flags.fnc
-    dtype, header = _header(array.dtype, array.shape, fortran)
+    dtype, header = npy_header(array.dtype, array.shape, fortran)
     source = array.T if fortran else array
     if source.flags.c_contiguous:
         data = b"".join((header, source.data))
@@ -105,7 +108,7 @@ def encode(array: Array, order: Literal["C", "K"] = "K") -> FlowerArray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _header(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool) -> tuple[str, bytes]:
+def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool) -> tuple[str, bytes]:
     """Return the dtype's name and the header of NumPy's file format."""
     out = BytesIO()
     write_array_header_1_0(out, {"descr": dtype.str, "fortran_order": fortran, "shape": shape})
@@ -138,7 +141,7 @@ def view(array: FlowerArray) -> Array:
     """
     data = array.buffer if isinstance(array, BufferArray) else array.data
     end = 10 + int.from_bytes(data[8:10], "little")
-    if layout := _layout(bytes(data[: min(end, _LONGEST_HEADER)])):
+    if layout := npy_layout(bytes(data[: min(end, LONGEST_HEADER)])):
         dtype, shape, order = layout
         values = np.frombuffer(data, dtype, offset=end).reshape(shape, order=order)
     else:
@@ -148,7 +151,7 @@ def view(array: FlowerArray) -> Array:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]] | None:
+def npy_layout(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]] | None:
     """Return dtype, shape and order that a header of NumPy's file format names; None for another header."""
     if (match := _NPY.fullmatch(header)) is None:
         return None

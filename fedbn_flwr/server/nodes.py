@@ -24,6 +24,7 @@ from fedbn_flwr.errors import (
     raise_shared_config_error,
     split_code,
 )
+from fedbn_flwr.messages.packing import FORMAT
 from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.seeds import derive_seed, numpy_generator
@@ -49,6 +50,7 @@ class Node:
         behind_mod: whether that mod comes before ``local_bn``, which would have answered all the same.
         num_partitions: number of the parts into which the data are split, if it holds one of them.
         failure: the error that its app, or a mod of it, raised in answer to the query; "" if none.
+        packs: whether its app reads arrays in one piece.
     """
 
     node_id: int
@@ -60,6 +62,7 @@ class Node:
     behind_mod: bool = False
     num_partitions: int | None = None
     failure: str = ""
+    packs: bool = False
 
     @property
     def label(self) -> str:
@@ -137,6 +140,7 @@ class NodeRegistry:
             self._nodes.update(found)
             if isinstance(grid, ImmediateGrid):
                 grid.name_nodes(found)
+                grid.pack_for(node_id for node_id, node in found.items() if node.packs)
             self.initialised |= {i for i in new if i in self._nodes and self._nodes[i].label in self._expected}
             self._expected -= {self.node(i).label for i in self.initialised}
         known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
@@ -292,7 +296,8 @@ class NodeRegistry:
 
 def _node(node_id: int, said: NodeProperties) -> Node:
     of_data = said.partition_id, said.num_examples, said.batch_size
-    return Node(node_id, *of_data, said.unusable, said.refusal, num_partitions=said.num_partitions)
+    said_else = said.unusable, said.refusal
+    return Node(node_id, *of_data, *said_else, num_partitions=said.num_partitions, packs=said.packs == FORMAT)
 
 
 def _failure(reason: str) -> str:

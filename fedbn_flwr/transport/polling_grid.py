@@ -19,6 +19,7 @@ from fedbn_flwr.compat.flower import (
     set_reply_source,
 )
 from fedbn_flwr.errors import EngineError
+from fedbn_flwr.messages.packing import packed_for, unpacked_reply
 from fedbn_flwr.messages.protocol import NodeProperties
 
 __all__ = ["ImmediateGrid", "Pauses", "PollingGrid", "TellsProperties", "in_simulation", "over_network", "polling"]
@@ -83,6 +84,12 @@ class ImmediateGrid(Grid):
     def name_nodes(self, names: Mapping[int, object]) -> None:
         """Call the nodes in the log by the text of these objects, by node id."""
 
+    def pack_for(self, node_ids: Iterable[int]) -> None:
+        """Note that the apps of these nodes read arrays in one piece (``messages.packing``).
+
+        A grid that sends arrays without a cost for each one ignores it.
+        """
+
 
 def polling(grid: Grid) -> ImmediateGrid:
     """Return ``grid`` if it is an ``ImmediateGrid``, else a ``PollingGrid`` around it."""
@@ -106,13 +113,22 @@ class PollingGrid(ImmediateGrid):
     for a lost node does not have that node's id. This grid polls after 2 ms, then with longer pauses up to 0.25 s, and
     finds the sender by ``reply_to_message_id``.
 
+    Messages to the nodes of ``pack_for``, and their replies, travel with their arrays in one piece. A reply whose
+    arrays do not fit their manifest becomes an error reply of its node.
+
+    Args:
+        grid: the grid that is polled.
+        packs: whether arrays travel in one piece; default: over a network, where each array has a cost of its own.
+
     Attributes:
         inner: the grid that is polled.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, packs: bool | None = None) -> None:
         self.inner = grid
         self._names: dict[int, object] = {}
+        self._packs = is_network_grid(grid) if packs is None else packs
+        self._packing: set[int] = set()
         retry_http_500(grid)
 
     def set_run(self, run: Run) -> None:
@@ -134,20 +150,26 @@ class PollingGrid(ImmediateGrid):
         """See ``ImmediateGrid.name_nodes``."""
         self._names |= names
 
+    def pack_for(self, node_ids: Iterable[int]) -> None:
+        """See ``ImmediateGrid.pack_for``."""
+        if self._packs:
+            self._packing.update(node_ids)
+
     def get_node_ids(self) -> Iterable[int]:
         """See ``Grid.get_node_ids``."""
         return self.inner.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """See ``Grid.push_messages``."""
-        return self.inner.push_messages(messages)
+        return self.inner.push_messages(list(packed_for(messages, self._packing)) if self._packing else messages)
 
     def pull_messages(
         self, message_ids: Iterable[str] | None = None, *, reply_to_message_ids: Iterable[str] | None = None
     ) -> Iterable[Message]:
         """See ``Grid.pull_messages``; Flower calls the argument ``reply_to_message_ids`` from 1.43 on."""
         wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
-        return self.inner.pull_messages() if wanted is None else self.inner.pull_messages(wanted)  # type: ignore[call-arg]
+        pulled = self.inner.pull_messages() if wanted is None else self.inner.pull_messages(wanted)  # type: ignore[call-arg]
+        return [unpacked_reply(reply) for reply in pulled]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send all messages and return the replies that arrive within ``timeout`` seconds, in any order.

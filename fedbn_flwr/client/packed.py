@@ -1,0 +1,49 @@
+"""``packed``: the mod by which an app takes and sends its arrays in one piece."""
+
+from __future__ import annotations
+
+import logging
+
+from flwr.app import Context, Message, MessageType
+from flwr.clientapp.typing import ClientAppCallable
+
+from fedbn_flwr.compat.flower import earlier_mods
+from fedbn_flwr.messages.packing import FORMAT, in_one_piece, is_packed, unpacked
+from fedbn_flwr.messages.protocol import PACKS, add_info
+
+__all__ = ["packed"]
+
+logger = logging.getLogger("flwr")
+
+
+def packed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Return the app's reply with its arrays in one piece if those of the message are: a Flower mod.
+
+    Over a network each array of a message costs the server about as much as a megabyte of it, whatever its size
+    (docs/scale.md). With this mod the server sends all arrays of a message as one, and gets those of the reply as one.
+    The app and its other mods see ordinary records, with the same bits.
+
+    It must be the first mod of the app: ``ClientApp(mods=[packed, local_bn])``. ``client_app`` has it already. The app
+    says in its answer to the strategies' query (``answer_query``) that it reads such messages. Without that answer, in
+    simulation, in process and under Flower's own loops arrays travel one by one.
+
+    Raises:
+        PackingError: the arrays of the message do not fit their manifest.
+    """
+    if is_packed(message.content):
+        message.content = unpacked(message.content)
+        reply = call_next(message, context)
+        if reply.has_content():
+            reply.content = in_one_piece(reply.content)
+        return reply
+    reply = call_next(message, context)
+    if message.metadata.message_type == MessageType.QUERY and reply.has_content():
+        if earlier := earlier_mods():
+            logger.warning(
+                "the mod packed comes after %d other mod(s) of the app, which do not read arrays in one piece, so that "
+                "arrays travel one by one. Put it first: ClientApp(mods=[packed, ...]).",
+                earlier,
+            )
+        else:
+            add_info(reply, {PACKS: FORMAT})
+    return reply

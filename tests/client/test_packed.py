@@ -1,0 +1,103 @@
+"""The mod ``packed``: other mods and the app see ordinary records, and the server hears of it where it is the first."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import message_size_mod
+
+from fedbn_flwr import client_app
+from fedbn_flwr.compat.flower import earlier_mods
+from fedbn_flwr.errors import PackingError
+from fedbn_flwr.messages.packing import in_one_piece, is_packed, unpacked
+from fedbn_flwr.messages.protocol import NodeProperties
+from fedbn_flwr.messages.records import encode, to_record
+from fedbn_flwr.mods import local_bn, packed
+
+MODEL = {"w": np.float32([1, 2]), "n": np.array(3)}
+
+
+def message(kind: str = "train", pack: bool = True) -> Message:
+    content = RecordDict({"arrays": to_record(MODEL), "config": ConfigRecord({"server-round": 1})})
+    return Message(in_one_piece(content) if pack else content, 5, kind)
+
+
+def context() -> Context:
+    return Context(1, 5, {"partition-id": 2}, RecordDict(), {})
+
+
+def app(*mods: Any) -> ClientApp:
+    made = ClientApp(mods=list(mods))
+
+    @made.train()
+    def train(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"arrays": message.content["arrays"], "m": MetricRecord({"n": 1})}), reply_to=message)
+
+    @made.query()
+    def query(message: Message, context: Context) -> Message:
+        return Message(RecordDict(dict(NodeProperties(2, 4).write())), reply_to=message)
+
+    return made
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_mods_and_app_see_records_and_the_reply_is_as_the_message(pack: bool) -> None:
+    seen: list[list[str]] = []
+
+    def looking(message: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(message, context)
+        seen.extend([list(message.content), list(reply.content)])
+        return reply
+
+    given = message(pack=pack)
+    reply = app(packed, looking, message_size_mod, local_bn)(given, context())
+    assert seen == [["arrays", "config"], ["arrays", "m", "properties"]]
+    assert is_packed(reply.content) == pack
+    found = unpacked(reply.content) if pack else reply.content
+    assert list(found) == seen[1]
+    assert found["arrays"] == to_record(MODEL)
+    assert "fedbn-flwr.packs" not in found["properties"]
+
+
+def test_the_app_says_that_it_can_if_the_mod_is_the_first(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    query = Message(RecordDict(), 5, "query")
+
+    def said(*mods: Any) -> object:
+        return NodeProperties.read(app(*mods)(query, context())).packs
+
+    assert (said(packed), said(packed, local_bn), said()) == (1, 1, None)
+    assert not caplog.records
+    assert said(local_bn, packed) is None is said(message_size_mod, local_bn, packed)
+    warnings = [record.args for record in caplog.records if record.args and record.levelname == "WARNING"]
+    assert warnings == [(1,), (2,)]
+
+
+def test_client_app_has_it_as_its_first_mod() -> None:
+    app = client_app(lambda context: NumPyClient(), [local_bn])
+    assert NodeProperties.read(app(Message(RecordDict(), 5, "query"), context())).packs == 1
+
+
+def test_mods_before_another_are_counted() -> None:
+    counts: list[int] = []
+
+    def counting(message: Message, context: Context, call_next: Any) -> Message:
+        counts.append(earlier_mods())
+        return call_next(message, context)
+
+    app(counting, message_size_mod, counting, local_bn, counting)(message(pack=False), context())
+    assert counts == [0, 2, 4]
+    assert earlier_mods() == 0
+
+
+def test_a_damaged_message_is_an_error_of_its_own() -> None:
+    damaged = message()
+    damaged.content["fedbn-flwr.packed"] = ArrayRecord({"a": encode(np.zeros(9, np.uint8))})
+    with pytest.raises(PackingError):
+        packed(damaged, context(), lambda message, context: pytest.fail("it was called"))

@@ -1,0 +1,188 @@
+"""Runs with arrays in one piece: bits and traffic are those of arrays one by one, and a bad piece is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.client import client_app
+from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.messages.kinds import of_kind
+from fedbn_flwr.messages.packing import is_packed
+from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, PACKS
+from fedbn_flwr.messages.records import encode, from_record, to_record
+from fedbn_flwr.mods import local_bn, masked_update, packed
+from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold, StaticBN
+from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.transport.polling_grid import PollingGrid
+from tests.support.federation import torch_clients
+from tests.support.noise import SeededNoise
+from tests.support.user_loops import SIZES, hooked_loop
+
+BAD = 1
+ROUNDS = 2
+
+
+class Line(InProcessGrid):
+    """Nodes of this process; ``travelled`` has the messages and replies as they are on the line."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.travelled: list[Message] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        batch = list(messages)
+        self.travelled += batch
+        return super().push_messages(batch)
+
+    def pull_messages(self, *args: Any, **options: Any) -> list[Message]:
+        replies = super().pull_messages(*args, **options)
+        self.travelled += [SimpleNamespace(content=r.content, metadata=r.metadata) for r in replies if r.has_content()]
+        return replies
+
+
+@pytest.fixture
+def run(mlp, datasets) -> Iterator[Callable[..., Any]]:
+    """``run(strategy, packs=True, wrap=client_app)``: a run of ``ROUNDS`` rounds over the line."""
+    with ExitStack() as grids:
+
+        def do(strategy: Any, packs: bool = True, wrap: Callable[[Any], Any] = client_app) -> Any:
+            clients = torch_clients(mlp, datasets, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4))
+            line = grids.enter_context(Line(wrap(clients), len(datasets)))
+            result = strategy.start(PollingGrid(line, packs), to_record(mlp().state_dict()), num_rounds=ROUNDS)
+            return SimpleNamespace(state=from_record(result.arrays), line=line, strategy=strategy, result=result)
+
+        yield do
+
+
+def with_arrays(line: Line) -> list[Message]:
+    return [m for m in line.travelled if is_packed(m.content) or of_kind(m.content, ArrayRecord)]
+
+
+def kept(line: Line) -> list[Any]:
+    return [dict(record) for i in range(len(SIZES)) for record in line.context(i).state.array_records.values()]
+
+
+def protected(strategy: Any, *protections: Any) -> Any:
+    for protection in protections:
+        strategy.protect(protection)
+    return strategy
+
+
+RUNS: dict[str, Callable[[], Any]] = {
+    "fedbn": FedBN,
+    "fixbn": lambda: FixBN(freeze_at=2),
+    "fedtan": lambda: FedTAN(fedtan_transport="messages"),
+    "scaffold": Scaffold,
+    "staticbn": StaticBN,
+    "masked sums": lambda: protected(FedBN(), MaskedSums(MaskSettings(masked_sums=True))),
+    "clients clip": lambda: protected(
+        FedAvg(),
+        ClientLevelDP(DPSettings(dp="client", dp_clipping_norm=0.5, dp_noise_multiplier=0.1), SeededNoise(3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("method", RUNS)
+def test_bits_and_traffic_are_those_of_arrays_one_by_one(method: str, run, same_bits) -> None:
+    ours, plain = run(RUNS[method]()), run(RUNS[method](), packs=False)
+    same_bits(ours.state, plain.state)
+    assert vars(ours.result).keys() == vars(plain.result).keys()
+    for one, other in zip(ours.strategy.reports, plain.strategy.reports, strict=True):
+        assert one == other
+        assert (one.replied, one.rejected) == (len(SIZES), {})
+    if method != "masked sums":  # the masks in Context.state are drawn
+        assert kept(ours.line) == kept(plain.line)
+    assert all(is_packed(message.content) for message in with_arrays(ours.line))
+    assert not any(is_packed(message.content) for message in with_arrays(plain.line))
+    if method == "fedtan":
+        assert EXCHANGE_QUERY in {message.metadata.message_type for message in with_arrays(ours.line)}
+
+
+def only_at(node: int, change: Callable[[ClientApp, Message, Context], Message]) -> Callable[[Any], ClientApp]:
+    """Return what makes an app whose node of this partition answers with ``change(app, message, context)``."""
+
+    def wrap(client_fn: Any) -> ClientApp:
+        whole, app = client_app(client_fn), ClientApp()
+
+        def answer(message: Message, context: Context) -> Message:
+            if context.node_config["partition-id"] != node:
+                return whole(message, context)
+            return change(whole, message, context)
+
+        for register in (app.train(), app.evaluate(), app.query()):
+            register(answer)
+        return app
+
+    return wrap
+
+
+def test_a_node_without_it_gets_arrays_one_by_one_in_the_same_run(run, same_bits) -> None:
+    def older(whole: ClientApp, message: Message, context: Context) -> Message:
+        assert not is_packed(message.content)
+        reply = whole(message, context)
+        if message.metadata.message_type == "query":
+            del reply.content["properties"][PACKS]
+        return reply
+
+    mixed, plain = run(FedBN(), wrap=only_at(BAD, older)), run(FedBN(), packs=False)
+    same_bits(mixed.state, plain.state)
+    assert [report.rejected for report in mixed.strategy.reports] == [{}] * ROUNDS
+    forms = {is_packed(message.content) for message in with_arrays(mixed.line)}
+    assert forms == {True, False}
+
+
+def test_a_form_that_the_server_does_not_know_is_not_used(run) -> None:
+    def newer(whole: ClientApp, message: Message, context: Context) -> Message:
+        reply = whole(message, context)
+        if message.metadata.message_type == "query":
+            reply.content["properties"][PACKS] = 2
+        return reply
+
+    line = run(FedBN(), wrap=only_at(BAD, newer)).line
+    other = line.get_node_ids()[BAD]
+    of_bad = [m for m in with_arrays(line) if other in (m.metadata.dst_node_id, m.metadata.src_node_id)]
+    assert of_bad
+    assert not any(is_packed(message.content) for message in of_bad)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_damaged_piece_is_a_refused_reply_by_name_and_the_run_goes_on(kind: str, run, same_bits) -> None:
+    def damaging(whole: ClientApp, message: Message, context: Context) -> Message:
+        reply = whole(message, context)
+        if message.metadata.message_type == kind:
+            reply.content["fedbn-flwr.packed"] = ArrayRecord({"a": encode(np.full(99, 7, np.uint8))})
+        return reply
+
+    def missing(whole: ClientApp, message: Message, context: Context) -> Message:
+        if message.metadata.message_type == kind:
+            raise RuntimeError("power cut")
+        return whole(message, context)
+
+    ours, lost = (run(FedAvg(), wrap=only_at(BAD, change)) for change in (damaging, missing))
+    same_bits(ours.state, lost.state)
+    bad = ours.line.get_node_ids()[BAD]
+    for report in ours.strategy.reports:
+        assert report.rejected.keys() == {bad}
+        assert f"node {bad} (partition {BAD}): " in report.rejected[bad]
+        assert "the manifest of arrays in one piece ends at byte" in report.rejected[bad]
+
+
+def test_an_app_of_the_message_api_with_the_mod_first(run, user_app, same_bits) -> None:
+    def trained(*mods: Any) -> Any:
+        return run(FedTAN(fedtan_transport="messages"), wrap=lambda _: user_app(hooked_loop, mods, query=True))
+
+    ours, plain, wrong = trained(packed, masked_update, local_bn), trained(local_bn), trained(local_bn, packed)
+    same_bits(ours.state, plain.state)
+    same_bits(wrong.state, plain.state)
+    forms = [{is_packed(message.content) for message in with_arrays(of.line)} for of in (ours, plain, wrong)]
+    assert forms == [{True}, {False}, {False}]
