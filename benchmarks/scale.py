@@ -4,6 +4,7 @@
     python benchmarks/scale.py --write docs/scale.md    # into the page, between <!-- scale --> and <!-- /scale -->
     python benchmarks/scale.py --measure 8              # measures the constants with 8 light SuperNodes
     python benchmarks/scale.py --check 16 --check 64    # predicts rounds of so many, and runs them
+    python benchmarks/scale.py --turns 2                # rounds of three real SuperNodes, arrays one by one and packed
 
 A light SuperNode is a thread: Flower's own connection with its naps, and an answer without a process for the app. So
 many fit on one machine, and a round shows what the SuperLink and the server do. The SuperLink has no TLS here.
@@ -48,6 +49,7 @@ from fedbn_flwr.engines.flower_run import (
 )
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.deployment import Federation
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.transport import Barrier, Member
@@ -62,6 +64,11 @@ SHAPES = ((1, 4), (17, 4), (1, 1_000_000))  # arrays and bytes of each in a mess
 CLIENTS = (10, 1000, 10**6)
 
 _APP = "from scale_work import make_server_app\n\nserver_app = make_server_app()\n"
+_ROUNDS_APP = """from scale_work import make_client_app, make_rounds_app
+
+client_app = make_client_app()
+server_app = make_rounds_app()
+"""
 _CLIENT = "from flwr.clientapp import ClientApp\n\nclient_app = ClientApp()\n"
 _CONFIG = """
 nodes = 1
@@ -71,6 +78,16 @@ rounds = 1
 shapes = ""
 times = ""
 """
+
+_ROUNDS_CONFIG = """
+nodes = 3
+pid = 0
+rounds = 1
+turns = 1
+models = ""
+times = ""
+"""
+_MODELS = ("mlp", "resnet20")
 
 
 @dataclass(frozen=True)
@@ -253,6 +270,49 @@ def seconds_of(found: Mapping[str, Any], shape: tuple[int, int], keys: Sequence[
     return float(statistics.median(sum(r[key] for key in keys) for r in rounds))
 
 
+def run_rounds(nodes: int, turns: int, rounds: int) -> list[dict[str, Any]]:
+    """Run rounds of FedAvg over so many real SuperNodes, with TLS and keys; see ``scale_work.make_rounds_app``.
+
+    Raises:
+        EngineError: the run did not complete.
+    """
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="scale-benchmark-", dir=memory if memory.is_dir() else None) as name:
+        app, times = Path(name) / "app", Path(name) / "times.json"
+        app.mkdir()
+        (app / "scale_work.py").write_text(Path(__file__).with_name("scale_work.py").read_text())
+        (app / "benchmark_app.py").write_text(_ROUNDS_APP)
+        project = flower_project("scale-benchmark", "benchmark_app", "benchmark_app", _ROUNDS_CONFIG)
+        (app / "pyproject.toml").write_text(project)
+        with Federation(Path(__file__).parents[1] / "docker-compose.yml", nodes, folder=Path(name) / "net") as found:
+            config: dict[str, Scalar] = {
+                "nodes": nodes,
+                "pid": found.process("superlink").pid,
+                "models": " ".join(_MODELS),
+            }
+            config |= {"rounds": rounds + 1, "turns": turns, "times": str(times)}
+            found.run(config, app=app, on_line=_show).check()
+            return list(json.loads(times.read_text()))
+
+
+def table_of_rounds(found: Sequence[Mapping[str, Any]], nodes: int) -> str:
+    """Return the Markdown table of the medians of ``run_rounds``, and their ratios."""
+    lines = ["| model | arrays | s a round | CPU s of the server for a client |", "|---|---|---:|---:|"]
+    middle: dict[tuple[str, bool], float] = {}
+    for model in _MODELS:
+        for packs in (False, True):
+            rounds = [r for r in found if (r["model"], r["packs"]) == (model, packs)]
+            seconds = middle[model, packs] = statistics.median(r["seconds"] for r in rounds)
+            cpu = statistics.median((r["superlink"] + r["serverapp"]) / nodes for r in rounds)
+            lines.append(f"| {model} | {'in one piece' if packs else 'one by one'} | {seconds:.1f} | {cpu:.2f} |")
+        if len({r["sha256"] for r in found if r["model"] == model}) != 1:
+            raise EngineError(f"{model}: the runs have not the same bits")
+    big, small = _MODELS[1], _MODELS[0]
+    one_by_one, in_one = (middle[big, packs] / middle[small, packs] for packs in (False, True))
+    lines.append(f"\nA round of {big} takes {in_one:.2f} of one of {small} in one piece, {one_by_one:.2f} one by one.")
+    return "\n".join(lines)
+
+
 def measure(nodes: int) -> Constants:
     """Measure the constants with light SuperNodes, a ClientApp's imports and a channel on this machine."""
     alone = run_light(0, (), 0, 10.0)["idle"]  # the run's log and heartbeat
@@ -339,6 +399,7 @@ def check(nodes: int, constants: Constants) -> str:
 def main(
     measure_with: Annotated[int, typer.Option("--measure", min=0, help="measure the constants with so many nodes")] = 0,
     check_with: Annotated[list[int] | None, typer.Option("--check", min=1, help="predict and run so many")] = None,
+    turns: Annotated[int, typer.Option(min=0, help="turns of rounds over three real SuperNodes; minutes each")] = 0,
     write: Annotated[Path | None, typer.Option(help="a page with the marks <!-- scale --> and <!-- /scale -->")] = None,
 ) -> None:
     """Predict rounds of large federations; on request measure the constants and check the prediction."""
@@ -358,6 +419,8 @@ def main(
         print(f"\n| {' | '.join(head)} |\n|---:|---|---:|---:|---:|---:|---:|")
         for nodes in check_with:
             print(check(nodes, constants), flush=True)
+    if turns:
+        print(f"\n{table_of_rounds(run_rounds(3, turns, 2), 3)}")
 
 
 if __name__ == "__main__":

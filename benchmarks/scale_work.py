@@ -1,4 +1,4 @@
-"""The two ends of ``scale.py``: a ServerApp that sends messages and looks at the SuperLink, and light SuperNodes."""
+"""The ends of ``scale.py``: ServerApps that look at the SuperLink, a ClientApp, and light SuperNodes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 NAP = 3.0
@@ -67,6 +70,94 @@ def make_server_app() -> ServerApp:
         Path(str(config["times"])).write_text(json.dumps(found))
 
     return app
+
+
+def make_rounds_app() -> ServerApp:
+    """Return the ServerApp of rounds of FedAvg over real SuperNodes, arrays one by one and in one piece.
+
+    Run config: ``nodes``, ``pid`` of the SuperLink, ``rounds`` of each way in each of the ``turns``, whose first asks
+    the nodes and is left out, ``models`` ("NAME ..."), ``times`` for the result.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        from fedbn_flwr.messages.records import from_record, state_sha256, to_record
+        from fedbn_flwr.strategies import FedAvg
+        from fedbn_flwr.transport.polling_grid import PollingGrid
+
+        config, found = context.run_config, list[dict[str, Any]]()
+        pid, nodes = int(config["pid"]), int(config["nodes"])
+        ways = [(model, packs) for model in str(config["models"]).split() for packs in (False, True)]
+        for turn in range(int(config["turns"])):
+            for model, packs in ways[:: 1 if turn % 2 == 0 else -1]:
+                ends: list[dict[str, float]] = []
+
+                def end(server_round: int, arrays: ArrayRecord, metrics: Any, ends: list[Any] = ends) -> None:
+                    spent = {"superlink": cpu_seconds(pid), "serverapp": time.process_time()}
+                    ends.append({"seconds": time.monotonic(), **spent})
+
+                strategy = FedAvg(fraction_evaluate=0.0, min_available_nodes=nodes, on_round_end=end)
+                initial = to_record(make_model(model).state_dict())
+                of_model = ConfigRecord({"model": model})
+                rounds = int(config["rounds"])
+                result = strategy.start(PollingGrid(grid, packs), initial, rounds, 900.0, of_model)
+                rejected = [report.rejected for report in strategy.reports]
+                if any(rejected):
+                    raise RuntimeError(f"replies were refused: {rejected}")
+                sha256 = state_sha256(from_record(result.arrays))
+                for before, after in pairwise(ends):
+                    spent = {key: after[key] - before[key] for key in after}
+                    found.append({"model": model, "packs": packs, "sha256": sha256, **spent})
+                    print(json.dumps(found[-1]), flush=True)
+        Path(str(config["times"])).write_text(json.dumps(found))
+
+    return app
+
+
+def make_model(name: str) -> Any:
+    """Return the model for its images: ResNet-20 for CIFAR-10, others for MNIST; the same weights at each call."""
+    import torch
+
+    from fedbn_flwr.lab.models import build_model
+
+    torch.manual_seed(0)
+    channels, size = IMAGES.get(name, (1, 28))
+    return build_model(name, num_classes=10, channels=channels, size=size)
+
+
+IMAGES = {"resnet20": (3, 32)}
+
+
+def make_client_app() -> ClientApp:
+    """Return the ClientApp of the same rounds: one step on 32 random images, of the model that the config names."""
+    import torch
+
+    from fedbn_flwr import TorchClient, client_app
+    from fedbn_flwr.lab.data import Samples, Subset
+    from fedbn_flwr.training import LearningRate, LocalTraining
+
+    class Client(NumPyClient):
+        def __init__(self, context: Context) -> None:
+            self._context = context
+
+        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+            return {"num-examples": 32}
+
+        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
+            torch.set_num_threads(1)
+            channels, size = IMAGES.get(config["model"], (1, 28))
+            pixels = torch.randint(256, (32, channels, size, size), dtype=torch.uint8, generator=_generator())
+            every = Samples(pixels, torch.randint(10, (32,), generator=_generator()))
+            data = Subset(every, torch.arange(32), mean=(0.5,) * channels, std=(0.25,) * channels)
+            training = LocalTraining(learning_rate=LearningRate(0.1), local_steps=1, batch_size=32)
+            model = lambda: make_model(config["model"])  # noqa: E731
+            return TorchClient(model, data, data, training, context=self._context).fit(parameters, config)
+
+    def _generator() -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+    return client_app(lambda context: Client(context))
 
 
 class LightNodes:

@@ -13,7 +13,6 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import message_size_mod
 
 from fedbn_flwr import client_app
-from fedbn_flwr.compat.flower import earlier_mods
 from fedbn_flwr.errors import PackingError
 from fedbn_flwr.messages.packing import in_one_piece, is_packed, unpacked
 from fedbn_flwr.messages.protocol import NodeProperties
@@ -82,18 +81,6 @@ def test_the_app_says_that_it_can_if_the_mod_is_the_first(caplog, monkeypatch) -
 def test_client_app_has_it_as_its_first_mod() -> None:
     app = client_app(lambda context: NumPyClient(), [local_bn])
     assert NodeProperties.read(app(Message(RecordDict(), 5, "query"), context())).packs == 1
-
-
-def test_mods_before_another_are_counted() -> None:
-    counts: list[int] = []
-
-    def counting(message: Message, context: Context, call_next: Any) -> Message:
-        counts.append(earlier_mods())
-        return call_next(message, context)
-
-    app(counting, message_size_mod, counting, local_bn, counting)(message(pack=False), context())
-    assert counts == [0, 2, 4]
-    assert earlier_mods() == 0
 
 
 def test_a_damaged_message_is_an_error_of_its_own() -> None:

@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import LocalDpMod
+from flwr.clientapp.mod import LocalDpMod, message_size_mod
 from flwr.common import ndarrays_to_parameters
 from flwr.serverapp.strategy import FedAvg
 
@@ -245,6 +245,7 @@ def test_array_of_bytes(seam: ModuleType) -> None:
         assert (array.is_dirty, array.object_id) == (True, like.object_id)
         array.data = Array(np.zeros((2, 3))).data
         assert array.object_id != like.object_id
+        assert seam.array_of_bytes("any", (), b"b", "own") == Array("any", (), "own", b"b")
 
 
 def test_buffer_array(seam: ModuleType) -> None:
@@ -324,6 +325,17 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
         assert seam.app_error(message, "in words").error.reason == "in words"
 
 
+def test_as_error(seam: ModuleType, message: Message) -> None:
+    todo = f"let as_error in {SEAM} make an error reply as Flower makes it now."
+    with canary("a reply with an error is one with content, with an Error in the content's place", todo):
+        reply = Message(RecordDict({"a": ConfigRecord()}), reply_to=message)
+        failed = seam.as_error(reply, "why")
+        assert (failed.has_content(), failed.error.code, failed.error.reason) == (False, 0, "why")
+        assert metadata(failed) == metadata(reply)
+        assert vars(failed).keys() == vars(Message(Error(0, "why"), reply_to=message)).keys()
+        assert list(reply.content) == ["a"], "the reply does not change"
+
+
 def test_is_app_error(seam: ModuleType, message: Message) -> None:
     todo = f"see how Flower now tells an app that raised from a node that is gone; say so in is_app_error in {SEAM}."
     with canary("ErrorCode.CLIENT_APP_RAISED_EXCEPTION is 2, and 3 to 5 are messages and nodes that are gone", todo):
@@ -369,6 +381,24 @@ def test_later_mods(seam: ModuleType, message: Message) -> None:
         _, second, function, call_next = chained(message, seam)
         assert seam.later_mods(call_next) == ([second], function)
         assert seam.later_mods(function) == ([], function)
+
+
+def test_earlier_mods(seam: ModuleType, message: Message) -> None:
+    todo = (
+        f"see how make_ffn calls an app's mods now, and count them in earlier_mods in {SEAM}: packed asks it."
+    )
+    with canary("every mod of an app is called by the same function of make_ffn", todo):
+        counts: list[int] = []
+
+        def counting(message: Message, context: Context, call_next: Any) -> Message:
+            counts.append(seam.earlier_mods())
+            return call_next(message, context)
+
+        app = ClientApp(mods=[counting, message_size_mod, counting])
+        app.train(mods=[counting])(lambda message, context: message)
+        app(message, Context(1, 1, {}, RecordDict(), {}))
+        assert counts == [0, 2, 3]
+        assert seam.earlier_mods() == 0
 
 
 def test_with_mods(seam: ModuleType, message: Message) -> None:

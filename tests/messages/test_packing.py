@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.compat.flower import BufferArray, as_error
+from fedbn_flwr.compat.flower import BufferArray
 from fedbn_flwr.errors import PackingError
 from fedbn_flwr.messages.packing import in_one_piece, is_packed, packed_for, unpacked, unpacked_reply
 from fedbn_flwr.messages.records import encode, to_record
@@ -202,9 +202,3 @@ def test_any_changed_byte_or_cut_is_refused_or_fits(place: int, value: int, cut:
     values = piece[PACKED][PACKED].numpy()
     values[place % (len(values) // 3 if place % 2 else len(values))] = value
     refused_or_whole(rows(values if cut is None else values[: cut % len(values)]))
-
-
-def test_an_error_in_the_place_of_a_reply_leaves_the_reply_as_it_was() -> None:
-    reply = Message(RecordDict({"a": ConfigRecord()}), reply_to=Message(RecordDict(), 7, "train"))
-    assert as_error(reply, "why").error.reason == "why"
-    assert list(reply.content) == ["a"]
