@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,6 +61,8 @@ POLL = 0.05  # FLWR_SUPEREXEC_TASK_POLL_INTERVAL of docker-compose.yml, in secon
 LINE = 125e6  # bytes per second: 1 Gbit/s
 CHANNEL_CLIENTS = 512  # calls that the channel serves at the same time
 SHAPES = ((1, 4), (17, 4), (1, 1_000_000))  # arrays and bytes of each in a message, from which constants are found
+PIECE, ARRAYS = 1_107_000, 116  # ResNet-20: bytes in one piece, and arrays
+_FEW = 4  # nodes of a check with so many arrays, which takes minutes
 CLIENTS = (10, 1000, 10**6)
 
 _APP = "from scale_work import make_server_app\n\nserver_app = make_server_app()\n"
@@ -136,19 +138,20 @@ class Load:
 
 
 def loads() -> dict[str, Load]:
-    """Return the load of each method for ResNet-20."""
+    """Return the load of each method for ResNet-20: a message has one array; the last one is FedAvg without that."""
     parts = build_model("resnet20", num_classes=10, channels=3, size=32).state_dict()
-    entries, found = len(parts), {}
+    found = {}
     for name, strategy in (("FedAvg", "fedavg"), ("FixBN", "fixbn"), ("FedTAN", "fedtan")):
         model = build_model("resnet20", num_classes=10, channels=3, size=32)
         config = Config.make({"strategy": strategy, "model": "resnet20", "dataset": "cifar10"})
         traffic = inspect_model(model, strategy, 1, config).later
         exchanges = traffic.exchanges - 1
         if not exchanges:
-            found[name] = Load(1, entries, traffic.down, traffic.up)
+            found[name] = Load(1, 1, traffic.down, traffic.up)
             continue
-        found[f"{name} by messages"] = Load(exchanges + 2, entries + exchanges, traffic.down, traffic.up)
-        found[f"{name} by channel"] = Load(1, entries, traffic.down, traffic.up, exchanges)
+        found[f"{name} by messages"] = Load(exchanges + 2, exchanges + 2, traffic.down, traffic.up)
+        found[f"{name} by channel"] = Load(1, 1, traffic.down, traffic.up, exchanges)
+    found["FedAvg, arrays one by one"] = replace(found["FedAvg"], arrays=len(parts))
     return found
 
 
@@ -378,7 +381,9 @@ def core_share(seconds: float = 2.0) -> float:
 
 def check(nodes: int, constants: Constants) -> str:
     """Return the rows of the table of predicted and measured rounds of so many light SuperNodes."""
-    shapes = ((1, 4), (8, 4096))
+    shapes = [(1, 4), (1, PIECE), (8, 4096)]
+    if nodes <= _FEW:
+        shapes.append((ARRAYS, PIECE // ARRAYS))
     share = core_share()
     found = run_light(nodes, shapes, 2, 10.0)
     share = (share + core_share()) / 2
@@ -391,8 +396,10 @@ def check(nodes: int, constants: Constants) -> str:
         cpu = served + wall * looks
         seconds = seconds_of(found, (count, number), ("seconds",))
         spent = seconds_of(found, (count, number), ("superlink", "serverapp"))
-        label = f"{count} array(s) of {number} bytes"
-        rows.append(f"| {nodes} | {label} | {cpu:.1f} | {spent:.1f} | {wall:.1f} | {seconds:.1f} | {share:.2f} |")
+        one = (spent - seconds * looks) / nodes
+        cells = [nodes, f"{count} array(s) of {number:,} bytes", *(f"{x:.1f}" for x in (cpu, spent))]
+        cells += [f"{one:.2f}", *(f"{x:.1f}" for x in (wall, seconds)), f"{share:.2f}"]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
@@ -415,8 +422,9 @@ def main(
     if write:
         write_block(write, "scale", text)
     if check_with:
-        head = ("nodes", "a message", "CPU s, predicted", "measured", "s a round, predicted", "measured", "core share")
-        print(f"\n| {' | '.join(head)} |\n|---:|---|---:|---:|---:|---:|---:|")
+        head = ["nodes", "a message", "CPU s, predicted", "measured", "of it for a client, without looks"]
+        head += ["s a round, predicted", "measured", "core share"]
+        print(f"\n| {' | '.join(head)} |\n|---:|---|---:|---:|---:|---:|---:|---:|")
         for nodes in check_with:
             print(check(nodes, constants), flush=True)
     if turns:

@@ -71,6 +71,7 @@ def masked_update(message: Message, context: Context, call_next: ClientAppCallab
     """Return the app's reply with masked numbers in place of its update, if the server asks for it: a Flower mod.
 
     It must be the first mod, so that it masks what leaves the client: ``ClientApp(mods=[masked_update, local_bn])``.
+    Before it stands ``packed`` alone, which changes no value.
     Without ``masked-sums=true`` nothing changes. In the clear remain the number of examples, the names of the client
     hooks and hashes; metrics if the server's ``masked-metrics`` is "published".
 

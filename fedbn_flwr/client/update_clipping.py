@@ -19,6 +19,7 @@ def clipped_update(message: Message, context: Context, call_next: ClientAppCalla
     """Return the app's reply with its update clipped as the server asks: a Flower mod.
 
     It must be the first mod, so that it sees what leaves the client: ``ClientApp(mods=[clipped_update, local_bn])``.
+    Before it stands ``packed`` alone, which changes no value.
     Counters leave as they came, since they tell the number of batches. Without ``dp=client`` nothing changes. Metrics
     leave as they are.
 

@@ -82,11 +82,13 @@ def unpacked(content: RecordDict) -> RecordDict:
     others = {key: record for key, record in content.items() if key != PACKED}
     try:
         (array,) = of_kind(content, ArrayRecord)[PACKED].values()
-        records = _records(view(array), others)
+        records = _records(view(array))
     except PackingError:
         raise
     except Exception as error:  # bytes from outside: NumPy's and JSON's parsers may raise anything
         raise PackingError(f"arrays in one piece that cannot be read: {type(error).__name__}: {error}") from error
+    if twice := records.keys() & others.keys():
+        raise PackingError(f"arrays in one piece: record '{min(twice):.80}' is there twice")
     return filled(RecordDict, {**records, **others})
 
 
@@ -113,32 +115,28 @@ def _with_piece(content: RecordDict, piece: ArrayRecord) -> RecordDict:
     return filled(RecordDict, {PACKED: piece, **others})
 
 
-def _records(piece: np.ndarray[Any, Any], taken: Collection[str]) -> dict[str, ArrayRecord]:
-    """Return the array records in a piece; their names are none of ``taken``."""
+def _records(piece: np.ndarray[Any, Any]) -> dict[str, ArrayRecord]:
+    """Return the array records in a piece."""
     if piece.dtype != np.uint8 or piece.ndim != 1:
         raise PackingError(f"arrays in one piece are {piece.dtype} of shape {piece.shape}: one row of uint8 needed")
     data = piece.data
     start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
-    if start > len(data):
-        raise PackingError(f"the manifest of arrays in one piece ends at byte {start} of {len(data)}")
     records: dict[str, ArrayRecord] = {}
     for key, entries in json.loads(bytes(data[_LENGTH:start])):
-        _refuse_name("record", key, {*records, *taken})
+        _refuse_name("record", key, records)
         arrays: dict[str, FlowerArray] = {}
         for name, dtype, shape, stype, size in entries:
             _refuse_name(f"record '{key}': entry", name, arrays)
             subject = f"arrays in one piece: record '{key}': entry '{name}'"
             if not _counts([size]) or not isinstance(shape, list) or not _counts(shape):
                 raise PackingError(f"{subject}: shape {shape!r:.80}, {size!r:.80} bytes: whole numbers from 0 needed")
-            if start + size > len(data):
-                raise PackingError(f"{subject} ends at byte {start + size} of {len(data)}")
             array = array_of_bytes(str(dtype), tuple(shape), bytes(data[start : start + size]), str(stype))
             _refuse_other_data(subject, array)
             arrays[name] = array
             start += size
         records[key] = filled(ArrayRecord, arrays)
     if start != len(data):
-        raise PackingError(f"arrays in one piece: {len(data) - start} bytes more than the manifest says")
+        raise PackingError(f"arrays in one piece have {len(data)} bytes, and the manifest names {start}")
     return records
 
 

@@ -384,9 +384,7 @@ def test_later_mods(seam: ModuleType, message: Message) -> None:
 
 
 def test_earlier_mods(seam: ModuleType, message: Message) -> None:
-    todo = (
-        f"see how make_ffn calls an app's mods now, and count them in earlier_mods in {SEAM}: packed asks it."
-    )
+    todo = f"see how make_ffn calls an app's mods now, and count them in earlier_mods in {SEAM}: packed asks it."
     with canary("every mod of an app is called by the same function of make_ffn", todo):
         counts: list[int] = []
 
