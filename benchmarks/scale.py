@@ -37,19 +37,11 @@ import typer
 from measure import flower_project, write_block
 from scale_work import NAP, LightNodes
 
-from fedbn_flwr.engines.flower_run import (
-    BIN,
-    Process,
-    Scalar,
-    flower_environment,
-    flower_runs,
-    free_port,
-    stream,
-    toml_pairs,
-)
+from fedbn_flwr.engines.flower_run import Process, Scalar, flower_environment, free_port, toml_pairs
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.deployment import Federation
+from fedbn_flwr.lab.deployment.runs import follow_run
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.transport import Barrier, Member
@@ -250,11 +242,7 @@ def run_light(nodes: int, shapes: Sequence[tuple[int, int]], rounds: int, idle: 
                 texts = " ".join(f"{count}x{size}" for count, size in shapes)
                 config: dict[str, Scalar] = {"nodes": nodes, "pid": link.pid, "idle": idle, "rounds": rounds}
                 pairs = toml_pairs({**config, "shapes": texts, "times": str(times)})
-                tail = stream(
-                    [str(BIN / "flwr"), "run", str(app), "light", "--stream", "--run-config", pairs], env, _show
-                )
-                if [done.get("status") for done in flower_runs(env, "light")] != ["finished:completed"]:
-                    raise EngineError("the run did not complete. The last lines of its log:\n" + "\n".join(tail))
+                follow_run([str(app), "light", "--stream", "--run-config", pairs], env, on_line=_show).check()
                 return dict(json.loads(times.read_text()))
             finally:
                 light.close()
