@@ -19,7 +19,7 @@ logger = logging.getLogger("flwr")
 def packed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Return the app's reply with its arrays in one piece if those of the message are: a Flower mod.
 
-    Over a network each array of a message costs the server about as much as a megabyte of it, whatever its size
+    Over a network each array of a message costs the server as much as two megabytes of it, whatever its size
     (docs/scale.md). With this mod the server sends all arrays of a message as one, and gets those of the reply as one.
     The app and its other mods see ordinary records, with the same bits.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from fedbn_flwr.messages.protocol import NodeProperties, ReplyInfo
 from fedbn_flwr.messages.versions import differences, own_versions
 from fedbn_flwr.seeds import derive_seed, numpy_generator
 from fedbn_flwr.server.failures import MOD_ORDER
-from fedbn_flwr.transport.polling_grid import ImmediateGrid
+from fedbn_flwr.transport.polling_grid import ImmediateGrid, over_network
 
 __all__ = ["Node", "NodeRegistry"]
 
@@ -141,6 +141,8 @@ class NodeRegistry:
             if isinstance(grid, ImmediateGrid):
                 grid.name_nodes(found)
                 grid.pack_for(node_id for node_id, node in found.items() if node.packs)
+                if over_network(grid):
+                    _advise_packing(found.values())
             self.initialised |= {i for i in new if i in self._nodes and self._nodes[i].label in self._expected}
             self._expected -= {self.node(i).label for i in self.initialised}
         known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
@@ -292,6 +294,17 @@ class NodeRegistry:
                 len(unnamed),
                 len(found),
             )
+
+
+def _advise_packing(nodes: Collection[Node]) -> None:
+    """Log how many new nodes of a network take each array by itself."""
+    if others := [node for node in nodes if not node.packs]:
+        logger.info(
+            "%d of %d nodes read no arrays in one piece; each array costs the server as much as two megabytes. Let the "
+            "app answer the query (answer_query), with the mod packed of fedbn_flwr.mods as its first one.",
+            len(others),
+            len(nodes),
+        )
 
 
 def _node(node_id: int, said: NodeProperties) -> Node:

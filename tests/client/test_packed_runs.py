@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.federation import torch_clients
 from tests.support.noise import SeededNoise
@@ -55,7 +57,7 @@ def run(mlp, datasets) -> Iterator[Callable[..., Any]]:
     """``run(strategy, packs=True, wrap=client_app)``: a run of ``ROUNDS`` rounds over the line."""
     with ExitStack() as grids:
 
-        def do(strategy: Any, packs: bool = True, wrap: Callable[[Any], Any] = client_app) -> Any:
+        def do(strategy: Any, packs: bool | None = True, wrap: Callable[[Any], Any] = client_app) -> Any:
             clients = torch_clients(mlp, datasets, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4))
             line = grids.enter_context(Line(wrap(clients), len(datasets)))
             result = strategy.start(PollingGrid(line, packs), to_record(mlp().state_dict()), num_rounds=ROUNDS)
@@ -108,6 +110,18 @@ def test_bits_and_traffic_are_those_of_arrays_one_by_one(method: str, run, same_
         assert EXCHANGE_QUERY in {message.metadata.message_type for message in with_arrays(ours.line)}
 
 
+@pytest.mark.parametrize("network", [True, False])
+def test_it_is_the_way_over_a_network_and_nowhere_else(network: bool, run, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: network)
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        lines = [run(FedAvg(), None).line, run(FedAvg(), None, only_at(BAD, older)).line]
+    forms = [{is_packed(message.content) for message in with_arrays(line)} for line in lines]
+    assert forms == [{network}, {False, network}]
+    advice = [record.args for record in caplog.records if record.funcName == "_advise_packing"]
+    assert advice == [(1, len(SIZES))] * network, "of the second run"
+
+
 def only_at(node: int, change: Callable[[ClientApp, Message, Context], Message]) -> Callable[[Any], ClientApp]:
     """Return what makes an app whose node of this partition answers with ``change(app, message, context)``."""
 
@@ -126,14 +140,16 @@ def only_at(node: int, change: Callable[[ClientApp, Message, Context], Message])
     return wrap
 
 
-def test_a_node_without_it_gets_arrays_one_by_one_in_the_same_run(run, same_bits) -> None:
-    def older(whole: ClientApp, message: Message, context: Context) -> Message:
-        assert not is_packed(message.content)
-        reply = whole(message, context)
-        if message.metadata.message_type == "query":
-            del reply.content["properties"][PACKS]
-        return reply
+def older(whole: ClientApp, message: Message, context: Context) -> Message:
+    """Answer as an app without the mod."""
+    assert not is_packed(message.content)
+    reply = whole(message, context)
+    if message.metadata.message_type == "query":
+        del reply.content["properties"][PACKS]
+    return reply
 
+
+def test_a_node_without_it_gets_arrays_one_by_one_in_the_same_run(run, same_bits) -> None:
     mixed, plain = run(FedBN(), wrap=only_at(BAD, older)), run(FedBN(), packs=False)
     same_bits(mixed.state, plain.state)
     assert [report.rejected for report in mixed.strategy.reports] == [{}] * ROUNDS
