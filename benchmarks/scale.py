@@ -53,8 +53,7 @@ POLL = 0.05  # FLWR_SUPEREXEC_TASK_POLL_INTERVAL of docker-compose.yml, in secon
 LINE = 125e6  # bytes per second: 1 Gbit/s
 CHANNEL_CLIENTS = 512  # calls that the channel serves at the same time
 SHAPES = ((1, 4), (17, 4), (1, 1_000_000))  # arrays and bytes of each in a message, from which constants are found
-PIECE, ARRAYS = 1_107_000, 116  # ResNet-20: bytes in one piece, and arrays
-_FEW = 4  # nodes of a check with so many arrays, which takes minutes
+PIECE = 1_107_000  # bytes of ResNet-20 in one piece
 CLIENTS = (10, 1000, 10**6)
 
 _APP = "from scale_work import make_server_app\n\nserver_app = make_server_app()\n"
@@ -369,9 +368,7 @@ def core_share(seconds: float = 2.0) -> float:
 
 def check(nodes: int, constants: Constants) -> str:
     """Return the rows of the table of predicted and measured rounds of so many light SuperNodes."""
-    shapes = [(1, 4), (1, PIECE), (8, 4096)]
-    if nodes <= _FEW:
-        shapes.append((ARRAYS, PIECE // ARRAYS))
+    shapes = ((1, 4), (1, PIECE), (8, 4096))
     share = core_share()
     found = run_light(nodes, shapes, 2, 10.0)
     share = (share + core_share()) / 2

@@ -87,7 +87,8 @@ def client_app(
     partition id (from ``get_properties`` or the node's config), the ``num-partitions`` of the node's config and the
     number of training examples, and ``query.statistics`` and ``query.moments`` with the ``statistics`` and
     ``input_moments`` of a ``TorchClient``.
-    ``messages.numpy_client`` describes how arrays and their names are sent.
+    ``messages.numpy_client`` describes how arrays and their names are sent. In a SuperNode's process they travel in one
+    piece (``mods.packed``).
 
     Args:
         client_fn: called for every message, as in Flower's ``ClientApp(client_fn=...)``.
@@ -108,6 +109,8 @@ def client_app(
     answers = _ClientMessages(client_fn, reason or _text)
     every = [masked_if_asked, clipped_update, seeded_client, *mods]
     every = [packed, masked_update, clipped_update, seeded_client, *mods]
+    outermost = [packed] if on_network_node() else []  # elsewhere no array has a cost of its own, and a mod has one
+    every = [*outermost, masked_update, clipped_update, seeded_client, *mods]
     app = RepeatableApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
     app.train(mods=list(train_mods))(answers.train)
     app.evaluate()(answers.evaluate)

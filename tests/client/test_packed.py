@@ -78,9 +78,11 @@ def test_the_app_says_that_it_can_if_the_mod_is_the_first(caplog, monkeypatch) -
     assert warnings == [(1,), (2,)]
 
 
-def test_client_app_has_it_as_its_first_mod() -> None:
+@pytest.mark.parametrize("on_node", [True, False])
+def test_client_app_has_it_as_its_first_mod_at_a_supernode(on_node: bool, monkeypatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.client.app.on_network_node", lambda: on_node)
     app = client_app(lambda context: NumPyClient(), [local_bn])
-    assert NodeProperties.read(app(Message(RecordDict(), 5, "query"), context())).packs == 1
+    assert NodeProperties.read(app(Message(RecordDict(), 5, "query"), context())).packs == (1 if on_node else None)
 
 
 def test_a_damaged_message_is_an_error_of_its_own() -> None:

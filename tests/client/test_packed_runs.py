@@ -52,6 +52,12 @@ class Line(InProcessGrid):
         return replies
 
 
+@pytest.fixture(autouse=True)
+def _on_a_node(monkeypatch) -> None:
+    """Let ``client_app`` make its apps as in a SuperNode's process."""
+    monkeypatch.setattr("fedbn_flwr.client.app.on_network_node", lambda: True)
+
+
 @pytest.fixture
 def run(mlp, datasets) -> Iterator[Callable[..., Any]]:
     """``run(strategy, packs=True, wrap=client_app)``: a run of ``ROUNDS`` rounds over the line."""
