@@ -10,7 +10,6 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
-from fedbn_flwr.client.masking import masked_update
 from fedbn_flwr.client.packed import packed
 from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
@@ -107,10 +106,8 @@ def client_app(
         if callable(given):
             raise ConfigError(f"{name}={given!r:.80} is one mod, and client_app takes a list: write {name}=[...]")
     answers = _ClientMessages(client_fn, reason or _text)
-    every = [masked_if_asked, clipped_update, seeded_client, *mods]
-    every = [packed, masked_update, clipped_update, seeded_client, *mods]
     outermost = [packed] if on_network_node() else []  # elsewhere no array has a cost of its own, and a mod has one
-    every = [*outermost, masked_update, clipped_update, seeded_client, *mods]
+    every = [*outermost, masked_if_asked, clipped_update, seeded_client, *mods]
     app = RepeatableApp(mods=every) if num_examples is None or mods else SizedApp(num_examples, every)
     app.train(mods=list(train_mods))(answers.train)
     app.evaluate()(answers.evaluate)
