@@ -319,8 +319,8 @@ class _Arriving(Sequence[Message]):
 
     def __len__(self) -> int:
         """Return the number of replies, all awaited."""
-        return len([*self])
+        return len([*iter(self)])  # an iterator has no length: the list of self would ask for this one
 
     def __getitem__(self, index: Any) -> Any:
         """Return a reply, or those of a slice, all awaited."""
-        return [*self][index]
+        return [*iter(self)][index]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.averaging import State, average
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.checked_file import read_checked
+from fedbn_flwr.checked_file import read_checked, write_atomically
 from fedbn_flwr.client.saved_state import ABSENT, read_state
 from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData
@@ -49,7 +49,7 @@ from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.state_file import tensors_by_name
 from fedbn_flwr.training.wrappers import load_state
 
-__all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "fitting", "read_names", "training_of"]
+__all__ = ["diagnose_model", "diagnose_run", "diagnose_saved_state", "examine", "fitting", "read_names", "training_of"]
 
 Split = Mapping[str, Any]
 _BATCHNORM = ("batch", "batch-renorm")  # norms that leave a model with BatchNorm
@@ -104,6 +104,25 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         return replace(diagnosis, measures={**diagnosis.measures, "history": trends(lines)})
     missing = f"changes from round to round: no statistics.jsonl yet (watch-statistics={config.watch_statistics})."
     return replace(diagnosis, not_measured=[*diagnosis.not_measured, missing])
+
+
+def examine(folder: Path) -> None:
+    """Let the doctor look at a finished run, and write ``doctor.json``, which the report shows.
+
+    Where the file is newer than the run it stays; where the doctor cannot look, it says why. A study is left as it is.
+    """
+    run, file = folder / "summary.json", folder / "doctor.json"
+    if not run.is_file() or any(
+        seen.is_file() and seen.stat().st_mtime_ns >= run.stat().st_mtime_ns
+        for seen in (file, folder / "doctor/doctor.json")
+    ):
+        return
+    try:
+        diagnosis = diagnose_run(folder).to_json()
+    except FedBNError as error:
+        diagnosis = {"findings": [], "not-measured": [str(error)]}
+    with suppress(OSError):  # a folder that cannot be written has a report elsewhere
+        write_atomically(file, json.dumps(diagnosis, indent=2) + "\n")
 
 
 def _of_clients(model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], known: Sequence[Finding]) -> list[Finding]:

@@ -31,7 +31,8 @@ def report(
     """Write one HTML page of a run or a study, which needs no other file and no network."""
     with exit_codes():
         refuse_no_results(folder)
-    from fedbn_flwr.lab.report import REPORT_FILE, examine, follow_report, write_report
+    from fedbn_flwr.lab.doctor import examine
+    from fedbn_flwr.lab.report import REPORT_FILE, follow_report, write_report
 
     target = out or folder / REPORT_FILE
     with exit_codes():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.errors import ConfigError, FedBNError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.files import STUDY_FILE, refuse_no_results
 from fedbn_flwr.lab.output.folder import is_locked
 from fedbn_flwr.lab.report.files import RunFiles, StudyFiles
@@ -20,7 +19,7 @@ from fedbn_flwr.lab.report.page import GENERATOR, Page
 from fedbn_flwr.lab.report.run import run_page
 from fedbn_flwr.lab.report.study import study_page
 
-__all__ = ["REPORT_FILE", "examine", "follow_report", "write_report"]
+__all__ = ["REPORT_FILE", "follow_report", "write_report"]
 
 REPORT_FILE = "report.html"
 _INTERVAL = 5  # seconds between two looks at a running folder, and after which an open page is loaded again
@@ -38,27 +37,6 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         ConfigError: the folder is neither, the file is not a report, or it cannot be written.
     """
     return _write(folder, _target(folder, out), live=0)[0]
-
-
-def examine(folder: Path) -> None:
-    """Let the doctor look at a finished run, and write ``doctor.json``, which the report shows.
-
-    Where the file is newer than the run it stays; where the doctor cannot look, it says why. A study is left as it is.
-    """
-    from fedbn_flwr.lab.doctor import diagnose_run
-
-    run, file = folder / "summary.json", folder / "doctor.json"
-    if not run.is_file() or any(
-        seen.is_file() and seen.stat().st_mtime_ns >= run.stat().st_mtime_ns
-        for seen in (file, folder / "doctor/doctor.json")
-    ):
-        return
-    try:
-        diagnosis = diagnose_run(folder).to_json()
-    except FedBNError as error:
-        diagnosis = {"findings": [], "not-measured": [str(error)]}
-    with suppress(OSError):  # a folder that cannot be written has a report elsewhere
-        write_atomically(file, json.dumps(diagnosis, indent=2) + "\n")
 
 
 def follow_report(folder: Path, out: Path | None = None, *, wait: Callable[[float], None] = time.sleep) -> Path:
