@@ -200,7 +200,7 @@ def main(
     text = f"{table(head, rows)}\n\nMedians of {turns} turns. {facts()}"
     print(text)
     if write is not None:
-        write_block(write, "small-steps", text)
+        write_block(write, "small_steps", text)
 
 
 if __name__ == "__main__":
