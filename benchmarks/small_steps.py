@@ -184,7 +184,7 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="turns of all ways")] = 30,
     stacked: Annotated[str, typer.Option(help="numbers of clients whose models are stacked")] = "4,20",
     only: Annotated[str, typer.Option(help="settings whose name contains this")] = "",
-    write: Annotated[Path | None, typer.Option(help="a page with the block 'small-steps'")] = None,
+    write: Annotated[Path | None, typer.Option(help="a page with the block 'small_steps'")] = None,
 ) -> None:
     """Measure a step in each way."""
     torch.set_num_threads(1)

@@ -194,7 +194,8 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(tmp_path: Path, monk
         result = call(monkeypatch, "sweep", str(tmp_path / "study.yaml"), "--out", str(out))
         assert result.exit_code == 1
         assert "1 of 2 runs failed or diverged: bad/all/seed-0" in result.stderr
-        good, bad = (line.rstrip().split("  ") for line in result.stdout.splitlines() if line.startswith(("good", "bad")))
+        lines = [line.rstrip() for line in result.stdout.splitlines()]
+        good, bad = (line.split("  ") for line in lines if line.startswith(("good", "bad")))
         assert good[-1].strip() == "1"
         assert bad[-1].strip() == "0, 1 diverged"
     assert not list(out.rglob("*unfinished*"))
