@@ -82,7 +82,7 @@ def test_a_run_touches_the_data_of_the_chosen_clients_only(tmp_path: Path, monke
             return view(self, partition_id)
 
         monkeypatch.setattr(PartitionedData, name, noted)
-    settings = {"num-clients": 20, "partition": "iid", "fraction-train": 0.1, "num-server-rounds": 1, "local-steps": 1}
+    settings = {"num-clients": 60, "partition": "iid", "fraction-train": 0.04, "num-server-rounds": 1, "local-steps": 1}
     lines: list[Any] = []
     run(Config.make({**settings, "checkpoint-every": 0}), tmp_path / "out", on_round=lines.append)
     assert len(lines[0]["participants"]) == 2

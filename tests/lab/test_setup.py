@@ -144,7 +144,7 @@ RANGE = "num-partitions must be a whole number from 1, and partition-id a smalle
         (
             {"partition-id": 0, "num-partitions": 2, "dataset-path": "of another app", "data_path": "/x.npz"},
             "unknown key of the node's config 'data_path'. Did you mean 'data-path'? Allowed: allow-modules, "
-            "allow-paths, data-classes, data-path, num-partitions, partition-id, report-data, state-dir.",
+            "allow-paths, data-classes, data-path, num-partitions, partition-id, report-data, report-intervals, state-dir.",
         ),
         (
             {"partition-id": 0, "num-partitions": 2, "state-dir": "parts"},
@@ -337,6 +337,6 @@ def test_held_out_clients_need_the_data_of_the_server(monkeypatch) -> None:
 
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.partitioned_data", missing)
     settings = {"strategy": "fedbn", "eval-on": "personal-own"}
-    assert _server_data(Config.make(settings)) is None
+    assert _server_data(Config.make(settings), True) is None
     with pytest.raises(DataError, match="no data here"):
-        _server_data(Config.make({**settings, "held-out-clients": "1"}))
+        _server_data(Config.make({**settings, "held-out-clients": "1"}), True)

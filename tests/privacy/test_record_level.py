@@ -998,14 +998,17 @@ BOTH = {"strategy": "fixbn", "freeze-at": 1, "dp": "server", "dp-noise-multiplie
 def test_a_resumed_run_counts_both_kinds_of_rounds_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Recorder.test
 
+    class Killed(BaseException):
+        """No signal: nothing is saved."""
+
     def killed(self: Any, server_round: int, arrays: Any) -> Any:
         if server_round == 2:
-            raise KeyboardInterrupt
+            raise Killed
         return original(self, server_round, arrays)
 
     config = {**RECORDS, **BOTH, "num-server-rounds": 2, "checkpoint-every": 5}  # the checkpoint is that of round 0
     monkeypatch.setattr(Recorder, "test", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         run(Config.make(config), tmp_path / "run", workers=0)
     monkeypatch.setattr(Recorder, "test", original)
     summary = run(Config.make({**config, "resume": True}), tmp_path / "run", workers=0)

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from fedbn_flwr.errors import unknown_name
-from fedbn_flwr.lab.cli.console import BEFORE, app, console, exit_codes, report_own_data, say
+from fedbn_flwr.lab.cli.console import BEFORE, app, exit_codes, report_own_data, say
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.runs.inspection import Inspection
@@ -66,11 +66,11 @@ def inspect(
         inspection = inspect_model(built, strategy, num_clients, settings)
         layers_of_model = inspection.parts.layers
         named = f"{settings.model} (norm={settings.norm}), {settings.title}, {num_clients} clients"
-        console.print(f"{named}: {len(layers_of_model)} BN layers")
+        say(f"{named}: {len(layers_of_model)} BN layers")
         if layers and layers_of_model:
-            console.print(_layers(inspection))
-        console.print(_parts(inspection))
-        console.print(_traffic(inspection))
+            say(_layers(inspection))
+        say(_parts(inspection))
+        say(_traffic(inspection))
         for line in _notes(inspection):
             say(line)
         of_data = settings.data_info().warnings if is_own(settings.dataset) else ()
@@ -157,7 +157,7 @@ def partition(
         warnings = report_own_data(settings)
         tables = count_split(settings)
         for table in tables:
-            console.print(f"{table.of} examples by {table.what}")
+            say(f"{table.of} examples by {table.what}")
             text = partition_table(table.counts, table.names)
             say(text + "\n")
         split = partitioned_data(settings, count_clients(settings))

@@ -88,6 +88,7 @@ app = _App(
 )
 console = Console(markup=False, highlight=False)
 complaints = Console(stderr=True, markup=False, highlight=False)
+_WIDE = 1000  # characters of a table in a file or a pipe, at most
 
 
 def _version(asked: bool) -> None:
@@ -113,7 +114,9 @@ EngineChoice = Literal["in-process", "simulation"]
 
 
 def say(text: object = "", style: str | None = None, on: Console = console) -> None:
-    """Print a text: in a terminal its lines break between words, elsewhere they stay whole."""
+    """Print a text or a table: in a terminal its lines break between words, elsewhere they stay whole."""
+    if not on.is_terminal:
+        on = Console(file=on.file, width=_WIDE, markup=False, highlight=False)
     on.print(text, style=style, soft_wrap=not on.is_terminal)
 
 

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.cli.console import AFTERWARDS, app, console, exit_codes, say
+from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, say
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_run
 
@@ -74,8 +74,8 @@ def evaluate(
                 values = [f"{value:.4f}" for value in row.result.named().values()]
                 named = f"{row.statistics} (chosen)" if row.chosen else row.statistics
                 table.add_row(row.data, named, str(row.result.num_examples), *values)
-            console.print(table)
-            console.print("Each figure is pooled: over all these examples together.")
+            say(table)
+            say("Each figure is pooled: over all these examples together.")
             if sites := evaluate_sites(run, against, data, bn, part or "", out, state_dir):
                 print_sites(sites)
         if out:

@@ -16,7 +16,6 @@ from fedbn_flwr.lab.cli.console import (
     TRAIN,
     EngineChoice,
     app,
-    console,
     exit_codes,
     interrupt,
     progress,
@@ -93,7 +92,7 @@ def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None
     from fedbn_flwr.lab.cli.sites import print_sites
     from fedbn_flwr.lab.output.folder import FLOWER_LOG
 
-    console.print(_summary_table(strategy, summary))
+    say(_summary_table(strategy, summary))
     if sites := summary.get("sites"):
         print_sites(sites)
     if note := summary.get("model-note"):

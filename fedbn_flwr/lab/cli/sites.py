@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from fedbn_flwr.lab.cli.console import console
+from fedbn_flwr.lab.cli.console import say
 from fedbn_flwr.lab.sites.table import columns, decisions, sentences
 
 __all__ = ["print_sites"]
@@ -21,8 +21,8 @@ def print_sites(sites: Mapping[str, Any]) -> None:
         column.overflow = "fold"
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    say(table)
     for site, decision, what_next in decisions(sites):
-        console.print(f"{site}: {decision}. {what_next.capitalize()}.", highlight=False)
+        say(f"{site}: {decision}. {what_next.capitalize()}.")
     for sentence in sentences(sites):
-        console.print(sentence, highlight=False)
+        say(sentence)

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from fedbn_flwr.lab.cli.console import console, say
+from fedbn_flwr.lab.cli.console import say
 
 __all__ = ["show_markdown"]
 
 _BAR = re.compile(r"(?<!\\)\|")
 _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]\d+)?( ± [\d.]+)?( \*{1,2})?|[-+][\d.]+ to [-+][\d.]+|-|")
-_WIDE = 1000  # characters of a line in a file or a pipe
 _SPLIT, _METRIC = "split", "metric"
 
 
@@ -28,7 +27,7 @@ def show_markdown(text: str) -> None:
             for title, head, body in _by_test(rows[0], rows[2:]):
                 say()
                 say(", ".join(filter(None, (heading, title))), style="bold")
-                console.print(_aligned(head, body), width=None if console.is_terminal else _WIDE)
+                say(_aligned(head, body))
             heading = ""
         else:
             say()

@@ -23,6 +23,9 @@ from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["site_names", "table_of_run"]
 
+_MOST_SITES = 50
+"""With more clients a row for each says little, and a test of each may cost more than the run, which tests some of them."""
+
 
 def site_names(data: PartitionedData) -> list[str]:
     """Return the name of each client: its group, if it has one of its own, else "client" and its number."""
@@ -34,8 +37,8 @@ def table_of_run(
 ) -> dict[str, Any] | None:
     """Return the table by site of a finished run; None where it cannot be made.
 
-    That is where the data are not here, single clients are protected, clients' own models are not on this disk, or the
-    main test has statistics of its inputs.
+    That is where the data are not here, there are more than 50 clients, single clients are protected, clients' own models
+    are not on this disk, or the main test has statistics of its inputs.
 
     Args:
         config: the settings.
@@ -46,6 +49,8 @@ def table_of_run(
     """
     test = config.evaluations()[0]
     if data is None or config.protected or test.endswith(TEST_BN) or not sum(map(len, data.test)):
+        return None
+    if len(data.test) > _MOST_SITES:
         return None
     own: Mapping[str, State] = {}
     shared: State = completing_entries(strategy.run, test) if strategy else {}
