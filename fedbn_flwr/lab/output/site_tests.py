@@ -24,7 +24,7 @@ from fedbn_flwr.training.wrappers import load_state
 __all__ = ["site_names", "table_of_run"]
 
 _MOST_SITES = 50
-"""With more clients a row for each says little, and a test of each may cost more than the run, which tests some of them."""
+"""With more clients a row for each says little, and to test them all may cost more than the run."""
 
 
 def site_names(data: PartitionedData) -> list[str]:
@@ -37,8 +37,8 @@ def table_of_run(
 ) -> dict[str, Any] | None:
     """Return the table by site of a finished run; None where it cannot be made.
 
-    That is where the data are not here, there are more than 50 clients, single clients are protected, clients' own models
-    are not on this disk, or the main test has statistics of its inputs.
+    That is where the data are not here, there are more than 50 clients, single clients are protected, clients' own
+    models are not on this disk, or the main test has statistics of its inputs.
 
     Args:
         config: the settings.
