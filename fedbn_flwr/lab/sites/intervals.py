@@ -89,7 +89,7 @@ class Gap:
         difference: None = one of them is not defined.
         low: lower end of its interval; None = none can be given.
         high: upper end.
-        p: two-sided p of no difference; None without an interval.
+        p: two-sided p of no difference; None = there is neither an interval nor another test.
         needed: about how many groups would show a difference of this size with a power of 80 %; None = unknown.
     """
 
@@ -151,8 +151,8 @@ def difference(
         return Gap(value)
     deviations = _deviations(left_out)
     error, freedom = math.sqrt(deviations.sum()), _freedom(metric, deviations, classes)
-    if error == 0:  # both predict the same
-        return Gap(value, value, value, 1.0)
+    if error == 0:  # both predict the same, or all groups differ alike, which has no interval
+        return Gap(value, p=p) if value else Gap(0.0, 0.0, 0.0, 1.0)
     half = _t(freedom) * error
     if p is None:
         from scipy.special import stdtr

@@ -15,7 +15,7 @@ __all__ = ["EXAMPLES", "Site", "columns", "decisions", "sentences", "site_table"
 EXAMPLES = "examples"
 _SHOWN = 20  # sites of a screen
 _FAR = 100  # times the groups: a difference that needs more is none to wait for
-_BETTER, _WORSE, _SAME = "better", "worse", "same predictions"
+_INTERVAL, _BETTER, _WORSE, _SAME = "interval", "better", "worse", "same predictions"
 _NEXT = {
     _BETTER: "use this model here",
     _WORSE: "keep the other model here",
@@ -90,13 +90,13 @@ def table_of_estimates(metric: str, found: Sequence[tuple[str, int, int, Estimat
 
 
 def _undecided(rows: Sequence[Mapping[str, Any]]) -> int:
-    return sum(str(row["decision"]).startswith("undecidable") for row in rows)
+    return sum(row["decision"] not in (_INTERVAL, _BETTER, _WORSE, _SAME) for row in rows)
 
 
 def _decided(found: Estimate, row: Mapping[str, Any], unit: str) -> dict[str, Any]:
     """Return the decision on an interval, how many groups are needed, and what to do."""
     if not found.reason:
-        return {"decision": "interval", "needed": None, "next": ""}
+        return {"decision": _INTERVAL, "needed": None, "next": ""}
     return {"decision": _undecidable(row, unit, found), "needed": found.needed, "next": _wait(found.needed, unit)}
 
 
@@ -122,12 +122,14 @@ def _add_gaps(rows: Sequence[dict[str, Any]], gaps: Sequence[Gap], metric: str, 
         interval = {"difference-low": found.low, "difference-high": found.high}
         row |= {"difference": found.difference, **interval, "p": found.p, "p-holm": corrected.get(at)}
         if found.p is None:
-            if row["low"] is not None:  # the other model's metric has no value
-                row |= {"decision": f"undecidable with {row['groups']:,} {unit}: the other model has no {metric}"}
+            if row["low"] is not None:
+                absent = found.difference is None
+                reason = f"the other model has no {metric}" if absent else "no interval of the difference can be given"
+                row |= {"decision": f"undecidable with {row['groups']:,} {unit}: {reason}"}
                 row |= {"needed": None, "next": _wait(None, unit)}
             continue
         difference = found.difference or 0.0
-        if found.low == found.high:
+        if not difference and found.low == found.high:
             row |= {"decision": _SAME, "needed": None, "next": _NEXT[_SAME]}
         elif corrected[at] < 1 - LEVEL:
             decision = _BETTER if sign * difference > 0 else _WORSE

@@ -107,6 +107,17 @@ def test_mcnemar_counts_every_outcome() -> None:
     assert gap(clustered[:1], clustered[1:]).p != mcnemar(9, 1)
 
 
+def test_a_difference_that_is_the_same_for_all_is_no_proof_that_there_is_none() -> None:
+    right, wrong = np.ones(12), -np.ones(12)
+    found = gap([measured(ACCURACY, right, np.ones(12))], [measured(ACCURACY, wrong, np.ones(12))])
+    assert (found.difference, found.low, found.high, found.p) == (1.0, None, None, 2 / 2**12)  # McNemar's
+    truth = np.arange(24) % 2
+    found = gap([measured(AUROC, truth - 0.5, truth)], [measured(AUROC, 0.5 - truth, truth)])
+    assert (found.difference, found.low, found.high, found.p) == (1.0, None, None, None)  # no variance, no test
+    found = gap([measured(AUROC, truth - 0.5, truth)], [measured(AUROC, truth - 0.5, truth)])
+    assert (found.difference, found.low, found.high, found.p) == (0.0, 0.0, 0.0, 1.0)
+
+
 def test_holm_corrects_as_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == []

@@ -60,6 +60,20 @@ def test_a_site_gains_loses_stays_or_cannot_be_decided() -> None:
     )
 
 
+def test_a_difference_without_variance_is_not_called_the_same() -> None:
+    truth = torch.arange(24) % 2
+
+    def always(task: Task, right: bool) -> Measured:
+        outputs = (truth - 0.5).double()[:, None] * (1 if right else -1)
+        return Measured(task, outputs, truth.double(), np.arange(24), 24)
+
+    for metric, decision in (("accuracy", "better"), ("auroc", "undecidable with 24 patients: no interval of the")):
+        task = BINARY.scored_by(metric)
+        table = site_table([Site("a", [always(task, True)], [always(task, False)])], "patients", "other")
+        assert table["sites"][0]["decision"].startswith(decision)
+        assert table["undecidable"] == (decision != "better")
+
+
 def test_a_lower_error_is_better() -> None:
     close, far = scored(REGRESSION, 0, 100, 1), scored(REGRESSION, 9, 100, 2)
     table = site_table([Site("a", [close], [far]), Site("b", [far], [close])], "examples", "other")
