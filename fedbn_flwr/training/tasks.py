@@ -37,17 +37,15 @@ _PROBABILITIES = ("brier", "ece", *AT)  # what they are good for: calibration an
 _NO_SHARES = ("mae", "rmse", "r2", "loss", "brier")
 _LOWER_IS_BETTER = ("loss", "mae", "rmse", "brier", "ece")
 _LOSS = "loss"  # which every test has
-_WITH_BOUND = re.compile(r"(.*?)(:[\d.]+)?")
+_BOUND = re.compile(r":(\d*\.?\d+)$")
 
 
 def _is_one_of(allowed: Sequence[str], metric: str) -> bool:
-    base, _, bound = metric.partition(":")
+    bound = _BOUND.search(metric)
+    base = metric[: bound.start()] if bound else metric
     if base not in AT:
         return metric in allowed
-    try:
-        return base in allowed and 0 < float(bound) < 1
-    except ValueError:
-        return False
+    return base in allowed and bound is not None and 0 < float(bound[1]) < 1
 
 
 @dataclass(frozen=True)
@@ -348,8 +346,8 @@ METRICS = tuple(dict.fromkeys(name for task in TASKS.values() for name in task.a
 
 def quantity_of(metric: str) -> str:
     """Return what a metric measures, without where: "accuracy" of "test-recalibrated-accuracy"."""
-    found = _WITH_BOUND.fullmatch(metric)
-    base, bound = found.groups("") if found else (metric, "")
+    found = _BOUND.search(metric)
+    base, bound = (metric[: found.start()], found[0]) if found else (metric, "")
     known = max((name for name in (*METRICS, _LOSS) if f"-{base}".endswith(f"-{name}")), key=len, default="")
     return known + bound if known else metric
 

@@ -410,6 +410,7 @@ def test_the_main_metric_is_one_that_the_task_has() -> None:
     by_loss = SEGMENTATION.scored_by("loss")
     assert (by_loss.metrics, by_loss.by_pixel, by_loss.higher_is_better) == (("accuracy", "miou"), True, False)
     refused = ["auroc:0.9", "sensitivity-at-specificity", "sensitivity-at-specificity:90", "dice", "mae"]
+    refused += ["sensitivity-at-specificity:9e-1"]  # a name whose metric ``quantity_of`` would not find
     for metric in refused:
         with pytest.raises(ConfigError) as error:
             CLASSIFICATION.scored_by(metric)
