@@ -206,6 +206,11 @@ def _thresholds(
                 "one class. Use a larger validation-share, or leave it out."
             )
         probability = _chosen(scores, yes, stated)
+        if probability is None:
+            raise ConfigError(
+                f"threshold={stated.which}:{stated.at_least}: no threshold reaches it on the {len(yes)} validation "
+                f"examples of {label}, since the model gives too many of one class the probability 1. Leave it out."
+            )
         after = ~truth_of_tests[:, at].isnan()
         positive, told = truth_of_tests[after, at] == 1, tested[after, at] >= probability
         sensitivity, specificity = _share(told[positive]), _share(~told[~positive])
@@ -213,16 +218,19 @@ def _thresholds(
     return tuple(found)
 
 
-def _chosen(scores: Tensor, yes: Tensor, stated: Stated) -> float:
+def _chosen(scores: Tensor, yes: Tensor, stated: Stated) -> float | None:
     """Return the best threshold that reaches what is stated: midway between two scores, which other data fall between.
 
-    For a sensitivity it is the highest one, for a specificity the lowest one.
+    For a sensitivity it is the highest one, for a specificity the lowest one; None = there is none.
     """
     levels = torch.unique(scores)
     edges = torch.cat([levels[:1] / 2, (levels[1:] + levels[:-1]) / 2, (levels[-1:] + 1) / 2])
-    told = scores[:, None] >= edges
-    shares = told[yes].double().mean(0) if stated.which == "sensitivity" else (~told[~yes]).double().mean(0)
-    reached = edges[shares >= stated.at_least - _ROUNDING]
+    of_interest = scores[yes if stated.which == "sensitivity" else ~yes].sort().values
+    below = torch.searchsorted(of_interest, edges)  # scores below each edge
+    right = len(of_interest) - below if stated.which == "sensitivity" else below
+    reached = edges[right.double() / len(of_interest) >= stated.at_least - _ROUNDING]
+    if not len(reached):
+        return None
     return float(reached.max() if stated.which == "sensitivity" else reached.min())
 
 

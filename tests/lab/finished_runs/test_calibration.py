@@ -81,6 +81,21 @@ def test_a_threshold_is_the_best_that_reaches_what_is_stated(task: Task, which: 
         assert one.specificity == pytest.approx((tested[~truth] < one.probability).mean())
 
 
+def test_many_validation_examples_need_no_table_of_scores_by_thresholds() -> None:
+    count = 200_000  # the table would have 40 GB
+    targets = (torch.arange(count) % 2).double()[:, None]
+    outputs = torch.linspace(-4, 4, count, dtype=torch.float64)[:, None]
+    given = Given(outputs, targets)
+    found = calibrated(Identity(), given, given, BINARY, (), Stated.read("sensitivity:0.9")).thresholds[0]  # type: ignore[arg-type]
+    assert found.sensitivity == pytest.approx(0.9, abs=1e-5)
+
+
+def test_a_specificity_that_no_threshold_reaches_is_refused() -> None:
+    sure = Given(torch.full((20, 1), 50.0, dtype=torch.float64), (torch.arange(20) % 2).double()[:, None])
+    with pytest.raises(ConfigError, match="no threshold reaches it"):
+        calibrated(Identity(), sure, sure, BINARY, (), Stated.read("specificity:0.9"))  # type: ignore[arg-type]
+
+
 def test_bins_hold_every_example_and_give_the_calibration_error() -> None:
     tests = drawn(BINARY, 80, 3)
     found = calibrated(Identity(), tests, None, BINARY, (), None)  # type: ignore[arg-type]
