@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from fedbn_flwr.training.metrics import AT, BINS
@@ -243,7 +244,7 @@ def _of_yes_and_no(metric: str, logits: Floats, truth: Floats) -> tuple[Floats, 
     known = ~np.isnan(truth)
     yes, told = known & (truth == 1), known & (logits > 0)
     if metric in ("brier", "ece"):
-        probabilities = 1 / (1 + np.exp(-logits))
+        probabilities = torch.from_numpy(logits).sigmoid().numpy()  # without an overflow
         if metric == "brier":
             return np.stack([np.where(known, (probabilities - yes) ** 2, 0), known], 1), _share
         gaps = _gaps(probabilities, yes)

@@ -80,6 +80,14 @@ def test_weights_are_repetitions(task: Task, metric: str) -> None:
         assert value == pytest.approx(want, rel=1e-9, nan_ok=True)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("metric", ["brier", "ece"])
+def test_a_model_that_is_sure_has_no_overflow(metric: str) -> None:
+    outputs, targets = torch.tensor([[-2000.0], [2000.0]], dtype=torch.float64), torch.tensor([[0.0], [1.0]])
+    found = Measured(BINARY.scored_by(metric), outputs, targets, np.arange(2), 2).statistic()
+    assert found.at(np.ones((1, 2)))[0] == 0
+
+
 def test_many_groups_are_left_out_in_blocks_and_the_metric_stays() -> None:
     task = BINARY.scored_by("auroc")
     data = examples(task, 1200)
