@@ -9,14 +9,14 @@ from torch import nn
 
 from fedbn_flwr.lab.sites.intervals import Estimate
 from fedbn_flwr.lab.sites.measured import SiteData, measure
-from fedbn_flwr.lab.sites.table import table_of_estimates
+from fedbn_flwr.lab.sites.table import EXAMPLES, table_of_estimates
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.training.tasks import Task
 
 __all__ = ["interval_metrics", "table_of_replies"]
 
 _GROUPS, _NEEDED = "groups", "groups-needed"
-_NOT_SENT = "the node does not report it (report-intervals)"
+_NOT_SENT, _NONE = "the node does not report it (report-intervals)", "the node can give no interval"
 
 
 def interval_metrics(model: nn.Module, data: SiteData, task: Task) -> dict[str, float]:
@@ -45,9 +45,10 @@ def table_of_replies(clients: Mapping[str, Mapping[str, Any]], task: Task, unit:
     for client, metrics in clients.items():
         value, examples = metrics.get(f"own-{task.score}"), int(metrics.get(f"own-{NUM_EXAMPLES}", 0))
         low, high = (metrics.get(f"own-{task.score}-{end}") for end in ("low", "high"))
-        needed, reason = metrics.get(f"own-{_NEEDED}"), ""
-        if low is None:
-            reason = "too few" if f"own-{_GROUPS}" in metrics else _NOT_SENT
+        needed, groups = metrics.get(f"own-{_NEEDED}"), metrics.get(f"own-{_GROUPS}")
+        reason = "" if low is not None else _NOT_SENT if groups is None else _NONE
+        if groups is None and unit == EXAMPLES:
+            groups = examples
         found = Estimate(None if value != value else value, low, high, reason, int(needed) if needed else None)
-        rows.append((f"client {client}", examples, int(metrics.get(f"own-{_GROUPS}", examples)), found))
+        rows.append((f"client {client}", examples, None if groups is None else int(groups), found))
     return table_of_estimates(task.score, rows, unit)

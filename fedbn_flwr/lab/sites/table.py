@@ -70,12 +70,14 @@ def site_table(sites: Sequence[Site], unit: str, against: str = "") -> dict[str,
     return table
 
 
-def table_of_estimates(metric: str, found: Sequence[tuple[str, int, int, Estimate]], unit: str) -> dict[str, Any]:
+def table_of_estimates(
+    metric: str, found: Sequence[tuple[str, int, int | None, Estimate]], unit: str
+) -> dict[str, Any]:
     """Return the table without a comparison.
 
     Args:
         metric: its name.
-        found: of each site its name, its examples, its groups and the estimate.
+        found: of each site its name, its examples, its groups (None = not known) and the estimate.
         unit: what a group is called.
     """
     rows: list[dict[str, Any]] = []
@@ -101,7 +103,8 @@ def _decided(found: Estimate, row: Mapping[str, Any], unit: str) -> dict[str, An
 
 
 def _undecidable(row: Mapping[str, Any], unit: str, found: Estimate) -> str:
-    text = f"undecidable with {row['groups']:,} {_one_or_more(row['groups'], unit)}"
+    groups = row["groups"]
+    text = "undecidable" if groups is None else f"undecidable with {groups:,} {_one_or_more(groups, unit)}"
     return f"{text}, about {found.needed:,} needed" if found.needed else f"{text}: {found.reason}"
 
 
@@ -157,7 +160,8 @@ def columns(table: Mapping[str, Any], most: int = _SHOWN) -> tuple[list[str], li
         head += [f"difference{percent}", f"{level} interval", "p (Holm)"]
     texts = []
     for row in _worst(table, most):
-        cells = [row["site"], f"{row['groups']:,}", *([f"{row['examples']:,}"] if unit != EXAMPLES else [])]
+        cells = [row["site"], "-" if row["groups"] is None else f"{row['groups']:,}"]
+        cells += [f"{row['examples']:,}"] if unit != EXAMPLES else []
         cells += [_figure(metric, row["value"]), _interval(metric, row["low"], row["high"])]
         if "against" in table:
             interval = _interval(metric, row["difference-low"], row["difference-high"], "+")
