@@ -54,7 +54,7 @@ def evaluate(
         if against is not None:
             refuse_no_run(against)
     from fedbn_flwr.lab.cli.sites import print_sites
-    from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run, evaluate_sites
+    from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run, evaluate_sites, refuse_against
 
     with exit_codes():
         if dataset is None:
@@ -63,6 +63,7 @@ def evaluate(
                 raise ConfigError(f"{', '.join(given)}: say which data, with --dataset.")
             print_sites(evaluate_sites(run, against, out=out))
         else:
+            refuse_against(against, bn)
             data = {**overrides, "dataset": dataset}
             what, rows = evaluate_run(run, data, bn, part or "", out, state_dir)
             say(f"model: {what}")

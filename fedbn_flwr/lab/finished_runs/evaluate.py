@@ -28,11 +28,12 @@ from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.training.evaluation import EvalResult
 
-__all__ = ["ADAPT", "DataPart", "Row", "evaluate_run", "evaluate_sites"]
+__all__ = ["ADAPT", "DataPart", "Row", "evaluate_run", "evaluate_sites", "refuse_against"]
 
 logger = logging.getLogger("flwr")
 
 _CLIENT = re.compile(r"own:(\d+)")
+_OF_TEST_INPUTS = (*OF_A_SITE, *TEST_BN_MODES)
 _PARTS = {"train": "the training examples", "test": "the test examples", "all": "all examples"}
 
 
@@ -162,9 +163,8 @@ def evaluate_sites(
         if out is not None:
             RunFolder.refuse_used(out)
         table = sites_of_run(run, against)
-    elif bn in (*OF_A_SITE, *TEST_BN_MODES):
-        if against is not None:
-            raise ConfigError(f"--against compares models with their BN as saved: leave out --bn {bn}.")
+    elif bn in _OF_TEST_INPUTS:
+        refuse_against(against, bn)
         return {}
     else:
         table = sites_of_data(run, data, _choice(bn, state_dir), part, against)
@@ -175,6 +175,12 @@ def evaluate_sites(
         except OSError as error:
             raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
     return table
+
+
+def refuse_against(against: Path | None, bn: str) -> None:
+    """Raise ConfigError if another run is to be compared by statistics of the test inputs."""
+    if against is not None and bn in _OF_TEST_INPUTS:
+        raise ConfigError(f"--against compares models with their BN as saved: leave out --bn {bn}.")
 
 
 def _choice(bn: str, state_dir: Path | None) -> Choice:

@@ -24,6 +24,7 @@ from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.lab.sites.measured import Measured, measure
 from fedbn_flwr.lab.sites.table import Site, site_table, unit_of
+from fedbn_flwr.server.params import TEST_BN
 
 __all__ = ["RunTests", "compare", "outputs_of", "sites_of_data", "sites_of_run"]
 
@@ -62,7 +63,8 @@ def outputs_of(run: Path, metric: str = "") -> RunTests:
         metric: the main metric; "" = that of the run.
 
     Raises:
-        ConfigError: the data have changed since the run, or the task does not have the metric.
+        ConfigError: the data have changed since the run, the task does not have the metric, or the main test has
+            statistics of its inputs.
         DataError: the data are not here.
         StateError: the run lacks its model, or a client's own one.
     """
@@ -72,9 +74,14 @@ def outputs_of(run: Path, metric: str = "") -> RunTests:
             f"dataset={config.dataset!r} has changed since the run in {run}: its test examples may be training "
             "examples of the run. Restore the data, or evaluate new data with --dataset."
         )
+    if (test := config.evaluations()[0]).endswith(TEST_BN):
+        raise ConfigError(
+            f"{run}: its main test, {test}, has BatchNorm statistics of the test inputs, and the table by site "
+            "compares models with those that they have. Test the run on its data, by --dataset and --bn."
+        )
     data = partitioned_data(config, count_clients(config))
     federated = config.strategy != CENTRALIZED
-    personal = federated and (config.evaluations()[0].startswith("personal") or config.shares_nothing())
+    personal = federated and (test.startswith("personal") or config.shares_nothing())
     own = personal and (bool(config.methods().local) or config.standardise == "local")
     task, model = config.test_task(), None
     task = task.scored_by(metric) if metric else task

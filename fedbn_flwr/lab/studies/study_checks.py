@@ -11,6 +11,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.output.global_tests import headlines
 from fedbn_flwr.lab.studies.study import Cell, Study
+from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.strategies import FedBS
 from fedbn_flwr.training.tasks import in_percent
 
@@ -126,6 +127,11 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
             continue
         if config.series:
             tied[cell.name] = config.series
+        if study.against and (test := config.evaluations()[0]).endswith(TEST_BN):
+            yield (
+                f"{cell.name}: against compares models with the BN statistics that they have, and those of "
+                f"eval-on={test} are of the test inputs; leave out against, or take another eval-on"
+            )
         pair = f"{cell.method}/{cell.split}"
         if not cell.trial:
             shares[pair] = config.validation_share

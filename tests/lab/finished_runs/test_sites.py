@@ -78,6 +78,19 @@ def test_a_global_model_is_tested_at_each_site_and_runs_of_another_split_are_ref
     said = CliRunner().invoke(app, ["evaluate", str(out), "--bn", "adapt"])
     assert said.exit_code == 2
     assert "--bn: say which data, with --dataset" in said.output
+    words = ["evaluate", str(out), "--against", str(other), "--dataset", "digits-domains", "--bn", "adapt"]
+    said = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new")])
+    assert said.exit_code == 2
+    assert "leave out --bn adapt" in said.output
+    assert not (tmp_path / "new").exists()  # it is said before any work
+
+
+def test_a_run_whose_main_test_has_statistics_of_its_inputs_has_no_table(quick_run) -> None:
+    """Of the run's models with their own statistics the figures would be others than those of the run."""
+    summary, out = quick_run(strategy="fedavg", **{"eval-on": "global-test-bn", "test-bn": "batch"})
+    assert "sites" not in summary
+    with pytest.raises(ConfigError, match="its main test, global-test-bn"):
+        evaluate_sites(out)
 
 
 def test_a_run_that_protects_its_clients_has_no_table(quick_run) -> None:

@@ -52,3 +52,14 @@ def test_methods_are_compared_at_each_site(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**CONTENT, "against": []}))
     sweep(load_study(path), out)
     assert not (out / "sites.json").exists()
+
+
+def test_models_with_statistics_of_the_test_inputs_are_not_compared(tmp_path: Path) -> None:
+    """It is said before the first run, and not by the tables after the last one."""
+    path = tmp_path / "study.yaml"
+    base = {**CONTENT["base"], "eval-on": "global-test-bn", "test-bn": "batch"}
+    methods = {"FedAvg": {"strategy": "fedavg"}, "FixBN": {"strategy": "fixbn"}}
+    path.write_text(yaml.safe_dump({**CONTENT, "base": base, "methods": methods, "against": ["FedAvg"]}))
+    with pytest.raises(ConfigError) as error:
+        load_study(path)
+    assert str(error.value).count("against compares models with the BN statistics that they have") == 8
