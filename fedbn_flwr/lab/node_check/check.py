@@ -26,7 +26,7 @@ from fedbn_flwr.lab.runs.node import client_fn, node_report
 from fedbn_flwr.lab.runs.node_guard import check_run
 from fedbn_flwr.machine import memory_bytes
 from fedbn_flwr.messages.protocol import STATE_DIR
-from fedbn_flwr.messages.versions import differences, own_versions
+from fedbn_flwr.messages.versions import as_text, differences, own_versions
 
 __all__ = ["check_node", "check_versions"]
 
@@ -199,7 +199,7 @@ def _room(trial: Trial, state: Path | None) -> Iterator[Finding]:
 def check_versions(server: str) -> Iterator[Finding]:
     """Yield how the versions here differ from the server's."""
     here = own_versions()
-    told = ", ".join(f"{name} {number}" for name, number in here.items())
+    told = as_text(here)
     if not server:
         yield untried("versions", f"{told}; --server-versions TEXT compares what fedbn-flwr --version prints there.")
         return

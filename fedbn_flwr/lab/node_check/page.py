@@ -19,8 +19,8 @@ class Finding:
     Attributes:
         level: "fault": the node cannot take part so. "warning": it can, and its operator should know. "not tried":
             the text says why.
-        code: what was checked: ``config``, ``node-config``, ``data``, ``test-part``, ``colours``, ``training``,
-            ``round``, ``memory``, ``disk``, ``versions``, ``address``, ``certificate``, ``key``.
+        code: what was checked: ``config``, ``node-config``, ``data``, ``test-part``, ``training``, ``round``,
+            ``memory``, ``disk``, ``versions``, ``address``, ``certificate``, ``key``.
         text: what was found, and for a fault what to do.
     """
 
