@@ -247,6 +247,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a function that raises": (lambda site, part: {}[site], {}, "KeyError"),
     "bytes": (of(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), ONE), {}, "torch.uint8"),
     "NaN": (of(torch.full((4, 3), torch.nan), ONE), {}, "NaN"),
+    "targets that are texts": (of(torch.zeros(4, 3), ["ill"] * 4), {}, "site 0, part 'train', example 0"),
     "a class too many": (of(torch.zeros(4, 3), ONE + 7), {"num_classes": 2}, "0 to 1"),
     "groups of other examples": (
         lambda site, part: Pairs(torch.zeros(4, 3), ONE, groups=[1, 2]),

@@ -133,7 +133,10 @@ def _example(site: Site, at: int, task: Task | None, shape: tuple[int, ...], cla
     pair = _called(where, site.data.__getitem__, at)
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
         raise DataError(f"{where} is a {type(pair).__name__}; a pair of input and target needed.")
-    given = [value if isinstance(value, Tensor) else torch.from_numpy(np.array(value)) for value in pair]
+    try:
+        given = [value if isinstance(value, Tensor) else torch.from_numpy(np.array(value)) for value in pair]
+    except (TypeError, ValueError) as error:  # texts, lists of lists of other lengths
+        raise DataError(f"{where} is no pair of tensors or arrays of numbers: {error}") from error
     inputs, target = (value.as_subclass(Tensor).detach() for value in given)  # also of a library's own tensors
     if inputs.dtype == torch.uint8 or inputs.is_complex() or not 1 <= inputs.ndim <= 4:
         raise DataError(
