@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
@@ -18,11 +18,16 @@ from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import checked, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (
+    BY_CLIENT,
     DATA_REPORT,
     EXCHANGE_QUERY,
     INFO,
+    INPUT_HIGH,
+    INPUT_LOW,
+    INPUT_SUMS,
     MASK_PRESENT,
     MASK_STAGE,
+    METRICS,
     MOMENTS,
     MOMENTS_QUERY,
     NUM_EXAMPLES,
@@ -38,6 +43,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.messages.versions import as_text, own_versions
+from fedbn_flwr.training.input_scale import FeatureRanges
 
 __all__ = ["SizedApp", "client_app"]
 
@@ -185,7 +191,14 @@ class _ClientMessages:
             client = self._client(context)
             if not isinstance(client, TorchClient):
                 raise DataError(f"its client is a {type(client).__name__}; fedbn_flwr.TorchClient needed")
-            content[MOMENTS] = to_record(to_state(vars(client.input_moments())))
+            asked = merged_config(message)
+            if INPUT_LOW in asked:
+                ranges = FeatureRanges(tuple(asked[INPUT_LOW]), tuple(asked[INPUT_HIGH]))
+                sums = client.input_sums(ranges, bool(asked.get(BY_CLIENT)))
+                content[MOMENTS] = to_record({str(INPUT_SUMS): sums.numpy()})
+                content[METRICS] = MetricRecord({NUM_EXAMPLES: len(client.train_data)})
+            else:
+                content[MOMENTS] = to_record(to_state(vars(client.input_moments())))
         except DataError as error:  # an answer, as to the query
             info[UNUSABLE] = self._reason(error, context)
         return Message(content, reply_to=message)

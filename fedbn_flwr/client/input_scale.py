@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.input_scale import FeatureMoments, ScalableBatches
+from fedbn_flwr.training.input_scale import FeatureMoments, FeatureRanges, ScalableBatches
 
 __all__ = ["scaled", "training_moments"]
 
 
-def training_moments(data: Batches) -> FeatureMoments:
-    """Return the sums of the training inputs.
+def training_moments(data: Batches, ranges: FeatureRanges | None = None) -> FeatureMoments:
+    """Return the sums of the training inputs; with ranges each value is first put into its range.
 
     Raises:
         DataError: the inputs are not in memory.
     """
     if not isinstance(data, ScalableBatches):
         raise DataError(f"the training data are a {type(data).__name__}; fedbn_flwr.data.Subset needed")
-    return data.input_moments()
+    return data.input_moments(ranges) if ranges else data.input_moments()
 
 
 def scaled(sets: Mapping[str, Batches], mean: Sequence[float], std: Sequence[float]) -> dict[str, Batches]:

@@ -6,9 +6,10 @@ sends is described in ``privacy.masked_sums``, its secrets in ``privacy.masks``;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
@@ -23,6 +24,7 @@ from fedbn_flwr.messages.protocol import (
     ATTEMPT,
     EXCHANGE,
     INFO,
+    INPUT_SUMS,
     LOCAL_BEGAN,
     LOCAL_HOME,
     LOCAL_SHA256,
@@ -45,6 +47,8 @@ from fedbn_flwr.messages.protocol import (
     MASK_WEIGHT,
     MASKED,
     METRICS,
+    MOMENTS,
+    MOMENTS_QUERY,
     NUM_EXAMPLES,
     PARTITION_ID,
     SERVER_ROUND,
@@ -86,6 +90,12 @@ def masked_update(message: Message, context: Context, call_next: ClientAppCallab
         return call_next(message, context)
     party = _party(context, config)
     masking = _Masking(party, config, context)
+    if message.metadata.message_type == MOMENTS_QUERY:
+        reply = call_next(message, context)
+        if reply.has_content():
+            _mask_input_sums(reply.content, masking)
+            _keep(context, party)
+        return reply
     if config.get(ATTEMPT, 0):
         raise MaskingError("a synchronised step with masks is not repeated: its sums would differ by a client's")
     key, before = _received(message, context)
@@ -132,6 +142,21 @@ class _Masking:
         values = statistics_values(entries, num_examples, self._shared(before))
         return self.party.masked(self._point.vector(values, self.weight))
 
+    def input_sums(self, sums: Array) -> Array:
+        """Return the masked sums of the inputs (3, F), which are at most this client's weight in size."""
+        return self.party.masked(self._point.vector({INPUT_SUMS: np.clip(sums / self.weight, -1, 1)}, self.weight))
+
+    def check_weight(self, counts: Sequence[int]) -> None:
+        """Refuse a weight of the server's that is not the number of examples.
+
+        Raises:
+            MaskingError: it is another one.
+        """
+        if not self.equal and [self.weight] != counts:
+            raise MaskingError(
+                f"the server gives this client the weight {self.weight:g}, and it has trained on {counts} examples"
+            )
+
     def _shared(self, before: State) -> State:
         local = set(MessageConfig.read(self.config).local_entries)
         return {name: array for name, array in before.items() if name not in local}
@@ -176,10 +201,7 @@ def _masked(message: Message, content: RecordDict, key: str, before: State, mask
         seen[EXCHANGE] = to_record({str(tag): masking.exchange(tag, array) for tag, array in sent.items()})
     counts = [int(record[NUM_EXAMPLES]) for record in metrics.values() if NUM_EXAMPLES in record]  # type: ignore[arg-type]
     if records.get(key):
-        if not masking.equal and [masking.weight] != counts:
-            raise MaskingError(
-                f"the server gives this client the weight {masking.weight:g}, and it has trained on {counts} examples"
-            )
+        masking.check_weight(counts)
         entries = views(records[key])
         if message.metadata.message_type == STATISTICS_QUERY:
             vector = masking.statistics(entries, counts[0], before)
@@ -193,6 +215,22 @@ def _masked(message: Message, content: RecordDict, key: str, before: State, mask
     info: Mapping[str, Any] = of_kind(content, ConfigRecord).get(INFO, {})
     seen[INFO] = ConfigRecord({name: info[name] for name in _IN_THE_CLEAR if name in info})
     return seen
+
+
+def _mask_input_sums(content: RecordDict, masking: _Masking) -> None:
+    """Put masks over the sums of inputs in a reply; one that says why there are none stays as it is.
+
+    Raises:
+        MaskingError: they are not the bounded sums, or the server has another weight than their number of examples.
+    """
+    records = of_kind(content, ArrayRecord)
+    if MOMENTS not in records:
+        return
+    sums = views(records[MOMENTS])
+    if {*sums} != {INPUT_SUMS}:
+        raise MaskingError("masked sums of inputs need the ranges of the features, and the server has sent none")
+    masking.check_weight([int(record[NUM_EXAMPLES]) for record in of_kind(content, MetricRecord).values()])  # type: ignore[arg-type]
+    content[MOMENTS] = to_record({str(MASKED): masking.input_sums(sums[INPUT_SUMS])})
 
 
 def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> Message:

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import nn
 
+from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import EXAMPLES_NOT_FINITE, STEPS, TrainConfig
+from fedbn_flwr.privacy.input_sums import norm_bound
 from fedbn_flwr.privacy.record_level import DPSGD, HOOKS_WITH_STATE, PROTECTED_HOOKS, RecordLevel
 from fedbn_flwr.training.step_rule import StepRule
 
@@ -33,6 +36,19 @@ class RecordPrivacy:
         """Raise ConfigError if there are limits: no noise protects ``what``."""
         if self._settings:
             raise ConfigError(f"record-level privacy: this client does not send {what}, which no noise protects")
+
+    def input_noise(self, num_features: int) -> Array:
+        """Return the noise for bounded sums of the training inputs, (3, F) float64; 0 if there are no limits.
+
+        Raises:
+            ConfigError: there are limits, and no noise multiplier for these sums.
+        """
+        chosen = self._settings
+        if chosen is None:
+            return np.zeros((3, num_features))
+        if not chosen.input_noise_multiplier:
+            self.refuse("sums of its training inputs")
+        return chosen.input_noise_multiplier * norm_bound(num_features) * chosen.noise.normal((3, num_features))
 
     def refuse_tests(self) -> None:
         """Raise ConfigError if metrics stay with the client."""

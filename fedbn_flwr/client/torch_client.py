@@ -56,6 +56,7 @@ from fedbn_flwr.messages.protocol import (
     round_in,
 )
 from fedbn_flwr.messages.records import tensors, to_state
+from fedbn_flwr.privacy.input_sums import bounded_mean, bounded_sums
 from fedbn_flwr.privacy.record_level import NOISE, RecordLevel
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
@@ -63,7 +64,7 @@ from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.input_scale import FeatureMoments, Scale
+from fedbn_flwr.training.input_scale import FeatureMoments, FeatureRanges, Scale
 from fedbn_flwr.training.loaded import as_batches
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.losses import LossFn
@@ -384,6 +385,27 @@ class TorchClient(NumPyClient):
         """
         self._privacy.refuse("sums of its training inputs")
         return training_moments(self.train_data)
+
+    def input_sums(self, ranges: FeatureRanges, by_client: bool = False) -> torch.Tensor:
+        """Return the bounded sums of the training inputs, (3, F) float64: ``privacy.input_sums``.
+
+        Args:
+            ranges: of the features; values outside count as the end of their range.
+            by_client: whether the sums are divided by the client's number of records that have the feature.
+
+        Raises:
+            DataError: the inputs are not in memory, or have another number of features.
+            ConfigError: ``record_level`` is set without a noise multiplier for these sums.
+        """
+        noise = self._privacy.input_noise(len(ranges.low))
+        moments = training_moments(self.train_data, ranges)
+        if moments.count.shape != (len(ranges.low),):
+            raise DataError(
+                f"its inputs have {len(moments.count)} features, and the server has {len(ranges.low)} ranges"
+            )
+        shape = self.train_data.batch(torch.arange(1))[0].shape[2:] if len(self.train_data) else torch.Size()
+        sums = bounded_sums(moments, ranges, shape.numel())
+        return bounded_mean(sums) if by_client else sums + torch.from_numpy(noise)
 
     def _standardise(self, sent: MessageConfig) -> None:
         """Use the mean and std of inputs that the server sends, if any; see ``scaled``."""

@@ -77,6 +77,10 @@ PACKED = Key(
 STATISTICS_QUERY = Key("query.statistics", "message type: re-estimated statistics", "server", "client")
 MOMENTS_QUERY = Key("query.moments", "message type: sums of the inputs before round 1", "server", "client")
 MOMENTS = Key("input-moments", "ArrayRecord: count, mean and m2 of each feature of the inputs", "client", "server")
+INPUT_SUMS = Key("sums", "array (3, F) in `input-moments`: bounded sums, if asked with ranges", "client", "server")
+INPUT_LOW = Key("fedbn-flwr.input-low", "list of float: low ends of the features' ranges", "server", "client")
+INPUT_HIGH = Key("fedbn-flwr.input-high", "list of float: high ends of the features' ranges", "server", "client")
+BY_CLIENT = Key("fedbn-flwr.input-by-client", "bool: each client counts alike in the sums", "server", "client")
 
 # --- config of a message from the server ------------------------------------------------------------------------------
 SERVER_ROUND = Key("server-round", "int", "server", "client")

@@ -61,7 +61,7 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.sent_beside import sent_beside
 
-__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "beside_models"]
+__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "beside_models", "refuse_inputs"]
 
 logger = logging.getLogger("flwr")
 
@@ -72,6 +72,19 @@ _NOISY = 0.3  # noise in running variances, relative to them, from which on a wa
 def beside_models(methods: Methods) -> list[str]:
     """Return what the methods take from clients beside the update or the model, which gets noise."""
     return [beside.text for beside in sent_beside(methods)]
+
+
+def refuse_inputs(limit: float, epsilon: float) -> None:
+    """Refuse sums of the inputs that bring epsilon to ``epsilon``, and leave nothing for the rounds.
+
+    Raises:
+        ConfigError: ``limit`` is not 0 (= none), and epsilon reaches it.
+    """
+    if limit and epsilon >= limit:
+        raise ConfigError(
+            f"standardise=federated would bring epsilon to {epsilon:.4g} before round 1, and the run may cost "
+            f"{limit:g}. Use a larger standardise-noise-multiplier, or standardise=ranges, which costs nothing."
+        )
 
 
 class ClientLevelDP(Protection):
@@ -116,6 +129,7 @@ class ClientLevelDP(Protection):
             require_dp_accounting()
         self.accountant = PrivacyAccountant(settings.dp_delta, settings.dp_neighbours, file)
         self.accountant.restore(())
+        self._of_inputs = 0
         self._begin()
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
@@ -145,6 +159,13 @@ class ClientLevelDP(Protection):
         self.clipping_norm = settings.dp_clipping_norm
         self.noise_multiplier = None if settings.dp_target_epsilon else settings.dp_noise_multiplier
         self._spent = False
+
+    def release_inputs(self, noise_multiplier: float, asked: int) -> None:
+        """Note one sum over all clients, with the noise multiplier z."""
+        release = Release(noise_multiplier if self.noise.secret else 0.0, asked, asked)
+        refuse_inputs(self._limit, self.accountant.epsilon([release]))
+        self.accountant.add(release)
+        self._of_inputs = len(self.accountant.releases)
 
     def config(self) -> Mapping[str, Any]:
         """Return C and s for the mod of a client that clips."""
@@ -211,7 +232,7 @@ class ClientLevelDP(Protection):
             ConfigError: not even one round does.
         """
         self._choose_noise(run, asked)
-        if not self.accountant.releases:
+        if len(self.accountant.releases) <= self._of_inputs:
             self._warn(run, asked)
         if not self._limit:
             return True
@@ -241,7 +262,7 @@ class ClientLevelDP(Protection):
 
     def _tell_spent(self, run: Run, asked: int, cost: float) -> None:
         """Log that the run ends before this round, which would bring epsilon to ``cost``; raise if it is the first."""
-        if not self.accountant.releases:
+        if len(self.accountant.releases) <= self._of_inputs:
             raise ConfigError(
                 f"dp-max-epsilon={self.settings.dp_max_epsilon}: round {run.report.server_round} would bring epsilon "
                 f"to {cost:.4g}. Use more noise (dp-noise-multiplier), or more clients."

@@ -208,6 +208,10 @@ class MaskedSums(Protection):
         """Return whether differential privacy, if there is any, allows the round; masks allow each."""
         return self._inner.admits(run, asked)
 
+    def release_inputs(self, noise_multiplier: float, asked: int) -> None:
+        """Note it in differential privacy, if there is any."""
+        self._inner.release_inputs(noise_multiplier, asked)
+
     def config(self) -> Mapping[str, Any]:
         """Return the config of differential privacy; in a resumed run also a number: clients draw new batches by it."""
         return {**self._inner.config(), **({FRESH_BATCHES: self._fresh} if self._fresh else {})}

@@ -98,6 +98,8 @@ class RecordLevel:
         publishes_metrics: whether the client sends its training metrics, which no noise protects.
         frozen_only: train without DP-SGD while BN is not frozen; the server must protect these rounds
             (``RecordLevelDP(until_frozen=...)``), and the client trusts it.
+        input_noise_multiplier: z of the sums of the inputs that a client sends once, before round 1, for one mean and
+            std of all clients (``privacy.input_sums``); 0 = it sends none.
         noise: the source of the noise and of the drawn examples; another one than ``SystemNoise`` is for tests.
 
     Raises:
@@ -108,12 +110,17 @@ class RecordLevel:
     clipping_norm: float = 1.0
     publishes_metrics: bool = False
     frozen_only: bool = False
+    input_noise_multiplier: float = 0.0
     noise: Noise = field(default_factory=SystemNoise)
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
             raise ConfigError(f"noise_multiplier={self.noise_multiplier} must be a finite number of at least 0")
+        if not 0 <= self.input_noise_multiplier < math.inf:
+            raise ConfigError(
+                f"input_noise_multiplier={self.input_noise_multiplier} must be a finite number, 0 or more"
+            )
         if not 0 < self.clipping_norm < math.inf:
             raise ConfigError(f"clipping_norm={self.clipping_norm} must be a finite number above 0")
 

@@ -33,7 +33,7 @@ from fedbn_flwr.privacy.accounting import (
     require_dp_accounting,
     restored,
 )
-from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP, beside_models
+from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP, beside_models, refuse_inputs
 from fedbn_flwr.privacy.record_level import NOISE, RecordLevel, sampling_rate
 from fedbn_flwr.privacy.settings import TWO_NOISES
 from fedbn_flwr.server.method import Reply
@@ -90,6 +90,7 @@ class RecordLevelDP(Protection):
         self.settings, self.delta, self.releases = settings, delta, list[Steps]()
         self._steps, self._batch_size, self._file = steps, batch_size, file
         self.publishes_metrics = settings.publishes_metrics
+        self._of_inputs = 0  # releases up to that of the inputs' sums, before round 1
         self._until_frozen, self._target, self._max = until_frozen, target_epsilon, max_epsilon
         self.noise_multiplier, self._spent, self._warned = settings.noise_multiplier, False, False
         if until_frozen:
@@ -160,7 +161,7 @@ class RecordLevelDP(Protection):
 
     def _tell_spent(self, run: Run, epsilon: float) -> None:
         """Log that the run ends before this round, which would cost ``epsilon`` in total; raise if it is the first."""
-        if not self._counted:
+        if len(self._counted) <= self._of_inputs:
             raise ConfigError(
                 f"dp-max-epsilon={self._limit}: round {run.report.server_round} would bring epsilon to {epsilon:.4g}. "
                 "Use more noise, a smaller batch-size or fewer local-steps, or leave small clients out."
@@ -171,6 +172,14 @@ class RecordLevelDP(Protection):
             epsilon,
             self._limit,
         )
+
+    def release_inputs(self, noise_multiplier: float, asked: int) -> None:
+        """Note the sums of each client's inputs: one step over all of its examples, with z."""
+        release = Steps(noise_multiplier if self.settings.noise.secret else 0.0, 1.0, 1)
+        refuse_inputs(self._limit, self._cost(release))
+        note(self._file, release)
+        self.releases.append(release)
+        self._of_inputs = len(self.releases)
 
     def config(self) -> Mapping[str, Any]:
         """Return the noise that was chosen for the clients."""
@@ -280,8 +289,11 @@ class RecordLevelDP(Protection):
         before = len(self._until_frozen.accountant.releases) if self._until_frozen else 0
         what = "the models hide" if before else "what a client sends hides"
         trusted = "; the server is trusted while BN is not frozen" if before else ""
+        # The sums of the inputs are one step over all examples, before the first round.
+        of_inputs = self.releases[:1] == [Steps(self.settings.input_noise_multiplier, 1.0, 1)]
+        rounds = f"{before + len(self.releases) - of_inputs} rounds{' and the sums of the inputs' * of_inputs}"
         return (
-            f"epsilon = {epsilon:.4g} at delta = {self.delta:g} after {before + len(self.releases)} rounds: {what} "
+            f"epsilon = {epsilon:.4g} at delta = {self.delta:g} after {rounds}: {what} "
             f"each training example (of the smallest client, in every round; their number is public{trusted}; "
             "DP-SGD as the clients report it)."
         )

@@ -61,6 +61,17 @@ class Protection:
         """Return whether so many clients may be asked to train in this round; if not, the round does nothing."""
         return True
 
+    def release_inputs(self, noise_multiplier: float, asked: int) -> None:
+        """Note the release of sums of the inputs with this noise, before round 1 and before their result exists.
+
+        Args:
+            noise_multiplier: z.
+            asked: the number of clients.
+
+        Raises:
+            ConfigError: it would cost more than the run may.
+        """
+
     def config(self) -> Mapping[str, Any]:
         """Return the further config of a training message."""
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fedbn_flwr.training.batches import Batches
 
-__all__ = ["FeatureMoments", "ScalableBatches", "Scale", "scale_of"]
+__all__ = ["FeatureMoments", "FeatureRanges", "ScalableBatches", "Scale", "scale_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,36 @@ class FeatureMoments:
         difference = other.mean - self.mean
         mean = self.mean + difference * share
         return FeatureMoments(count, mean, self.m2 + other.m2 + difference.square() * self.count * share)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRanges:
+    """The stated range of each feature or channel, in the units of the data: ``low`` < ``high``."""
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    @property
+    def middle(self) -> Tensor:
+        """The middle c of each range, float64 (C,)."""
+        return (self._ends[0] + self._ends[1]) / 2
+
+    @property
+    def half(self) -> Tensor:
+        """Half the width h of each range, float64 (C,)."""
+        return (self._ends[1] - self._ends[0]) / 2
+
+    @property
+    def _ends(self) -> Tensor:
+        return torch.tensor([self.low, self.high], dtype=torch.float64)
+
+    def clipped(self, values: Tensor) -> Tensor:
+        """Return values (C, N) with each one inside its range; a NaN stays one."""
+        return torch.minimum(torch.maximum(values, self._ends[0][:, None]), self._ends[1][:, None])
+
+    def scale(self) -> Scale:
+        """Return the mean and deviation of a uniform distribution over each range: c and h / sqrt(3)."""
+        return Scale(tuple(self.middle.tolist()), tuple((self.half / math.sqrt(3)).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +95,8 @@ def scale_of(moments: FeatureMoments) -> Scale:
 class ScalableBatches(Batches, Protocol):
     """Batches whose inputs take a mean and std; ``fedbn_flwr.data.Subset`` is one."""
 
-    def input_moments(self) -> FeatureMoments:
-        """Return the sums of the inputs as they are stored.
+    def input_moments(self, ranges: FeatureRanges | None = None) -> FeatureMoments:
+        """Return the sums of the inputs as they are stored, or put into the ranges.
 
         Raises:
             DataError: the inputs are not in memory.

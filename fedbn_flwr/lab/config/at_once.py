@@ -25,8 +25,9 @@ __all__ = ["problems_at_once", "refuse_at_once", "refuse_settings_at_once"]
 
 # A value of these other than the default is read by the full check alone.
 _READ_LATER = (
-    *("augment", "class-weights", "client-hooks", "dp", "eval-on", "local-part", "lr-decay-at", "lr-decay-factor"),
-    *("main-metric", "masked-sums", "metrics", "mlp-hidden", "record-dp", "series", "server-step", "task", "test-bn"),
+    *("augment", "class-weights", "client-hooks", "dp", "eval-on", "feature-ranges", "local-part", "lr-decay-at"),
+    *("lr-decay-factor", "main-metric", "masked-sums", "metrics", "mlp-hidden", "record-dp", "series", "server-step"),
+    *("task", "test-bn"),
 )
 
 
@@ -196,6 +197,9 @@ class Known:
         """Do nothing: what has another value is not told; so the next ones."""
 
     hidden = test_bn_settings = augmentation = weights_of_classes = decays
+
+    def ranges(self) -> None:
+        """Return nothing: a config with ranges is read later."""
 
     def adapted_tests(self) -> list[str]:
         """Return the tests with statistics of the test inputs."""

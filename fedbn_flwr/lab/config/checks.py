@@ -83,6 +83,8 @@ def _of_data(config: Values | Known) -> list[str]:
     for name in split(config.eval_on):
         _noted(problems, check_known, "eval-on", name, config.known("eval-on"))
     _noted(problems, config.test_bn_settings)
+    if info and info.input_shape:
+        _noted(problems, config.ranges)
     asked = ",".join(config.adapted_tests())
     classes = info.num_classes if info and not config.is_own() else 0
     moved = augment.each if augment and info and info.task.by_pixel else ()
@@ -103,8 +105,17 @@ def _of_data(config: Values | Known) -> list[str]:
             problems.append(f"augment: {name} would move the image and not the classes of its pixels")
     return problems + wrong(
         (
+            config.standardise == "ranges" and not config.feature_ranges,
+            "standardise=ranges needs feature-ranges, such as age:0:120,*:-5:5",
+        ),
+        (
+            config.standardise == "ranges" and info and not info.input_shape,
+            "standardise=ranges is for rows and signals; leave it out for images",
+        ),
+        (
             config.standardise == "none" and config.missing == "mean",
-            "missing=mean needs standardise=federated or local: the mean is that of the training examples",
+            "missing=mean needs standardise=federated or local, the mean of the training examples, or ranges, the "
+            "middle of feature-ranges",
         ),
         (
             config.num_classes and config.num_classes < classes,

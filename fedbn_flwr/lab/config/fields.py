@@ -166,7 +166,22 @@ class Fields(MethodSettings):
         "own data and models",
         "",
         "(x - mean) / std of inputs: federated (sums over all clients' training examples), local (each client's own), "
-        "none; empty = federated, and for images the data set's constants (own images: ImageNet's)",
+        "ranges (the middle and deviation of feature-ranges, without a look at data), none; empty = federated, and for "
+        "images the data set's constants (own images: ImageNet's)",
+    )
+    feature_ranges: str = _key(
+        "own data and models",
+        "",
+        "`csv:`, `npz:`: comma list NAME:LOW:HIGH of the features' ranges (numbers for channels and columns without "
+        "names; `*` = all others), for standardise=ranges, and for federated with privacy: values outside count as the "
+        "end",
+    )
+    standardise_noise_multiplier: float = _key(
+        "privacy",
+        0.0,
+        "z of standardise=federated with dp or record-dp: the noise in the sums of the inputs has deviation z C, C = "
+        "1.5 sqrt(features)",
+        ge=0,
     )
     data_check: Literal["warn", "refuse"] = _key(
         "own data and models",

@@ -34,7 +34,7 @@ def dp_problems(config: Values) -> list[str]:
             f"early-stopping={config.early_stopping} chooses a round by the clients' validation examples",
         ),
     )
-    problems += _uncovered(config, "dp-metrics", "epsilon does")
+    problems += _uncovered(config, "dp-metrics", "epsilon does") + _of_inputs(config)
     decided = decided_by_records(config.own_data(), config.data_info()) if is_own(config.dataset) else {}
     for what, way in decided.items():
         problems.append(f"{asked}: the records decide {what}, which epsilon does not cover: {way}")
@@ -47,7 +47,33 @@ def mask_problems(config: Values) -> list[str]:
         return ["masked-sums=true: strategy=centralized has no clients"]
     problems = refusals(config.methods()) + mask_conflicts(config.dp_settings())
     one = "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over one client is its update"
-    return problems + wrong((config.num_clients == 1, one)) + _uncovered(config, "masked-metrics", "masks do")
+    problems += wrong((config.num_clients == 1, one)) + _uncovered(config, "masked-metrics", "masks do")
+    return problems + (_of_inputs(config) if config.dp == "off" else [])
+
+
+def _of_inputs(config: Values) -> list[str]:
+    """Return what the sums of the inputs lack for ``standardise=federated`` under a protection."""
+    if config.standardise_as() != "federated":
+        return []
+    noisy = config.record_dp or config.dp != "off"
+    ways = "standardise=ranges or local" if not config.record_dp else "standardise=ranges"
+    return wrong(
+        (
+            not config.data_info().input_shape,
+            "standardise=federated of images has no sums that a protection covers: leave standardise out, for the "
+            "constants of the data set",
+        ),
+        (
+            not config.feature_ranges,
+            "standardise=federated with privacy needs feature-ranges: bounded values can be masked, and noise covers "
+            f"them. State the ranges (age:0:120,...), or use {ways}, which needs no sums",
+        ),
+        (
+            noisy and not config.standardise_noise_multiplier,
+            "standardise=federated with differential privacy needs standardise-noise-multiplier: without noise no "
+            f"epsilon covers the sums. Set it, or use {ways}",
+        ),
+    )
 
 
 def _uncovered(config: Values, metrics: str, protects: str) -> list[str]:
@@ -64,11 +90,6 @@ def _uncovered(config: Values, metrics: str, protects: str) -> list[str]:
         (
             config.norm == "batch-renorm" and (config.dp != "off" or config.masked_sums),
             "norm=batch-renorm warms up by counting batches, and with privacy a counter counts rounds",
-        ),
-        (
-            config.standardise_as() == "federated" and not config.record_dp,
-            f"standardise=federated collects sums of the clients' inputs, which {protects} not cover: use "
-            "standardise=local or none",
         ),
         *((withheld and asked, f"{key} {tell}") for key, asked in of_clients.items()),
     )
@@ -97,9 +118,9 @@ def _record_problems(config: Values) -> list[str]:
             "record-dp=true computes the gradient of each example, and compile=true has no effect there",
         ),
         (
-            config.standardise_as() != "none",
-            f"record-dp=true: standardise={config.standardise_as()} brings the mean and std of the training examples "
-            "into the model, without noise. Use standardise=none with features of a known range",
+            config.standardise_as() == "local",
+            "record-dp=true: standardise=local brings the mean and std of the training examples into the model, "
+            "without noise. Use standardise=ranges with feature-ranges, federated with noise, or none",
         ),
         (
             config.series and kept_between_rounds(config.methods()),

@@ -122,6 +122,14 @@ def _of_data(config: Values) -> Conditions:
         "group_column": (tables, "it is for dataset=csv: and hf:; an npz file has an array `group`"),
         "split_column": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "feature_columns": (tables and bool(info.input_shape), "it is for rows of dataset=csv: and hf:"),
+        "feature_ranges": (
+            config.standardise == "ranges" or (config.asks_for_scale() and config.protects_inputs()),
+            "it is for standardise=ranges, and for federated with dp, record-dp or masked-sums",
+        ),
+        "standardise_noise_multiplier": (
+            config.asks_for_scale() and (config.record_dp or config.dp != "off"),
+            "it is for standardise=federated with dp or record-dp",
+        ),
         "missing": (bool(info.input_shape) and not function, "it is for rows and signals of csv:, npz: and hf:"),
         "missing_values": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "decimal": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),

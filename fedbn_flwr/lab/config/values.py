@@ -11,6 +11,7 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.config.method_settings import config_fields, own_default
+from fedbn_flwr.lab.config.ranges import parse_ranges
 from fedbn_flwr.lab.config.table import CENTRALIZED
 from fedbn_flwr.lab.config.texts import check_known, number, split
 from fedbn_flwr.lab.data import (
@@ -33,6 +34,7 @@ from fedbn_flwr.server.method import ROLES, Problem, RunSettings
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.params import EVALUATIONS, TEST_BN, Params, tests_in
 from fedbn_flwr.strategies import METHODS, STRATEGIES, StrategyClass, combined
+from fedbn_flwr.training.input_scale import FeatureRanges
 from fedbn_flwr.training.settings import LearningRate, share_of
 from fedbn_flwr.training.tasks import TASKS, Task
 
@@ -159,6 +161,27 @@ class Values(Fields):
     def standardise_as(self) -> Standardise:
         """Return ``standardise``, or its default for the data."""
         return self.standardise or ("federated" if self.data_info().input_shape and not self.by_function() else "none")
+
+    def ranges(self) -> FeatureRanges | None:
+        """Return ``feature_ranges`` by feature, or by channel of signals; None without any.
+
+        Raises:
+            ConfigError: an entry is no range, or names no feature; or a feature has none.
+        """
+        if not self.feature_ranges:
+            return None
+        info = self.data_info()
+        names = info.feature_names or tuple(str(at) for at in range(self.example_shape()[0]))
+        return parse_ranges(self.feature_ranges, names)
+
+    def protects_inputs(self) -> bool:
+        """Return whether a protection covers the clients' inputs, too."""
+        return self.record_dp or self.masked_sums or self.dp != "off"
+
+    def asks_for_scale(self) -> bool:
+        """Return whether the server asks the nodes for sums of their inputs, and sends them one mean and std."""
+        agrees = self.strategy != CENTRALIZED and self.standardise_as() == "federated"
+        return agrees and (self.data_on_nodes() or self.protects_inputs())
 
     def split_name(self) -> str:
         """Return the name of the split: ``partition``, or its default for the data."""
@@ -336,6 +359,7 @@ class Values(Fields):
             self.record_dp_clipping_norm,
             publishes_metrics=self.dp_metrics == "published",
             frozen_only=self.dp != "off",
+            input_noise_multiplier=self.standardise_noise_multiplier if self.asks_for_scale() else 0.0,
         )
 
     def mask_settings(self) -> MaskSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,13 +14,15 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment, Draw
-from fedbn_flwr.training.input_scale import FeatureMoments
+from fedbn_flwr.training.input_scale import FeatureMoments, FeatureRanges
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.data.image_files.file_samples import FileSamples
     from fedbn_flwr.lab.data.read_samples import ReadSamples
 
 __all__ = ["Examples", "Samples", "moments_of_inputs"]
+
+logger = logging.getLogger("flwr")
 
 _CHUNK = 4096  # examples whose inputs are float64 at the same time
 
@@ -128,8 +131,12 @@ class Samples:
             yield self.take(chosen, augment, draw)
 
 
-def moments_of_inputs(samples: Examples, indices: npt.NDArray[np.int64] | Tensor) -> FeatureMoments:
+def moments_of_inputs(
+    samples: Examples, indices: npt.NDArray[np.int64] | Tensor, ranges: FeatureRanges | None = None
+) -> FeatureMoments:
     """Return the sums of some examples' inputs, from which their mean and std follow; a NaN is missing.
+
+    With ranges each value is first put into its range; the log has how many examples had one outside.
 
     Raises:
         DataError: the examples are images on the disk.
@@ -140,14 +147,26 @@ def moments_of_inputs(samples: Examples, indices: npt.NDArray[np.int64] | Tensor
             "standardise empty, or give a larger cache-gib."
         )
     zeros = torch.zeros(samples.shape[0], dtype=torch.float64)
-    total = FeatureMoments(zeros, zeros, zeros)
+    total, outside = FeatureMoments(zeros, zeros, zeros), 0
     for part in torch.split(torch.as_tensor(indices), _CHUNK):
         values = samples.inputs[part.to(samples.device)].cpu().double().transpose(0, 1).flatten(1)
         values = values / 255 if samples.as_bytes else values
+        if ranges:
+            inside = ranges.clipped(values)
+            outside += int(
+                ((inside != values) & ~values.isnan()).reshape(len(inside), len(part), -1).any(2).any(0).sum()
+            )
+            values = inside
         count = (~values.isnan()).sum(1).double()
         mean = values.nan_to_num(0).sum(1) / count.clamp(min=1)
         deviations = (values - mean[:, None]).nan_to_num(0)
         total = total.merged(FeatureMoments(count, mean, deviations.square().sum(1)))
+    if outside:
+        logger.warning(
+            "%d of %d training examples have a value outside feature-ranges: the sums have the end of the range for it",
+            outside,
+            len(indices),
+        )
     return total
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment, Draw
 from fedbn_flwr.lab.data.samples import Examples, Samples, moments_of_inputs
-from fedbn_flwr.training.input_scale import FeatureMoments
+from fedbn_flwr.training.input_scale import FeatureMoments, FeatureRanges
 
 __all__ = ["Subset"]
 
@@ -83,13 +83,13 @@ class Subset:
         """The example at each position, int64 (n,)."""
         return torch.arange(len(self._samples)) if self._indices is None else self._indices
 
-    def input_moments(self) -> FeatureMoments:
-        """Return the sums of the inputs as they are stored, from which their mean and std follow.
+    def input_moments(self, ranges: FeatureRanges | None = None) -> FeatureMoments:
+        """Return the sums of the inputs as they are stored, or put into the ranges; mean and std follow from them.
 
         Raises:
             DataError: the inputs are not in memory.
         """
-        return moments_of_inputs(self._samples, self.indices)
+        return moments_of_inputs(self._samples, self.indices, ranges)
 
     def scaled(self, mean: Sequence[float], std: Sequence[float]) -> Subset:
         """Return the same examples with another mean and std."""

@@ -159,7 +159,9 @@ def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = 
         DataError: the data is missing, or it cannot be split in this way.
     """
     # Runs with the same values of these keys share the data and its split.
-    values = [config.standardise_as() if key == "standardise" else getattr(config, key) for key in _SPLIT_KEYS]
+    # Where the server asks for the sums of the inputs, it sends the mean and std, too.
+    how: Standardise = "none" if config.asks_for_scale() else config.standardise_as()
+    values = [how if key == "standardise" else getattr(config, key) for key in _SPLIT_KEYS]
     return _partitioned(num_clients, load_data(config, shape), *values)
 
 
@@ -198,7 +200,7 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
         )
     shape, augment = shape or config.example_shape(), Augment.parse(config.augment)
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
-    return load_dataset(
+    data = load_dataset(
         config.data_info(),
         config.data_dir,
         channels,
@@ -208,6 +210,13 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
         originals=augment is not None and RESIZED_CROP in augment.each,
         workers=config.data_workers,
     )
+    ranges = config.ranges() if config.standardise == "ranges" else None
+    return data if ranges is None else _with_scale(data, ranges.scale())
+
+
+@functools.lru_cache(maxsize=8)  # splits are kept by the data set itself
+def _with_scale(data: Dataset, scale: Scale) -> Dataset:
+    return data.normalised(scale.mean, scale.std)
 
 
 # Cached, because Flower calls client_fn for every message; all clients of a process share one copy of the images.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from fedbn_flwr.lab.output.run_notes import StatisticsLog, log_feature_norm, log
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, domain_test, partitioned_data
 from fedbn_flwr.lab.partitioned.report import refuse_no_tests
 from fedbn_flwr.lab.runs.node_queries import REPLY_WAIT, agreed_scale, count_nodes
+from fedbn_flwr.lab.runs.protected_scale import protected_scale
 from fedbn_flwr.lab.runs.start_checks import Checked, moved_buffers, refuse_too_few_clients
 from fedbn_flwr.lab.setup import initialise, make_strategy, on_device
 from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION
@@ -97,8 +100,12 @@ def _serve(
     timeout = config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
     folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
-    if on_nodes and config.standardise_as() == "federated":
-        strategy.input_scale = folder.agreed(lambda: agreed_scale(grid, config, timeout))
+    if config.standardise_as() == "federated" and (on_nodes or config.protects_inputs()):
+        protection = strategy.protection if config.protects_inputs() else None
+        ask = functools.partial(protected_scale, protection=protection) if protection else agreed_scale
+        strategy.input_scale = scale = folder.agreed(lambda: ask(grid, config, timeout))
+        if data:
+            data = replace(data, dataset=data.dataset.normalised(scale.mean, scale.std))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
     statistics = StatisticsLog(folder, config, model, strategy) if config.watch_statistics else None
     strategy.on_replies = statistics
