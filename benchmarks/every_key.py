@@ -147,6 +147,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "record-dp": (True, RECORDS),
 }
 OWN_DATA = "tests/lab/data/test_own_data.py"
+SCALE = "tests/lab/runs/test_protected_scale.py"
 ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
     "data-dir": "tests/lab/data/test_loading.py",
@@ -164,6 +165,8 @@ ELSEWHERE = {
     "class-weights": "tests/training/test_class_weights.py",
     "encoding": "tests/lab/data/test_tables.py",
     "standardise": OWN_DATA,
+    "feature-ranges": SCALE,
+    "standardise-noise-multiplier": SCALE,
     "skip-unreadable": OWN_DATA,
     "intensity-range": "tests/lab/data/test_image_files.py",
     "test-share": OWN_DATA,

@@ -175,6 +175,7 @@ class RecordLevelDP(Protection):
 
     def release_inputs(self, noise_multiplier: float, asked: int) -> None:
         """Note the sums of each client's inputs: one step over all of its examples, with z."""
+        self._restore([])  # a run that was killed before round 1 counts these sums twice, as it must
         release = Steps(noise_multiplier if self.settings.noise.secret else 0.0, 1.0, 1)
         refuse_inputs(self._limit, self._cost(release))
         note(self._file, release)
@@ -204,7 +205,7 @@ class RecordLevelDP(Protection):
             run.report.reject(node.node_id, f"{node}: {_LACKS_COUNT}")
             logger.warning("round %d: %s: %s", run.report.server_round, node, _LACKS_COUNT)
         counts = [node.num_examples for node, _ in messages if node.num_examples]
-        if messages and not counts and not self.releases:
+        if messages and not counts and len(self.releases) <= self._of_inputs:
             raise ConfigError(f"record-dp: no client says how many training examples it has; of each: {_LACKS_COUNT}")
         if counts:
             self._release(min(counts))
@@ -289,11 +290,10 @@ class RecordLevelDP(Protection):
         before = len(self._until_frozen.accountant.releases) if self._until_frozen else 0
         what = "the models hide" if before else "what a client sends hides"
         trusted = "; the server is trusted while BN is not frozen" if before else ""
-        # The sums of the inputs are one step over all examples, before the first round.
-        of_inputs = self.releases[:1] == [Steps(self.settings.input_noise_multiplier, 1.0, 1)]
-        rounds = f"{before + len(self.releases) - of_inputs} rounds{' and the sums of the inputs' * of_inputs}"
+        of_inputs = self.settings.input_noise_multiplier > 0
+        counted = "releases, with that of the inputs' sums" if of_inputs else "rounds"
         return (
-            f"epsilon = {epsilon:.4g} at delta = {self.delta:g} after {rounds}: {what} "
+            f"epsilon = {epsilon:.4g} at delta = {self.delta:g} after {before + len(self.releases)} {counted}: {what} "
             f"each training example (of the smallest client, in every round; their number is public{trusted}; "
             "DP-SGD as the clients report it)."
         )

@@ -680,13 +680,20 @@ def test_a_ledger_keeps_what_its_releases_were(mlp: Any, tmp_path: Path) -> None
     assert hidden.guarantee().endswith("which data a client has, from all but clients.")
 
 
-def test_sums_of_the_clients_inputs_are_refused(tmp_path: Path) -> None:
+def test_sums_of_the_clients_inputs_without_bounds_or_without_noise_are_refused(tmp_path: Path) -> None:
     rows = "\n".join(f"{i},{i % 2},{i % 3}" for i in range(30))
     (tmp_path / "t.csv").write_text(f"a,label,site\n{rows}\n")
     keys = {"dp": "server", "dataset": f"csv:{tmp_path / 't.csv'}", "label-column": "label", "client-column": "site"}
-    with pytest.raises(ConfigError, match="standardise=federated collects sums of the clients' inputs"):
+    with pytest.raises(ConfigError) as error:
         Config.make(keys)
-    assert Config.make({**keys, "standardise": "local", "class-names": "0,1,2"}).dp == "server"
+    assert "standardise=federated with privacy needs feature-ranges" in str(error.value)
+    assert "standardise=federated with differential privacy needs standardise-noise-multiplier" in str(error.value)
+    keys["class-names"] = "0,1,2"
+    assert Config.make({**keys, "standardise": "local"}).dp == "server"
+    bounded = {**keys, "feature-ranges": "a:0:30"}
+    with pytest.raises(ConfigError, match="needs standardise-noise-multiplier"):
+        Config.make(bounded)
+    assert Config.make({**bounded, "standardise-noise-multiplier": 1.0}).standardise_as() == "federated"
 
 
 @pytest.mark.parametrize(

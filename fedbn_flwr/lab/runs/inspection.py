@@ -19,6 +19,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.start_checks import misfits
 from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
+from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, Steps, epsilon_of_steps
 from fedbn_flwr.privacy.masked_sums import changing_sums
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
@@ -222,8 +223,24 @@ def _uncounted(config: Config) -> Iterator[str]:
     """Yield what a run with these settings sends beyond the traffic of ``inspect_model``."""
     if config.masked_sums:
         yield "masked-sums: its further exchanges, and the 64 bits of each masked float, are not counted here"
+    if config.asks_for_scale() and config.protects_inputs():
+        yield _of_inputs(config)
     if config.fraction_train < 1 and config.methods().local:
         yield "fraction-train: a client first asked after round 1 gets the whole model, which is not counted here"
+
+
+def _of_inputs(config: Config) -> str:
+    """Return what the protected sums of the inputs before round 1 are, and what they cost alone."""
+    ranges, z = config.ranges(), config.standardise_noise_multiplier
+    size = 3 * len(ranges.low) if ranges else 0
+    text = f"standardise=federated: before round 1 each client sends {size} bounded sums of its inputs, once"
+    if not (config.record_dp or config.dp != "off"):
+        return f"{text}, under masks"
+    if config.record_dp:
+        epsilon = epsilon_of_steps([Steps(z, 1.0, 1)], config.dp_delta)
+    else:  # the same with any number of clients, who all are asked
+        epsilon = PrivacyAccountant(config.dp_delta, config.dp_neighbours).epsilon([Release(z, 1, 1)])
+    return f"{text}: alone they cost epsilon = {epsilon:.4g} at delta = {config.dp_delta:g}, and the run counts them"
 
 
 def _told(config: Config, num_clients: int) -> Iterator[str]:

@@ -15,6 +15,8 @@ from torch import Tensor
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError, raise_shared_config_error
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_json
+from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     BY_CLIENT,
@@ -43,25 +45,34 @@ logger = logging.getLogger("flwr")
 
 _QUERY = "config"  # the record of a query
 _BEFORE_ROUND_1 = 0
+_OPENED = "scale-clients.json"  # in the run's folder: whose masked sums are opened
 
 
 def protected_scale(
-    grid: Grid, config: Config, timeout: float, protection: Protection, noise: Noise | None = None
+    grid: Grid,
+    config: Config,
+    timeout: float,
+    protection: Protection,
+    folder: RunFolder,
+    noise: Noise | None = None,
 ) -> Scale:
     """Ask all nodes for bounded sums of their training inputs; return the mean and std of all of them together.
 
-    Masked sums need all clients that agreed on masks up to the threshold; the other ways use the sums that come.
+    Masked sums need all clients that agreed on masks up to the threshold; the other ways use the sums that come. A run
+    that was killed before it had the result asks again: noisy sums are counted twice, and masked ones are opened if
+    they are those of the same clients, which tell nothing new.
 
     Args:
         grid: the nodes.
         config: the settings of the run, with ``feature_ranges``.
         timeout: seconds to wait for replies.
         protection: of the run; it counts the release of noisy sums.
+        folder: of the run; it keeps whose masked sums are opened.
         noise: the source of the noise that the server adds; None = the operating system's entropy.
 
     Raises:
         ConfigError: no node has answered with its sums, all nodes raised this error, the masks cannot be removed, or
-            the noise would cost more than the run may.
+            the noise would cost more than the run may; or other clients answer than before the run was killed.
     """
     ranges = config.ranges()
     if ranges is None:
@@ -72,7 +83,7 @@ def protected_scale(
         protection.release_inputs(z, len(nodes))
     asked: dict[str, Any] = {INPUT_LOW: [*ranges.low], INPUT_HIGH: [*ranges.high], BY_CLIENT: by_client}
     if config.masked_sums:
-        total, clients = _masked(grid, config, timeout, nodes, {**asked, **protection.config()}, by_client)
+        total, clients = _masked(grid, config, timeout, nodes, {**asked, **protection.config()}, by_client, folder)
     else:
         answers = _ask(grid, timeout, dict.fromkeys(range(len(nodes)), asked), nodes)
         sums = {number: _sums(state, len(ranges.low)) for number, state in answers.items()}
@@ -116,11 +127,18 @@ def _nodes(grid: Grid, timeout: float) -> list[Node]:
 
 
 def _masked(
-    grid: Grid, config: Config, timeout: float, nodes: list[Node], asked: Mapping[str, Any], by_client: bool
+    grid: Grid,
+    config: Config,
+    timeout: float,
+    nodes: list[Node],
+    asked: Mapping[str, Any],
+    by_client: bool,
+    folder: RunFolder,
 ) -> tuple[Tensor, int]:
     """Return the sum of what the clients have masked, and how many are in it; values are at most 1 in size."""
+    opened = read_json(folder.path / _OPENED)["clients"] if (folder.path / _OPENED).is_file() else None
     masks = MaskedRound(RoundReport(_BEFORE_ROUND_1, "inputs"), nodes, polling(grid), timeout, 1.0, by_client)
-    able = [number for number, node in enumerate(nodes) if node.num_examples]
+    able = [n for n, node in enumerate(nodes) if node.num_examples and (opened is None or node.label in opened)]
     if not masks.prepare(able, config.masked_threshold, config.masked_neighbours):
         raise ConfigError(f"standardise=federated: {len(masks.present)} of {len(nodes)} clients agreed on masks")
     common = {**asked, SERVER_ROUND: _BEFORE_ROUND_1}
@@ -132,12 +150,34 @@ def _masked(
         if {*state} == {MASKED} and state[MASKED].shape == (size,) and state[MASKED].dtype == np.int64
     }
     try:
-        mean = masks.mean(vectors) if vectors else np.zeros(size)
         if not vectors:
             raise MaskingError("no client has sent its masked sums")
+        if masks.enough(frozenset(vectors)):  # else nothing is opened
+            _open({nodes[number].label: nodes[number].num_examples for number in vectors}, opened, folder)
+        mean = masks.mean(vectors)
     except (MaskingError, ReplyError) as error:
         raise ConfigError(f"standardise=federated: the masks of the sums cannot be removed: {error}") from error
     return torch.from_numpy(mean * masks.weight(vectors.keys())).reshape(3, -1), len(vectors)
+
+
+def _open(answered: Mapping[str, int | None], opened: Mapping[str, int] | None, folder: RunFolder) -> None:
+    """Note whose masked sums are opened, with their numbers of examples, before they are.
+
+    The sums hold no noise, and no new batches as those of a round: with other clients than in the sum that is known
+    already, the difference of the two would be the sums of single clients.
+
+    Raises:
+        ConfigError: the run was killed after it had opened those of other clients, or of other numbers of examples.
+    """
+    if opened is None:
+        folder.save(_OPENED, {"clients": answered})
+    elif answered != opened:
+        raise ConfigError(
+            "standardise=federated: before this run was killed, the sums of the inputs of partitions "
+            f"{', '.join(opened)} were asked for, and now {', '.join(answered)} have answered, or with other numbers "
+            "of examples. The difference would tell the sums of single clients, so nothing is opened. Resume when the "
+            "same nodes are there, or begin a run with standardise=ranges or local."
+        )
 
 
 def _ask(

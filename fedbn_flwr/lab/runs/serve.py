@@ -102,7 +102,7 @@ def _serve(
     report_data(folder, config, data)
     if config.standardise_as() == "federated" and (on_nodes or config.protects_inputs()):
         protection = strategy.protection if config.protects_inputs() else None
-        ask = functools.partial(protected_scale, protection=protection) if protection else agreed_scale
+        ask = functools.partial(protected_scale, protection=protection, folder=folder) if protection else agreed_scale
         strategy.input_scale = scale = folder.agreed(lambda: ask(grid, config, timeout))
         if data:
             data = replace(data, dataset=data.dataset.normalised(scale.mean, scale.std))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,8 @@ from fedbn_flwr.lab.config.ranges import parse_ranges
 from fedbn_flwr.lab.runs import protected_scale as module
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, Steps, epsilon_of_steps
+from fedbn_flwr.privacy.masked_round import MaskedRound
+from fedbn_flwr.training.input_scale import Scale
 
 RANGES = "age:0:120,chol:100:600"
 HOSPITALS = {"x": 30, "y": 12, "z": 21}
@@ -84,13 +87,18 @@ class Fixed:
         return np.full(shape, 0.001)
 
 
+@pytest.mark.parametrize(
+    "who",
+    [{"dp": "server"}, {"dp": "client"}, {"dp": "client", "masked-sums": True, "masked-metrics": "published"}],
+    ids=["server", "client", "masked"],
+)
 def test_noise_of_clients_is_one_release_and_hides_one_client(
-    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    who: dict[str, Any], table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mean of the clients' means, with noise of z C in their sum; epsilon counts it with the rounds."""
     pytest.importorskip("dp_accounting")
     monkeypatch.setattr(module, "SystemNoise", Fixed)
-    keys = {"dp": "server", "dp-noise-multiplier": 2.0, "standardise-noise-multiplier": 0.5, "dp-delta": 0.1}
+    keys = {**who, "dp-noise-multiplier": 2.0, "standardise-noise-multiplier": 0.5, "dp-delta": 0.1}
     summary = run(Config.make(settings(table, **keys, **{"dp-metrics": "published"})), tmp_path / "out")
     found, bound = scale_of_run(tmp_path / "out"), 1.5 * math.sqrt(2)
     shift, of_clients = 0.001 * 0.5 * bound, [*columns(table).values()]
@@ -116,12 +124,97 @@ def test_records_add_their_own_noise_and_it_is_counted(table: Path, tmp_path: Pa
     smallest = min(map(len, columns(table).values()))
     cost = epsilon_of_steps([Steps(3.0, 1.0, 1), Steps(1.0, 4 / smallest, 2)], 1e-3)
     assert summary["privacy"]["epsilon"] == pytest.approx(cost, rel=1e-12)
-    assert "after 1 rounds and the sums of the inputs" in summary["privacy"]["guarantee"]
+    assert "after 2 releases, with that of the inputs' sums:" in summary["privacy"]["guarantee"]
     found = scale_of_run(tmp_path / "out")
     assert 0 <= found["mean"][0] <= 120
     tight = {"dp-max-epsilon": 0.5, "standardise-noise-multiplier": 0.5}
     with pytest.raises(ConfigError, match=r"standardise=federated would bring epsilon to .* before round 1"):
         run(Config.make(settings(table, **{**keys, **tight})), tmp_path / "tight")
+
+
+CLIENT_NOISE = {"dp": "client", "dp-noise-multiplier": 2.0, "standardise-noise-multiplier": 0.5, "dp-delta": 0.1}
+RECORD_NOISE = {"record-dp": True, "norm": "layer", "record-dp-noise-multiplier": 2.0, "batch-size": 4}
+RECORD_NOISE |= {"standardise-noise-multiplier": 0.5, "dp-delta": 0.1}
+
+
+class Killed(BaseException):
+    """What ends a process in a test."""
+
+
+def killed(*_: object) -> Scale:
+    raise Killed
+
+
+@pytest.mark.parametrize(
+    "keys", [{"masked-sums": True}, CLIENT_NOISE, RECORD_NOISE], ids=["masks", "clients", "records"]
+)
+def test_a_resumed_run_asks_for_no_second_sums(keys: dict[str, Any], table: Path, tmp_path: Path) -> None:
+    if "masked-sums" not in keys:
+        pytest.importorskip("dp_accounting")
+    out = tmp_path / "out"
+    run(Config.make(settings(table, **keys)), out)
+    scale = (out / "scale.json").read_bytes()
+    summary = run(Config.make(settings(table, **keys, **{"num-server-rounds": 2, "resume": True})), out)
+    assert (out / "scale.json").read_bytes() == scale
+    if "masked-sums" not in keys:
+        lines = (out / "privacy.jsonl").read_text().splitlines()
+        assert [json.loads(line)["noise_multiplier"] for line in lines] == [0.5, 2.0, 2.0]
+        assert "after 3 releases" in summary["privacy"]["guarantee"]
+
+
+@pytest.mark.parametrize("keys", [CLIENT_NOISE, RECORD_NOISE], ids=["clients", "records"])
+def test_noisy_sums_that_a_kill_has_lost_are_counted(
+    keys: dict[str, Any], table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are asked for again, with new noise: both cost, and both count in the limit."""
+    pytest.importorskip("dp_accounting")
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_scale", killed)
+        with pytest.raises(Killed):
+            run(Config.make(settings(table, **keys)), out)
+    assert not (out / "scale.json").exists()
+    release = Steps(0.5, 1.0, 1)
+    one, two = (epsilon_of_steps([release] * number, 0.1) for number in (1, 2))
+    if "dp" in keys:
+        one, two = (PrivacyAccountant(0.1, "zero-out", releases=[Release(0.5, 3, 3)] * n).epsilon() for n in (1, 2))
+    limited = settings(table, **keys, **{"dp-max-epsilon": (one + two) / 2, "resume": True})
+    with pytest.raises(ConfigError, match=f"would bring epsilon to {two:.4g} before round 1"):
+        run(Config.make(limited), out)
+    summary = run(Config.make(settings(table, **keys, resume=True)), out)
+    lines = (out / "privacy.jsonl").read_text().splitlines()
+    assert [json.loads(line)["noise_multiplier"] for line in lines] == [0.5, 0.5, 2.0]
+    assert "after 3 releases" in summary["privacy"]["guarantee"]
+
+
+@pytest.mark.parametrize("lost", [None, 0])
+def test_masked_sums_that_a_kill_has_lost_are_opened_again_for_the_same_clients_alone(
+    lost: int | None, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one client more or less the difference would be its own sums."""
+    out, config = tmp_path / "out", settings(table, **{"masked-sums": True})
+    asked, reveal, opened = module._ask, MaskedRound._reveal, []
+    monkeypatch.setattr(MaskedRound, "_reveal", lambda *args: opened.append(args[1]) or reveal(*args))
+
+    def without(number: int | None, *args: Any) -> Any:
+        return {at: state for at, state in asked(*args).items() if at != number}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_ask", functools.partial(without, lost))
+        patch.setattr(module, "_scale", killed)
+        with pytest.raises(Killed):
+            run(Config.make(config), out)
+    assert opened == [frozenset({0, 1, 2} - {lost})], "the sum is known"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_ask", functools.partial(without, 2))
+        why = "single clients, so nothing is opened" if lost is None else "1 clients have answered, 2 needed"
+        with pytest.raises(ConfigError, match=why):
+            run(Config.make({**config, "resume": True}), out)
+    assert len(opened) == 1
+    run(Config.make({**config, "resume": True}), out)
+    assert opened[1] == opened[0], "the same clients, also where all are there now"
+    rows = np.concatenate([*columns(table).values()][lost is not None :])
+    np.testing.assert_allclose(scale_of_run(out)["mean"], np.nanmean(rows, 0), rtol=1e-12)
 
 
 def test_ranges_scale_and_impute_without_a_look_at_data(table: Path, tmp_path: Path) -> None:
