@@ -117,6 +117,7 @@ class _Data:
     num_classes: int
     task: _Task
     tasks: tuple[str, ...] = ()
+    input_shape: tuple[int, ...] = ()  # those of the registry are images
 
 
 class Known:

@@ -6,7 +6,7 @@ All models are computed where the data are. The table has counts, figures and de
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.finished_runs.examples import DataPart, choose_examples
 from fedbn_flwr.lab.finished_runs.new_data import config_of_data, data_for_model
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model, run_config
+from fedbn_flwr.lab.output.folder import agreed_scale_of
 from fedbn_flwr.lab.output.site_tests import site_names
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.partitioned.report import has_other_data
@@ -80,6 +81,8 @@ def outputs_of(run: Path, metric: str = "") -> RunTests:
             "compares models with those that they have. Test the run on its data, by --dataset and --bn."
         )
     data = partitioned_data(config, count_clients(config))
+    if scale := agreed_scale_of(run):
+        data = replace(data, dataset=data.dataset.normalised(scale.mean, scale.std))
     federated = config.strategy != CENTRALIZED
     personal = federated and (test.startswith("personal") or config.shares_nothing())
     own = personal and (bool(config.methods().local) or config.standardise == "local")

@@ -34,6 +34,7 @@ __all__ = [
     "STATISTICS_FILE",
     "UNTIL_FROZEN",
     "RunFolder",
+    "agreed_scale_of",
     "changed_settings",
     "is_locked",
     "lock_folder",
@@ -44,6 +45,7 @@ PRIVACY = "privacy.jsonl"  # see privacy.accounting
 UNTIL_FROZEN = "privacy-until-frozen.jsonl"  # see privacy.record_server
 STATISTICS_FILE = "statistics.jsonl"  # see statistics_lines
 FLOWER_LOG = "flower.log"  # in the folder of a run in Flower's simulation: the log of its processes
+_SCALE = "scale.json"
 DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
 
 PLACES = frozenset(
@@ -260,11 +262,10 @@ class RunFolder:
 
     def agreed(self, ask: Callable[[], Scale]) -> Scale:
         """Return the mean and std of inputs in ``scale.json``; without the file those that ``ask`` returns, written."""
-        path = self.path / "scale.json"
-        if path.is_file():
-            return Scale.from_json(read_json(path))
+        if scale := agreed_scale_of(self.path):
+            return scale
         scale = ask()
-        self.save("scale.json", scale.to_json())
+        self.save(_SCALE, scale.to_json())
         return scale
 
     def save(self, name: str, content: Mapping[str, Any], indent: int | None = 2) -> None:
@@ -286,6 +287,12 @@ class RunFolder:
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self.path, "continue with --resume (resume=true)")
+
+
+def agreed_scale_of(run: Path) -> Scale | None:
+    """Return the mean and std of inputs that the clients of a run agreed on; None if they asked for none."""
+    path = run / _SCALE
+    return Scale.from_json(read_json(path)) if path.is_file() else None
 
 
 def _table(lines: Sequence[Mapping[str, Any]]) -> str:

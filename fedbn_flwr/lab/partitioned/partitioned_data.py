@@ -152,15 +152,23 @@ def count_clients(config: Config) -> int:
     return max(1, len(torch.unique(data.train.groups)) - apart)
 
 
-def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = ()) -> PartitionedData:
-    """Return the data of a run, split over ``num_clients``; images in a shape (C, H, W), () = that of the model.
+def partitioned_data(
+    config: Config, num_clients: int, shape: tuple[int, ...] = (), *, awaits_scale: bool = False
+) -> PartitionedData:
+    """Return the data of a run, split over ``num_clients``.
+
+    Args:
+        config: the settings of the run.
+        num_clients: over which the data are split.
+        shape: of images, (C, H, W); () = that of the model.
+        awaits_scale: whether the inputs are taken as they are where the server asks for their sums, and sends one mean
+            and std; else they have those of all training examples there, too.
 
     Raises:
         DataError: the data is missing, or it cannot be split in this way.
     """
     # Runs with the same values of these keys share the data and its split.
-    # Where the server asks for the sums of the inputs, it sends the mean and std, too.
-    how: Standardise = "none" if config.asks_for_scale() else config.standardise_as()
+    how: Standardise = "none" if awaits_scale and config.asks_for_scale() else config.standardise_as()
     values = [how if key == "standardise" else getattr(config, key) for key in _SPLIT_KEYS]
     return _partitioned(num_clients, load_data(config, shape), *values)
 

@@ -90,7 +90,7 @@ class RunClients:
     def __init__(self, config: Config, build: BuildModel) -> None:
         self._config, self._build = config, build
         self._losses: dict[int | None, LossFn | None] = {}
-        self._split = functools.lru_cache(maxsize=4)(functools.partial(partitioned_data, config))
+        self._split = functools.lru_cache(maxsize=4)(functools.partial(partitioned_data, config, awaits_scale=True))
 
     @classmethod
     def of(cls, checked: Checked) -> RunClients:

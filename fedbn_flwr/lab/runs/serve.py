@@ -256,7 +256,7 @@ def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
     if on_nodes and not needed:
         return None
     try:
-        data = partitioned_data(config, config.num_clients)
+        data = partitioned_data(config, config.num_clients, awaits_scale=True)
     except DataError:
         if needed:
             raise

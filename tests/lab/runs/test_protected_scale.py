@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.ranges import parse_ranges
+from fedbn_flwr.lab.finished_runs.sites import outputs_of
 from fedbn_flwr.lab.runs import protected_scale as module
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, Steps, epsilon_of_steps
@@ -148,18 +150,31 @@ def killed(*_: object) -> Scale:
 @pytest.mark.parametrize(
     "keys", [{"masked-sums": True}, CLIENT_NOISE, RECORD_NOISE], ids=["masks", "clients", "records"]
 )
-def test_a_resumed_run_asks_for_no_second_sums(keys: dict[str, Any], table: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_asks_for_no_second_sums(
+    keys: dict[str, Any], table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "masked-sums" not in keys:
         pytest.importorskip("dp_accounting")
     out = tmp_path / "out"
     run(Config.make(settings(table, **keys)), out)
     scale = (out / "scale.json").read_bytes()
+    monkeypatch.setattr(module, "_nodes", killed)
     summary = run(Config.make(settings(table, **keys, **{"num-server-rounds": 2, "resume": True})), out)
     assert (out / "scale.json").read_bytes() == scale
     if "masked-sums" not in keys:
         lines = (out / "privacy.jsonl").read_text().splitlines()
         assert [json.loads(line)["noise_multiplier"] for line in lines] == [0.5, 2.0, 2.0]
         assert "after 3 releases" in summary["privacy"]["guarantee"]
+
+
+def test_the_table_by_site_of_a_finished_run_has_the_scale_of_the_run(table: Path, tmp_path: Path) -> None:
+    """Not that of all training examples as they are, one of which is outside the ranges."""
+    summary = run(Config.make(settings(table, **{"masked-sums": True})), tmp_path / "out")
+    sites = outputs_of(tmp_path / "out").sites
+    outputs, targets = (torch.cat([getattr(site, of) for site in sites.values()]) for of in ("outputs", "targets"))
+    logits = outputs.flatten().double()
+    total = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets.flatten().double())
+    assert float(total) == pytest.approx(summary["final"]["test-loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("keys", [CLIENT_NOISE, RECORD_NOISE], ids=["clients", "records"])
@@ -226,8 +241,6 @@ def test_ranges_scale_and_impute_without_a_look_at_data(table: Path, tmp_path: P
     data = partitioned_data(config, 3)
     assert data.dataset.mean == (60.0, 350.0)
     assert data.dataset.std == pytest.approx((60 / 3**0.5, 250 / 3**0.5))
-    import torch
-
     inputs = data.train_view(0).batch(torch.arange(4))[0]
     assert float(inputs[3, 1]) == 0.0
     if pytest.importorskip("dp_accounting"):
