@@ -140,7 +140,8 @@ def simulate(federations: int, bootstrapped: int, seed: int) -> list[dict[str, A
                     into["width"].append(found.high - found.low)
                     if paired.low is not None:
                         into["of-difference"].append(covers(paired.low, paired.high, truths[0] - truths[1]))
-                if number % 2 and number % max(1, federations // max(1, bootstrapped)) < 2 and found.low is not None:
+                tried = bootstrapped and number % 2 and number % max(1, federations // bootstrapped) < 2
+                if tried and found.low is not None:
                     for method in ("percentile", "BCa"):
                         ends = bootstrap(one, method, number)
                         for key in (int(size), "all"):
