@@ -333,7 +333,7 @@ def test_classes_without_a_client_are_told(quick_config, tmp_path: Path, caplog)
 
 
 def test_held_out_clients_need_the_data_of_the_server(monkeypatch) -> None:
-    def missing(*_: Any) -> None:
+    def missing(*_: Any, **__: Any) -> None:
         raise DataError("no data here")
 
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.partitioned_data", missing)
