@@ -7,48 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.finished_runs.calibration import Stated, calibrated
 from fedbn_flwr.lab.finished_runs.export import export
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, MULTI_LABEL, Task
+from tests.support.outputs import Identity, Outputs
 
 
-class Given:
-    """Examples whose inputs are the model's outputs."""
-
-    def __init__(self, outputs: Tensor, targets: Tensor) -> None:
-        self.outputs, self.targets = outputs, targets
-
-    def __len__(self) -> int:
-        return len(self.outputs)
-
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        return self.outputs[positions], self.targets[positions]
-
-
-class Identity(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * self.one
-
-
-def drawn(task: Task, count: int, seed: int) -> Given:
+def drawn(task: Task, count: int, seed: int) -> Outputs:
     """Outputs with ties that tell the targets, of which some are unknown."""
     generator = torch.Generator().manual_seed(seed)
     width = {"binary": 1, "multi-label": 2, "classification": 2}[task.name]
     labels = torch.randint(2, (count, 1 if width == 1 else width), generator=generator)
     noise = torch.randn(count, width, generator=generator, dtype=torch.float64)
     if task is CLASSIFICATION:
-        return Given((noise + torch.eye(2)[labels[:, 0]]).round(decimals=1), labels[:, 0])
+        return Outputs((noise + torch.eye(2)[labels[:, 0]]).round(decimals=1), labels[:, 0])
     targets = labels.double()
     targets[::7] = float("nan")
-    return Given((noise + 1.5 * labels - 0.5).round(decimals=1), targets)
+    return Outputs((noise + 1.5 * labels - 0.5).round(decimals=1), targets)
 
 
 @pytest.mark.parametrize("task", [BINARY, MULTI_LABEL, CLASSIFICATION], ids=lambda task: task.name)
@@ -57,7 +35,7 @@ def test_a_threshold_is_the_best_that_reaches_what_is_stated(task: Task, which: 
     tests, validation = drawn(task, 80, 1), drawn(task, 60, 2)
     found = calibrated(Identity(), tests, validation, task, ("healthy", "ill"), Stated.read(f"{which}:0.8"))  # type: ignore[arg-type]
 
-    def columns(data: Given) -> list[tuple[np.ndarray, np.ndarray]]:
+    def columns(data: Outputs) -> list[tuple[np.ndarray, np.ndarray]]:
         if task is CLASSIFICATION:
             return [(data.outputs.softmax(1)[:, 1].numpy(), data.targets.numpy() == 1)]
         known = [~data.targets[:, at].isnan() for at in range(data.targets.shape[1])]
@@ -85,13 +63,13 @@ def test_many_validation_examples_need_no_table_of_scores_by_thresholds() -> Non
     count = 200_000  # the table would have 40 GB
     targets = (torch.arange(count) % 2).double()[:, None]
     outputs = torch.linspace(-4, 4, count, dtype=torch.float64)[:, None]
-    given = Given(outputs, targets)
+    given = Outputs(outputs, targets)
     found = calibrated(Identity(), given, given, BINARY, (), Stated.read("sensitivity:0.9")).thresholds[0]  # type: ignore[arg-type]
     assert found.sensitivity == pytest.approx(0.9, abs=1e-5)
 
 
 def test_a_specificity_that_no_threshold_reaches_is_refused() -> None:
-    sure = Given(torch.full((20, 1), 50.0, dtype=torch.float64), (torch.arange(20) % 2).double()[:, None])
+    sure = Outputs(torch.full((20, 1), 50.0, dtype=torch.float64), (torch.arange(20) % 2).double()[:, None])
     with pytest.raises(ConfigError, match="no threshold reaches it"):
         calibrated(Identity(), sure, sure, BINARY, (), Stated.read("specificity:0.9"))  # type: ignore[arg-type]
 

@@ -7,36 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from fedbn_flwr.lab.sites.measured import Measured, measure
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.metrics import AT
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, MULTI_LABEL, REGRESSION, SEGMENTATION, Task
+from tests.support.outputs import Identity, Outputs
 
 GROUPS = 9
-
-
-class Outputs:
-    """Examples whose inputs are the model's outputs; three or so of each group."""
-
-    def __init__(self, outputs: Tensor, targets: Tensor, units: Tensor | None) -> None:
-        self.outputs, self.targets, self.units = outputs, targets, units
-
-    def __len__(self) -> int:
-        return len(self.outputs)
-
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        return self.outputs[positions], self.targets[positions]
-
-
-class Identity(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * self.one
 
 
 def examples(task: Task, count: int = 40, seed: int = 0) -> Outputs:
