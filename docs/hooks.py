@@ -23,9 +23,18 @@ _TAG = re.compile(r"<[^>]+>")
 # "67.00 ± 5.24", "62.21 ± 8.82 / 54.5", "18.91 (+13.4 to +16.6)", "<= 0.92", "1.1e+04", "50.6 MB"
 _NUMBER = re.compile(r"(?:[-+<>=≤≥±/()%,:\s]|to|[kMG]B|m?s|\d(?:[\d.,]*\d)?(?:e[-+]?\d+)?)*")
 _CLASS = ' class="number"'
-_OF_A_KEY = {"type", "default", "meaning"}
+_LONG = 24  # characters of a cell that is text: beside two other columns it leaves no place for them on a phone
 _EMPTY = {"", "-", "none", "diverges", "NaN"}
 _CODE = re.compile(r"(<(?:pre|code|math)\b.*?</(?:pre|code|math)>)", re.DOTALL)
+_NAME = re.compile(r"<code>([^\s<]{1,32})</code>")
+_GROUP = re.compile(
+    r'aria-labelledby="__nav_[\d_]+_label"(?P<rest>[^>]*>\s*<label class="md-nav__title"[^>]*>\s*<span[^>]*></span>\s*)'
+    r"(?P<title>[^<]*?)\s*</label>"
+)
+_CLOSE = re.compile(
+    r'<mo(?: stretchy="false")?>(?=&#x000(?:7C|2F);)'
+)  # | and /, which a browser sets apart as operators
+_COPY = '"nav",{class:"md-code__nav"'
 _TIED = re.compile(r"(?<=\d) (±) (?=\d)|(?<=\d) (%|ms|s|MB|GB|kB)\b|(?<=\d) (%)")
 
 
@@ -67,25 +76,32 @@ def on_page_content(content: str, **_: Any) -> str:
     content = _MATH.sub(_mathml, content)
     parts = _CODE.split(content)
     parts[::2] = (_TIED.sub(lambda found: found[0].replace(" ", "\u00a0"), text) for text in parts[::2])
+    parts[::2] = (text.replace(" -&gt; ", " \u2192 ") for text in parts[::2])  # which no line breaks
     return _WIDE.sub(_table, "".join(parts))
 
 
 def _table(table: re.Match[str]) -> str:
-    """Return a table in its box, named by its head; the columns of numbers have the class ``number``."""
+    """Return a table in its box, named by its head; the columns of numbers have the class ``number``.
+
+    A table with text beside other columns is ``stacked``: on a phone a row is a block, with the columns' names in it.
+    """
     rows = [[_TAG.sub("", cell).strip() for _, cell in _CELL.findall(row)] for row in _ROW.findall(table[0])]
     columns = list(zip(*rows, strict=True))
-    numbers = [_CLASS * _is_number(column[1:]) for column in columns]
-    stacked = {*rows[0]} >= _OF_A_KEY  # on a phone a key is a block, with the names of the columns in it
-    labels = [f' data-label="{html.escape(name)}"' * stacked for name in rows[0]]
+    numbers = [_is_number(column[1:]) for column in columns]
+    long = [max(map(len, map(html.unescape, column))) > _LONG for column in columns]
+    stacked = len(columns) > 2 and any(text and not number for text, number in zip(long[1:], numbers[1:], strict=True))
+    classes = [_CLASS * number for number in numbers]
+    labels = [f' data-label="{name}"' * stacked for name in rows[0]]
 
     def row(found: re.Match[str]) -> str:
-        cells = zip(_CELL.findall(found[1]), numbers, labels, strict=True)
+        cells = zip(_CELL.findall(found[1]), classes, labels, strict=True)
         made = "".join(f"<{tag}{number}{label}>{cell}</{tag}>" for (tag, cell), number, label in cells)
         return f"<tr>{made.replace('<th></th>', '<td></td>')}</tr>"  # an empty cell is the head of nothing
 
     head = html.escape(", ".join(filter(None, map(html.unescape, rows[0]))))
     box = "scroll stacked" if stacked else "scroll"
-    return f'<div class="{box}" tabindex="0" role="group" aria-label="{head}">{_ROW.sub(row, table[0])}</div>'
+    whole = _NAME.sub(r'<code class="whole">\1</code>', _ROW.sub(row, table[0]))
+    return f'<div class="{box}" tabindex="0" role="group" aria-label="{head}">{whole}</div>'
 
 
 def _is_number(cells: tuple[str, ...]) -> bool:
@@ -94,17 +110,23 @@ def _is_number(cells: tuple[str, ...]) -> bool:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Name the search of the theme for readers who cannot see it."""
-    return output.replace(
+    """Name the search and the groups of pages for readers who cannot see them: the theme leaves some without a name."""
+    output = output.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )
+    return _GROUP.sub(lambda group: f'aria-label="{group["title"]}"{group["rest"]}{group["title"]}</label>', output)
 
 
 def on_post_build(config: Any) -> None:
-    """Copy the source files that pages link to."""
+    """Copy the source files that pages link to, and make the theme's copy button a button, in place of a navigation."""
     for source, copy in config.get("source_files", ()):
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)
+    (bundle,) = Path(config["site_dir"], "assets/javascripts").glob("bundle.*.min.js")
+    code = bundle.read_text(encoding="utf-8")
+    if code.count(_COPY) != 1:
+        raise ValueError(f"{bundle.name} has {code.count(_COPY)} times {_COPY}, not once: look at the theme's version")
+    bundle.write_text(code.replace(_COPY, _COPY.replace("nav", "div", 1)), encoding="utf-8")
 
 
 def _mathml(match: re.Match[str]) -> str:
@@ -112,7 +134,7 @@ def _mathml(match: re.Match[str]) -> str:
 
     latex = " ".join(html.unescape(match[3]).split())
     if match[1] == "span":
-        return convert(latex, display="inline")
+        return _CLOSE.sub('<mo stretchy="false" lspace="0.1em" rspace="0.1em">', convert(latex, display="inline"))
     # A row of formulas breaks between them on a phone.
     formulas = "".join(convert(one.strip(), display="block") for one in latex.split(r"\qquad"))
     return f'<div class="formula" tabindex="0">{formulas}</div>'

@@ -281,13 +281,31 @@ def test_a_column_of_numbers_is_set_as_one(cells: tuple[str, ...], whole: bool) 
     assert "<td>ResNet</td>" in made
     assert "data-label" not in made
     keys = "<tr><th>key</th><th>type</th><th>default</th><th>meaning</th></tr>"
-    keys += "<tr><td>k</td><td>i</td><td>1</td><td>m</td></tr>"
+    keys += "<tr><td><code>a-key</code></td><td>i</td><td>1</td><td>the sense of this long key</td></tr>"
     made = hooks().on_page_content(f"<table>{keys}</table>")
     assert '<div class="scroll stacked"' in made, "a block on a phone"
     assert '<td data-label="type">i</td>' in made
+    assert '<code class="whole">a-key</code>' in made
     assert hooks().on_page_content("<p>67.00 ± 5.24 <code>1 ± 2</code></p>") == (
         "<p>67.00\u00a0±\u00a05.24 <code>1 ± 2</code></p>"
     )
+    assert (
+        hooks().on_page_content("<p>36 -&gt; 89 <code>a -&gt; b</code></p>") == "<p>36 → 89 <code>a -&gt; b</code></p>"
+    )
+
+
+def test_the_site_names_what_the_theme_leaves_without_a_name(tmp_path: Path) -> None:
+    """As axe asks for it: each group of pages has a name, and a button is in no navigation."""
+    group = '<nav aria-labelledby="__nav_4_label" aria-expanded="true">\n<label class="md-nav__title" for="__nav_4">'
+    group += '\n<span class="md-icon"></span>\n Methods\n\n</label>'
+    assert '<nav aria-label="Methods" aria-expanded="true">' in hooks().on_post_page(group)
+    bundle = tmp_path / "assets/javascripts/bundle.1.min.js"
+    bundle.parent.mkdir(parents=True)
+    bundle.write_text('x("nav",{class:"md-code__nav"})')
+    hooks().on_post_build({"site_dir": tmp_path})
+    assert bundle.read_text() == 'x("div",{class:"md-code__nav"})'
+    with pytest.raises(ValueError, match="has 0 times"):
+        hooks().on_post_build({"site_dir": tmp_path})
 
 
 def test_the_numbers_of_the_advice_are_recorded() -> None:

@@ -31,7 +31,7 @@ def compared_sentence(root: Path) -> str:
     found = [seconds for _, _, _, seconds, _, _ in ratios(_data(root)) if seconds is not None]
     faster, slower = sum(one < 0.95 for one in found), sum(one > 1.05 for one in found)
     return (
-        f"**A round takes {number(min(found))} to {number(max(found))} times the seconds of the loop or package that "
+        f"**A round takes {min(found):.2f} to {max(found):.2f} times the seconds of the loop or package that "
         f"it is compared with: in {len(found)} comparisons it is faster in {faster}, slower in {slower}, and level in "
         f"{len(found) - faster - slower}.**"
     )
