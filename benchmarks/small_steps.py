@@ -16,10 +16,12 @@ change.
 from __future__ import annotations
 
 import copy
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -34,6 +36,7 @@ from fedbn_flwr.lab.models import build_model
 
 State = dict[str, Tensor]
 RATE = 0.1
+PATIENCE = 600  # seconds for a first step, which compiles; on a busy machine it takes minutes
 
 
 class Setting(NamedTuple):
@@ -130,6 +133,22 @@ def difference(setting: Setting, model: nn.Module, count: int) -> float:
     return apart / change
 
 
+@contextmanager
+def at_most(limit: int) -> Iterator[None]:
+    """Raise TimeoutError in the block after so many seconds."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"no end after {limit} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(limit)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def seconds(step: Callable[[], None], repeats: int) -> float:
     """Return the CPU seconds of a step."""
     start = time.process_time()
@@ -159,10 +178,12 @@ def row(name: str, setting: Setting, counts: list[int], turns: int) -> list[str]
     for way, (other, count) in others.items():
         start = time.process_time()
         try:
-            other.step()
+            with at_most(PATIENCE):
+                other.step()
             ways[way] = other.step, count
         except Exception as error:  # a compiler that is not there, or that cannot take the model
             print(f"{name}: {way}: {type(error).__name__}: {str(error)[:400]}", file=sys.stderr)
+        print(f"{name}: {way}: {time.process_time() - start:.1f} CPU s to begin", file=sys.stderr, flush=True)
         if way == "compiled":
             compiling = time.process_time() - start
     found: dict[str, list[float]] = {way: [] for way in ways}

@@ -101,7 +101,8 @@ def in_order(
     """Yield the replies in the order of partition ids, each as soon as all before it are there; report missing ones.
 
     Where a node may name its partition only in its reply, all are awaited. A reply that comes from none of the nodes
-    asked is left out; it is reported with each node that did not answer.
+    asked is left out; it is reported with each node that did not answer. Of several replies of one node the first
+    counts; the log names the node.
 
     Args:
         run: the run.
@@ -109,23 +110,29 @@ def in_order(
         replies: the replies, in any order; they may still be on their way.
         dropped: ids of nodes that the report names already, and from which no reply is expected.
     """
-    arrived: dict[int, list[Message]] = {node.node_id: [] for node in sent.nodes}
+    asked, arrived = {node.node_id: node for node in sent.nodes}, dict[int, Message]()
     known = all(node.partition_id is not None for node in sent.nodes)
     due = deque(sorted(sent.nodes, key=lambda node: node.order) if known else ())
     strange: list[Message] = []
     pairs: list[tuple[Node, Message]] = []
     for message in replies:
-        arrived.get(message.metadata.src_node_id, strange).append(message)
-        while due and arrived[due[0].node_id]:
-            first = arrived[due.popleft().node_id].pop()
+        if (node_id := message.metadata.src_node_id) not in asked:
+            strange.append(message)
+        elif node_id in arrived:
+            again = run.report.server_round, asked[node_id]
+            logger.warning("round %d: %s: a further reply to the same message is left out", *again)
+        else:
+            arrived[node_id] = message
+        while due and (first := arrived.get(due[0].node_id)):
+            due.popleft()
             pairs.append((run.nodes.identify_sender(first), first))
             yield pairs[-1]
-    rest = [(run.nodes.identify_sender(message), message) for messages in arrived.values() for message in messages]
+    answered = {node.node_id for node, _ in pairs}
+    rest = [(run.nodes.identify_sender(reply), reply) for i, reply in arrived.items() if i not in answered]
     run.kept = run.kept.with_answers([*pairs, *rest])
-    answered = {node.node_id for node, _ in (*pairs, *rest)}
     others = _in_words(strange)
     for node in sent.nodes:
-        if node.node_id not in answered and node.node_id not in dropped:
+        if node.node_id not in arrived and node.node_id not in dropped:
             why = _no_reply(run, sent, node, others)
             run.report.reject(node.node_id, f"{node}: {why}")
             logger.warning("round %d: %s: %s", run.report.server_round, node, why)

@@ -26,7 +26,7 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.transport import Barrier, BarrierGrid, Member
-from fedbn_flwr.transport.polling_grid import Pauses, in_simulation, polls
+from fedbn_flwr.transport.polling_grid import Pauses, in_simulation, over_network, polls
 
 if TYPE_CHECKING:  # imported where a channel is opened
     from fedbn_flwr.transport.channel_server import ChannelServer
@@ -38,6 +38,8 @@ Enough = Callable[[Mapping[int, Message], float], bool]
 """``enough(replies, seconds)``: whether to stop, given the replies by node id and the seconds waited so far."""
 
 _PAUSES = Pauses(0.02, 0.001, 0.1)  # a step has many exchanges of a few milliseconds
+# At a poll the others are told of a client that has failed, so it is not put off.
+_PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 1.0, whole=True, first=0.1)
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def send_until(grid: Grid, messages: Sequence[Message], enough: Enough) -> dict[
         EngineError: the messages could not be pushed.
     """
     replies: dict[int, Message] = {}
-    for arrived, waiting, seconds in polls(grid, messages, _PAUSES):
+    for arrived, waiting, seconds in polls(grid, messages, _PAUSES_OVER_NETWORK if over_network(grid) else _PAUSES):
         replies |= {reply.metadata.src_node_id: reply for reply in arrived}
         if waiting and enough(replies, seconds):
             break

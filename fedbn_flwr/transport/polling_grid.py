@@ -32,14 +32,22 @@ _FIRST_NOTICE, _NEXT_NOTICES = 60.0, 300.0
 
 
 class Pauses(NamedTuple):
-    """Pauses between polls: a share of the time since the last reply, within limits in seconds."""
+    """Pauses between polls: a share of the time since the last reply, within limits in seconds.
+
+    With ``whole`` it is a share of the time since the messages were sent. ``first`` is the pause before the first poll.
+    """
 
     share: float
     shortest: float
     longest: float
+    whole: bool = False
+    first: float = 0.0
 
 
-_PAUSES = Pauses(0.5, 0.002, 0.25)  # each poll uses the SuperLink's database
+_PAUSES = Pauses(0.5, 0.002, 0.25)
+# Over a network a poll is a request and a write to the SuperLink's database, and a reply takes seconds.
+_PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 5.0, whole=True, first=0.1)
+_FIRST_POLL = 0.75  # of the seconds of the quickest reply so far to messages of the same type
 
 
 @runtime_checkable
@@ -110,8 +118,10 @@ class PollingGrid(ImmediateGrid):
     """Any Grid, polled quickly.
 
     Flower's own ``send_and_receive`` sleeps between polls (0.1 s in simulation, 3 s over a network), and an error reply
-    for a lost node does not have that node's id. This grid polls after 2 ms, then with longer pauses up to 0.25 s, and
-    finds the sender by ``reply_to_message_id``.
+    for a lost node does not have that node's id. This grid finds the sender by ``reply_to_message_id``. In simulation
+    it polls after 2 ms, then with longer pauses up to 0.25 s. Over a network a pause is a sixteenth of the time since
+    the messages were sent, 0.1 to 5 s, and the first poll comes after three quarters of the time of the quickest reply
+    to such messages so far.
 
     Messages to the nodes of ``pack_for``, and their replies, travel with their arrays in one piece. A reply whose
     arrays do not fit their manifest becomes an error reply of its node.
@@ -129,6 +139,7 @@ class PollingGrid(ImmediateGrid):
         self._names: dict[int, object] = {}
         self._packs = is_network_grid(grid) if packs is None else packs
         self._packing: set[int] = set()
+        self._quickest: dict[str, float] = {}  # for each type of message, seconds until a reply that is no error
         retry_http_500(grid)
 
     def set_run(self, run: Run) -> None:
@@ -198,11 +209,16 @@ class PollingGrid(ImmediateGrid):
         timeout: float | None,
         enough: Callable[[Sequence[Message]], bool] = lambda replies: False,
     ) -> list[Message]:
-        notice = _FIRST_NOTICE if over_network(self) else math.inf
+        network, messages = over_network(self), list(messages)
+        notice = _FIRST_NOTICE if network else math.inf
         replies: list[Message] = []
         limit = math.inf if timeout is None else timeout
-        for arrived, waiting, seconds in polls(self, list(messages), _PAUSES, limit):
+        for arrived, waiting, seconds in polls(self, messages, self._pauses(messages) if network else _PAUSES, limit):
             replies += arrived
+            for reply in arrived:
+                if network and reply.has_content():
+                    kind = reply.metadata.message_type
+                    self._quickest[kind] = min(seconds, self._quickest.get(kind, seconds))
             if not waiting or enough(replies):
                 break
             if seconds >= limit:
@@ -219,6 +235,11 @@ class PollingGrid(ImmediateGrid):
                     self._listed(waiting.values()),
                 )
         return replies
+
+    def _pauses(self, messages: Sequence[Message]) -> Pauses:
+        """Return the pauses of a wait for the replies to these messages over a network."""
+        quickest = min((self._quickest.get(message.metadata.message_type, 0.0) for message in messages), default=0.0)
+        return _PAUSES_OVER_NETWORK._replace(first=max(_PAUSES_OVER_NETWORK.first, _FIRST_POLL * quickest))
 
     def _listed(self, node_ids: Iterable[int]) -> str:
         return ", ".join(str(self._names.get(node_id, f"node {node_id}")) for node_id in node_ids)
@@ -237,21 +258,21 @@ def polls(
 
     Yields:
         For each poll: the replies that have arrived, message id -> node id of those without a reply, and the seconds
-        waited so far.
+        from the push to this poll.
 
     Raises:
         EngineError: the messages could not be pushed.
     """
     waiting = _push(grid, messages)
     begun = latest = time.monotonic()
+    pause = pauses.first
     while waiting:
+        time.sleep(max(min(pause, begun + timeout - time.monotonic()), 0))
+        now = time.monotonic()  # before the pull, whose own seconds are none of the wait
         arrived = _pull(grid, waiting)
-        now = time.monotonic()
         latest = now if arrived else latest
         yield arrived, waiting, now - begun
-        if waiting:
-            pause = min(max(pauses.share * (now - latest), pauses.shortest), pauses.longest)
-            time.sleep(max(min(pause, begun + timeout - time.monotonic()), 0))
+        pause = min(max(pauses.share * (now - (begun if pauses.whole else latest)), pauses.shortest), pauses.longest)
 
 
 def _push(grid: Grid, messages: Sequence[Message]) -> dict[str, int]:

@@ -17,6 +17,8 @@ from fedbn_flwr.transport.polling_grid import PollingGrid
 class Slow(PollingGrid):
     """Answers the message of node k after ``delays[k]`` seconds; an infinite delay is a node that is lost."""
 
+    inner = None  # type: ignore[assignment]
+
     def __init__(self, delays: dict[int, float], push: str = "all") -> None:
         self.delays, self.push, self.polls = delays, push, 0
 

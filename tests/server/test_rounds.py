@@ -427,10 +427,15 @@ def test_a_node_without_a_reply_is_reported_with_the_true_cause(timeout: float, 
 
 
 @pytest.mark.parametrize(
-    ("partitions", "read_before"), [((0, 1, 2), [[], [0, 1], [0, 1, 2]]), ((0, 1, None), [[], [], []])]
+    ("partitions", "read_before"), [((0, 1, 2), [[], [0, 1], [0, 1], [0, 1, 2]]), ((0, 1, None), [[], [], [], []])]
 )
-def test_a_reply_is_read_as_soon_as_all_before_it_are_there(partitions: tuple, read_before: list[list[int]]) -> None:
-    """Where a reply may still name its partition all are awaited. ``read_before``: what is read when the next comes."""
+def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
+    partitions: tuple, read_before: list[list[int]], caplog
+) -> None:
+    """Where a reply may still name its partition all are awaited. ``read_before``: what is read when the next comes.
+
+    A node that replies twice to its message counts once.
+    """
     InProcessGrid(client_app(lambda context: None), 1).close()
     report, run = RoundReport(1, "train"), run_of(FedAvg(parts=split_state({})), 60.0)
     run.reports = [report]
@@ -441,13 +446,14 @@ def test_a_reply_is_read_as_soon_as_all_before_it_are_there(partitions: tuple, r
     found = []
 
     def arriving():
-        for i in (1, 0, 2):
+        for i in (1, 0, 0, 2):
             yield Message(RecordDict(), reply_to=sent.messages[2 - i])
             found.append(list(read))
 
     for node, _ in in_order(run, sent, arriving()):
         read.append(node.node_id - 7)
     assert (read, found) == ([0, 1, 2], read_before)
+    assert caplog.messages == ["round 1: node 7 (partition 0): a further reply to the same message is left out"]
 
 
 @pytest.mark.parametrize("make", [Scaffold, FedBN])

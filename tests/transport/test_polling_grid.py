@@ -87,12 +87,6 @@ def test_replies_are_mapped_to_nodes_lost_ones_included() -> None:
     assert len(grid.asked) == 3
 
 
-def test_polling_starts_at_once() -> None:
-    start = time.monotonic()
-    list(PollingGrid(SlowGrid(polls=2)).send_and_receive(messages(4)))
-    assert time.monotonic() - start < 0.1
-
-
 def test_at_the_timeout_replies_are_returned_and_silent_nodes_named(caplog) -> None:
     logging.getLogger("flwr").propagate = True
     grid = SlowGrid(polls=1, silent=[5, 7])
@@ -127,6 +121,73 @@ def test_it_does_not_wait_for_more_replies_than_are_enough() -> None:
     )
     assert sorted(r.metadata.src_node_id for r in replies) == [4, 6]
     assert len(grid.asked) < 10
+
+
+class Clock:
+    """The seconds of a wait, which pass in pauses alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, network: bool) -> None:
+        self.now, self.pauses = 0.0, list[float]()
+        monkeypatch.setattr(polling_grid, "over_network", lambda grid: network)
+        monkeypatch.setattr(polling_grid, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+def test_in_simulation_polling_starts_at_once(monkeypatch) -> None:
+    clock = Clock(monkeypatch, network=False)
+    list(PollingGrid(SlowGrid(polls=3)).send_and_receive(messages(4)))
+    assert clock.pauses == [0, 0.002, 0.002]
+
+
+@pytest.mark.parametrize("takes", [0.05, 1.0, 7.0, 40.0, 3600.0])
+def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -> None:
+    """The delay is a sixteenth or 0.1 s, at most 5 s; replies that are as quick as before cost a few polls each."""
+    clock = Clock(monkeypatch, network=True)
+
+    class Timed(SlowGrid):
+        def pull_messages(self, message_ids):
+            self.silent = {node_id for node_id, seconds in due.items() if clock.now < sent + seconds}
+            replies = super().pull_messages(message_ids)
+            came.extend([clock.now - sent] * bool(replies))
+            clock.now += pulls * len(replies)  # none of it may count as the wait for a reply
+            return replies
+
+    inner = Timed(polls=0)
+    grid, came, counts, pulls = PollingGrid(inner), list[float](), [], takes / 100
+    for scale in (1.0, 1.1, 0.9, 0.5, 2.0):
+        due, sent = {4: takes * scale, 5: 1.2 * takes * scale}, clock.now
+        quickest = min(came, default=0.0)
+        inner.asked.clear()
+        assert len(list(grid.send_and_receive(messages(4, 5)))) == 2
+        last, found = max(due.values()), came[-1]
+        assert last <= found <= max(last + pulls + max(0.1, min(5.0, (last + pulls) / 16)), 0.75 * quickest) + 1e-6
+        assert len(inner.asked[-1]) <= len(inner.asked[0]), "only what is outstanding"
+        counts.append(len(inner.asked))
+    # From the first poll to the last reply the time grows by 1.1 * 1.2 / 0.75, a sixteenth at each poll.
+    assert max(counts[1:3]) <= max(9.4, 0.57 * takes / 5) + 2
+
+
+def test_an_error_reply_does_not_make_the_next_polls_early(monkeypatch) -> None:
+    clock = Clock(monkeypatch, network=True)
+    grid = PollingGrid(inner := SlowGrid(polls=200))
+    list(grid.send_and_receive(messages(4)))
+    first = clock.now
+    inner.lost, inner.polls = {5}, 0
+    list(grid.send_and_receive(messages(5)))
+    clock.pauses.clear()
+    list(grid.send_and_receive(messages(4)))
+    assert clock.pauses == [0.75 * first]
+    clock.pauses.clear()
+    list(grid.send_and_receive([Message(RecordDict(), 4, MessageType.EVALUATE)]))
+    assert clock.pauses == [0.1], "other messages have other seconds"
+    list(grid.send_and_receive(messages(4)))
+    assert clock.now, "quicker"
 
 
 class Failing(SlowGrid):
