@@ -6,7 +6,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network bench bench-peers strangers gpu docs generate dist clean certs lock compose federation-up federation-run federation-stop federation-down
+.PHONY: demo test compat check slow network bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock compose federation-up federation-run federation-stop federation-down
 
 NODES ?= 3
 HOSTS ?=
@@ -40,9 +40,9 @@ network: .venv/installed-dev
 # Every benchmark, its figures into docs/performance.yaml, tables and charts; 40 quiet minutes on two cores. Without DATA the images are random;
 # without PEERS and PEER_PYTHON the other packages are named as missing (benchmarks/simulation.py says what they need):
 # make bench DATA=DIR PEERS=DIR PEER_PYTHON=../fedbn-flwr-peers/bin/python
-bench: .venv/installed
-	$(BIN)/python benchmarks/simulation.py --write docs/performance.yaml $(if $(DATA),--data-dir "$(DATA)") \
-		$(if $(PEERS),--peers "$(PEERS)") $(if $(PEER_PYTHON),--peer-python "$(PEER_PYTHON)")
+# The comparison with other packages alone, with the page's tables and charts:
+# make bench-simulation DATA=DIR PEER_PYTHON=... ARGS="--turns 3 --rounds 2 --only fedbn --only cifar10"
+bench: bench-simulation
 	$(BIN)/python benchmarks/growth.py --write docs/performance.md
 	$(BIN)/python benchmarks/fedtan.py --write docs/performance.md $(if $(DATA),--data-dir "$(DATA)")
 	$(BIN)/python benchmarks/aggregation.py --write docs/performance.md
@@ -57,6 +57,10 @@ bench: .venv/installed
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 		then $(BIN)/python benchmarks/gpu.py --write docs/performance.md; \
 		else echo "benchmarks/gpu.py is left out: there is no CUDA device here"; fi
+
+bench-simulation: .venv/installed
+	$(BIN)/python benchmarks/simulation.py --write docs/performance.yaml $(if $(DATA),--data-dir "$(DATA)") \
+		$(if $(PEERS),--peers "$(PEERS)") $(if $(PEER_PYTHON),--peer-python "$(PEER_PYTHON)") $(ARGS)
 	$(BIN)/python docs/generate
 	$(BIN)/python docs/pictures.py
 

@@ -7,6 +7,9 @@ step with ``torch.compile(model)``, as ``compile=true`` does it (Inductor, with 
 all of it as one function for ``torch.compile``. *Stacked* is the step of K clients, whose models are stacked under
 ``torch.func.vmap``: every client has its own batch, and a step is K times the plain one's work.
 
+*In a round* is a whole round of a client, 608 examples in the package's loop, whose steps have forward and backward
+pass as one compiled function and the loop's own update; a last batch of another size is computed as it is.
+
 Ways take turns in one process with one torch thread, many short turns each. A cell is the median, over the turns, of
 the plain step's CPU seconds divided by the way's for one client; above 1 the way is faster. The first calls, which
 compile, are timed apart. The difference is the largest one of a parameter after one step, divided by the largest
@@ -16,14 +19,16 @@ change.
 from __future__ import annotations
 
 import copy
+import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -33,9 +38,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 
 from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.training import LearningRate, LocalTraining, train
+from fedbn_flwr.training.client_hook import LossAndOutputs
+from fedbn_flwr.training.layout import Layout
+from fedbn_flwr.training.step_rule import StepRule
 
 State = dict[str, Tensor]
 RATE = 0.1
+EXAMPLES = 608  # of a client in a round
 PATIENCE = 600  # seconds for a first step, which compiles; on a busy machine it takes minutes
 
 
@@ -102,6 +112,61 @@ class Functional:
         self.state = self._function(*self.state, *self._batch)
 
 
+class Captured(StepRule):
+    """The passes of a step as one compiled function; batches of another size are computed as they are."""
+
+    def __init__(self, model: nn.Module, batch_size: int) -> None:
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        self._size, self._parameters, self._buffers = (
+            batch_size,
+            list[Tensor](parameters.values()),
+            list(buffers.values()),
+        )
+
+        def loss(values: list[Tensor], old: list[Tensor], inputs: Tensor, targets: Tensor) -> tuple[Tensor, Any]:
+            new = [buffer.clone() for buffer in old]
+            state = dict(zip([*parameters, *buffers], [*values, *new], strict=True))
+            outputs = functional_call(model, state, (inputs,))
+            return nn.functional.cross_entropy(outputs, targets), (outputs, new)
+
+        self._passes = torch.compile(grad_and_value(loss, has_aux=True), fullgraph=True, dynamic=False)
+
+    def compute(self, model: nn.Module, inputs: Any, targets: Tensor, *others: Any) -> LossAndOutputs:
+        if len(targets) != self._size:
+            return super().compute(model, inputs, targets, *others)
+        with torch.no_grad():
+            grads, (loss, (outputs, new)) = self._passes(self._parameters, self._buffers, inputs, targets)
+            for parameter, grad in zip(self._parameters, grads, strict=True):
+                parameter.grad = grad
+            for buffer, value in zip(self._buffers, new, strict=True):
+                buffer.copy_(value)
+        return loss, outputs
+
+
+class Round:
+    """A client's round in the package's loop; ``step`` makes all its steps."""
+
+    def __init__(self, model: nn.Module, setting: Setting, captured: bool) -> None:
+        self._model = copy.deepcopy(model)
+        self._layout, generator = Layout(self._model), torch.Generator().manual_seed(1)
+        self._inputs = torch.randn(EXAMPLES, *setting.example, generator=generator)
+        self._targets = torch.randint(10, (EXAMPLES,), generator=generator)
+        self._settings = LocalTraining(learning_rate=LearningRate(RATE), batch_size=setting.batch)
+        self._rule = Captured(self._model, setting.batch) if captured else StepRule()
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """See ``training.batches.Batches``."""
+        return self._inputs[positions], self._targets[positions]
+
+    def step(self) -> None:
+        """Make the steps of a round."""
+        about: dict[str, Any] = {"rule": self._rule, "layout": self._layout, "learning_rate": RATE}
+        train(self._model, self, self._settings, stream=lambda purpose: torch.Generator().manual_seed(3), **about)
+
+
 def clients(model: nn.Module, setting: Setting, count: int, compiled: bool = False) -> Functional:
     """Return the stacked step of so many clients, which begin with the same model."""
     models = [copy.deepcopy(model) for _ in range(count)]
@@ -165,15 +230,18 @@ def row(name: str, setting: Setting, counts: list[int], turns: int) -> list[str]
     one = stacked[counts[0]]
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    plain = Plain(model, one._batch[0][0], one._batch[1][0])
+    single = Plain(model, one._batch[0][0], one._batch[1][0])
     batch = one._batch[0][0], one._batch[1][0]
-    ways: dict[str, tuple[Callable[[], None], int]] = {"plain": (plain.step, 1)}
+    ways: dict[str, tuple[Callable[[], None], int]] = {"plain": (single.step, 1)}
     ways |= {f"stacked {count}": (way.step, count) for count, way in stacked.items()}
     compiling = 0.0
-    others: dict[str, tuple[Plain | Functional, int]] = {
+    steps = -(-EXAMPLES // setting.batch)
+    ways["plain round"] = Round(model, setting, captured=False).step, steps
+    others: dict[str, tuple[Plain | Functional | Round, int]] = {
         "model": (Plain(model, *batch, compiled=True), 1),
         "compiled": (Functional(torch.compile(functional_step(model)), (parameters, buffers), batch), 1),
         "both": (clients(model, setting, counts[-1], compiled=True), counts[-1]),
+        "round": (Round(model, setting, captured=True), steps),
     }
     for way, (other, count) in others.items():
         start = time.process_time()
@@ -191,11 +259,11 @@ def row(name: str, setting: Setting, counts: list[int], turns: int) -> list[str]
         for way, (step, count) in ways.items():
             found[way].append(seconds(step, max(2, 20 // count)) / count)
         print(f"{name}: turn {turn}", file=sys.stderr, flush=True)
-    ratios = {
-        way: statistics.median(p / w for p, w in zip(found["plain"][1:], values[1:], strict=True))
-        for way, values in found.items()
-    }
-    shown = ("model", "compiled", *(f"stacked {count}" for count in counts), "both")
+    ratios = {}
+    for way, values in found.items():
+        plain_way = found["plain round" if way == "round" else "plain"]
+        ratios[way] = statistics.median(p / w for p, w in zip(plain_way[1:], values[1:], strict=True))
+    shown = ("model", "compiled", "round", *(f"stacked {count}" for count in counts), "both")
     cells = [f"{ratios[way]:.2f}" if way in ratios else "-" for way in shown]
     plain_ms = f"{1000 * statistics.median(found['plain'][1:]):.2f}"
     return [name, plain_ms, *cells, f"{compiling:.0f}", f"{difference(setting, model, counts[0]):.0e}"]
@@ -211,11 +279,13 @@ def main(
     torch.set_num_threads(1)
     counts = [int(count) for count in stacked.split(",")]
     rows = []
-    for name, setting in SETTINGS.items():
-        if only in name:
-            rows.append(row(name, setting, counts, turns))
-            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    head = ["step", "plain, CPU ms", "compiled model", "compiled step"]
+    with tempfile.TemporaryDirectory() as empty:  # nothing is compiled before
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty
+        for name, setting in SETTINGS.items():
+            if only in name:
+                rows.append(row(name, setting, counts, turns))
+                print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    head = ["step", "plain, CPU ms", "compiled model", "compiled step", "it in a round"]
     head += [*(f"{count} clients stacked" for count in counts), f"{counts[-1]} stacked and compiled"]
     head += ["compiling a step, CPU s", "difference of a stacked step"]
     text = f"{table(head, rows)}\n\nMedians of {turns} turns. {facts()}"
