@@ -6,7 +6,7 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock compose federation-up federation-run federation-stop federation-down
+.PHONY: demo test compat check slow network bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose federation-up federation-run federation-stop federation-down
 
 NODES ?= 3
 HOSTS ?=
@@ -99,6 +99,12 @@ lock: .venv/installed
 	echo "flwr>=1.41,<1.44" | $(LOCK) --output-file docker/services.lock -
 	echo "hatchling>=1.25,<2" | $(LOCK) --output-file docker/apps.lock pyproject.toml - \
 		$(WITH_TORCH:%=--no-emit-package %)
+
+# Every package of the app's image, as sbom.json; needs a Docker engine. The variables are those of docker/Dockerfile.
+sbom:
+	docker build --file docker/Dockerfile --target sbom --output . $(if $(FEDBN_BASE),--build-arg "BASE=$(FEDBN_BASE)") \
+		$(if $(FEDBN_TORCH_INDEX),--build-arg "TORCH_INDEX=$(FEDBN_TORCH_INDEX)") \
+		$(if $(FEDBN_EXTRAS),--build-arg "EXTRAS=$(FEDBN_EXTRAS)") .
 
 # docker-compose.yml and docker/machine-*.yml for another number of nodes: make compose NODES=5
 compose: .venv/installed

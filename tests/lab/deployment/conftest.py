@@ -74,6 +74,6 @@ def in_process(tmp_path: Path) -> Networked:
 
     def do(**settings: Any) -> dict[str, Any]:
         given = {key.replace("_", "-"): value for key, value in settings.items()}
-        return run(Config.make({**SETTINGS, **given}), tmp_path / "in-process")
+        return run(Config.make({**SETTINGS, **given}), Path(tempfile.mkdtemp(dir=tmp_path)) / "in-process")
 
     return do

@@ -209,6 +209,11 @@ def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
         elif name != "superexec-serverapp":
             assert "channel" not in service["networks"], name
     assert all(network["internal"] for name, network in networks.items() if name != "federation")
+    # The channel listens at the server's name. In several networks Docker answers it with one address of several.
+    server = services["superexec-serverapp"]
+    assert len(server["networks"]) > 1
+    assert server["extra_hosts"] == ["superexec-serverapp:0.0.0.0"]
+    assert "fedtan-bind='superexec-serverapp:9200'" in services["cli"]["entrypoint"][-1]
 
 
 def test_torch_is_in_the_image_of_the_apps_alone() -> None:

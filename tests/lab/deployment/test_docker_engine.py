@@ -87,5 +87,9 @@ def test_containers_give_the_bits_of_the_run_in_process(compose: Compose, in_pro
     ours = json.loads((tmp_path / "copy/summary.json").read_text())
     same_run(ours, in_process(**SETTINGS, strategy="fedbn"))
     assert ours["rejected"] == 0
+    done = run({**SETTINGS, "strategy": "fedtan", "out": f"{out}-fedtan"})  # by channel, which has a network of its own
+    assert done.returncode == 0, done.stdout + done.stderr
+    compose("cp", f"superexec-serverapp:{out}-fedtan/.", str(tmp_path / "fedtan"))
+    same_run(json.loads((tmp_path / "fedtan/summary.json").read_text()), in_process(**SETTINGS, strategy="fedtan"))
     compose("down", "--timeout", "20")
     assert compose("ps", "--all", "--quiet").stdout == ""
