@@ -6,7 +6,9 @@ torch and Flower, which takes a new one seconds, and on a busy machine longer th
 app itself, from the run's bundle, and ends with its message or run as ever. Where no fork can be had, Flower's own
 command starts.
 
-SIGTERM goes to the apps first, so that a ServerApp saves its run; the SuperExec follows when they have ended. Each file
+SIGTERM goes to the apps first, so that a ServerApp saves its run; the SuperExec follows when they have ended. One that
+ends by itself, after a single request that timed out, leaves its apps at work: this process, and with it the container,
+ends after them. Each file
 in the folder FEDBN_SECRETS becomes an environment variable with the file's name.
 """
 
@@ -49,7 +51,10 @@ def main(arguments: Sequence[str]) -> int:
         superexec = subprocess.Popen([BIN / "flower-superexec", *arguments], env=environment)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: end(superexec, preloaded, number))
-        return superexec.wait()
+        code = superexec.wait()
+        while children(preloaded):
+            time.sleep(0.2)
+        return code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -109,7 +114,11 @@ def command_of_flower(name: str) -> Callable[[], object]:
 
 
 def serve(door: socket.socket, over: int) -> list[str]:
-    """Fork for each request; return its words in the fork, and never in this process, which ends with ``over``."""
+    """Fork for each request; return its words in the fork, and never in this process, which ends with ``over``.
+
+    An app ends when the process of ``--parent-pid`` has: the SuperExec for Flower, here the one that outlasts it.
+    """
+    outlasts = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the pipe says when it is over
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for module in PRELOADED:
@@ -130,7 +139,11 @@ def serve(door: socket.socket, over: int) -> list[str]:
             line.send(b"1")
             line.close()
             door.close()
-            return list(json.loads(words))
+            command: list[str] = json.loads(words)
+            for place, word in enumerate(command[:-1], start=1):
+                if word == "--parent-pid":
+                    command[place] = str(outlasts)
+            return command
         line.close()
 
 

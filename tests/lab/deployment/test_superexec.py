@@ -33,6 +33,8 @@ def command():
     (folder / f"{{sys.argv[1]}}.part").rename(folder / sys.argv[1])
     if sys.argv[1] == "saves":
         signal.pause()
+    while sys.argv[1] == "works" and not (folder / "done").exists():
+        time.sleep(0.01)
 def end(*_):
     time.sleep(0.3)
     print("app", file=open("ends", "a"))
@@ -133,3 +135,14 @@ def test_a_server_app_saves_before_its_superexec_ends(begin, tmp_path: Path) -> 
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 3
     assert (tmp_path / "ends").read_text() == "app\nsuperexec\n"
+
+
+def test_apps_go_on_when_their_superexec_ends(begin, tmp_path: Path) -> None:
+    process = begin("flwr-serverapp works --parent-pid $$ --token x; exit 7")
+    facts = json.loads(until(tmp_path / "works"))
+    assert facts[0] == ["flwr-serverapp", "works", "--parent-pid", str(process.pid), "--token", "x"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.6)
+    assert running(facts[1])
+    (tmp_path / "done").touch()
+    assert process.wait(10) == 7
