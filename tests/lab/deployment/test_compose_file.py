@@ -186,7 +186,7 @@ def test_health_checks_ask_the_services_own_api_over_https() -> None:
         assert not any(word.startswith("--health-server-address") for word in service.command), name
         if "superexec" in name:
             apis = [word.split("=")[1] for word in service.command if word.startswith("--runtime-api-address=")]
-        elif (kind := service.command[0]) in ports:
+        elif (kind := Path(service.command[service.command[0] == "python"]).name) in ports:
             assert ports[kind] in service.command, name
             apis = [f"{name}:{ports[kind].split('=')[1]}"]
             apis += ["fl.example.org:80"] if kind == "flower-supernode" else []

@@ -79,7 +79,7 @@ def intruders(federation: Federation, folder: Path) -> Iterator[dict[str, Path]]
         """Node 1's command at another address with changed options; an empty value leaves an option out."""
         options = {f"--{option.replace('_', '-')}=": value for option, value in changed.items()}
         kept = [word for word in services["supernode-1"].command if not word.startswith(tuple(options))]
-        kept[1:1] = [f"{option}{value}" for option, value in options.items() if value]
+        kept += [f"{option}{value}" for option, value in options.items() if value]
         return [f"--host={block}.{number}" if word.startswith("--host=") else word for word in kept]
 
     def superexec(address: str, *more: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""``docker/superexec.py``: an app's process is a fork that has torch already; a ServerApp ends before its SuperExec."""
+"""What starts Flower's services in ``docker``.
+
+An app's process is a fork that has torch already, and ends before its SuperExec. A SuperNode ends with its connection.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import pytest
 
 from fedbn_flwr.engines.flower_run import running
 
+SUPERNODE = Path(__file__).parents[3] / "docker/flower-supernode"
 SUPEREXEC = Path(__file__).parents[3] / "docker/superexec.py"
 # As the script, with two commands of Flower in a folder of the test and a small module in place of torch.
 RUN = """
@@ -146,3 +150,22 @@ def test_apps_go_on_when_their_superexec_ends(begin, tmp_path: Path) -> None:
     assert running(facts[1])
     (tmp_path / "done").touch()
     assert process.wait(10) == 7
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("return", 1), ("raise RuntimeError('its fault')", 1), ("over.set(); sys.exit(3)", 3)]
+)
+def test_a_supernode_without_its_connection_ends(ending: str, code: int) -> None:
+    """Also where a thread, as that of the node's API, would keep the process."""
+    lines = [
+        "import importlib.metadata, runpy, sys, threading, types",
+        "over = threading.Event()",
+        "def supernode():",
+        "    threading.Thread(target=over.wait, args=(20,)).start()",
+        f"    {ending}",
+        "importlib.metadata.entry_points = lambda **_: [types.SimpleNamespace(load=lambda: supernode)]",
+        f"runpy.run_path({str(SUPERNODE)!r}, run_name='__main__')",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=15)
+    assert done.returncode == code, done.stderr
+    assert ("its fault" in done.stderr) == ("its fault" in ending)
