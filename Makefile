@@ -64,14 +64,14 @@ bench-simulation: .venv/installed
 	$(BIN)/python docs/generate
 	$(BIN)/python docs/pictures.py
 
-# The peers that are packages, for PEER_PYTHON: an environment of 0.2 GB beside the repository, which takes torch, Flower and
-# all else that .venv has from there, so that every contender has the same torch: make bench-peers PEER_ENV=DIR
+# The peers that are packages, and what PFLlib and FL-bench import, for PEER_PYTHON: an environment of 0.2 GB beside the
+# repository, which takes torch, Flower and all else that .venv has from there, so that every contender has the same torch: make bench-peers PEER_ENV=DIR
 bench-peers: .venv/installed
 	$(BIN)/python -m venv "$(PEER_ENV)"
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> "$$("$(PEER_ENV)/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of-fedbn-flwr.pth"
-	"$(PEER_ENV)/bin/python" -m pip install --quiet --disable-pip-version-check pfl==0.6.0 fluke-fl==0.8.1 h5py
-	"$(PEER_ENV)/bin/python" -c "import fluke, h5py, hydra, pfl, torch; print('torch', torch.__version__)"
+	"$(PEER_ENV)/bin/python" -m pip install --quiet --disable-pip-version-check pfl==0.6.0 fluke-fl==0.8.1 h5py nvidia-ml-py
+	"$(PEER_ENV)/bin/python" -c "import fluke, h5py, hydra, pfl, pynvml, torch; print('torch', torch.__version__)"
 
 # 40 models of torchvision and timm, in five ways, under four methods, each against plain torch; hours on one core. Less:
 # make strangers ARGS="--models 8 --way plain --size 32"
