@@ -95,7 +95,7 @@ def _table(table: re.Match[str]) -> str:
 
     def row(found: re.Match[str]) -> str:
         cells = zip(_CELL.findall(found[1]), classes, labels, strict=True)
-        made = "".join(f"<{tag}{number}{label}>{cell}</{tag}>" for (tag, cell), number, label in cells)
+        made = "".join(f"<{tag}{number}{label * (tag == 'td')}>{cell}</{tag}>" for (tag, cell), number, label in cells)
         return f"<tr>{made.replace('<th></th>', '<td></td>')}</tr>"  # an empty cell is the head of nothing
 
     head = html.escape(", ".join(filter(None, map(html.unescape, rows[0]))))
@@ -114,7 +114,9 @@ def on_post_page(output: str, **_: Any) -> str:
     output = output.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )
-    return _GROUP.sub(lambda group: f'aria-label="{group["title"]}"{group["rest"]}{group["title"]}</label>', output)
+    return _GROUP.sub(
+        lambda group: f'aria-label="Pages: {group["title"]}"{group["rest"]}{group["title"]}</label>', output
+    )
 
 
 def on_post_build(config: Any) -> None:

@@ -32,14 +32,14 @@ STUDY: dict[str, Any] = {
     "target": 60,
 }
 PICTURES: tuple[tuple[str, str, str, dict[str, Any], str], ...] = (  # file, folder, section, page, media
-    ("report-study", "", "", {"viewport": {"width": 1280, "height": 1900}, "color_scheme": "light"}, "screen"),
-    ("report-domains", "", "domains", {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light"}, "screen"),
-    ("report-split", "", "split", {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light"}, "screen"),
+    ("report-study", "", "", {"viewport": {"width": 1060, "height": 1900}, "color_scheme": "light"}, "screen"),
+    ("report-domains", "", "domains", {"viewport": {"width": 1060, "height": 900}, "color_scheme": "light"}, "screen"),
+    ("report-split", "", "split", {"viewport": {"width": 1060, "height": 900}, "color_scheme": "light"}, "screen"),
     (
         "report-batchnorm",
         "FedAvg/all/seed-0",
         "batchnorm",
-        {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
+        {"viewport": {"width": 1060, "height": 900}, "color_scheme": "dark"},
         "screen",
     ),
     ("report-phone", "", "", {"viewport": {"width": 390, "height": 770}, "color_scheme": "light"}, "screen"),

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.util
 import re
 import shutil
 import subprocess
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torchvision
 import yaml
 from doc_results import finding_of
 from doc_tables import changed, main
 
 import fedbn_flwr
+from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.situations import SITUATIONS
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -280,11 +286,12 @@ def test_a_column_of_numbers_is_set_as_one(cells: tuple[str, ...], whole: bool) 
     assert made.count('<td class="number">') == (len(cells) if whole else 0)
     assert "<td>ResNet</td>" in made
     assert "data-label" not in made
-    keys = "<tr><th>key</th><th>type</th><th>default</th><th>meaning</th></tr>"
+    keys = "<tr><th>key</th><th></th><th>default</th><th>meaning</th></tr>"
     keys += "<tr><td><code>a-key</code></td><td>i</td><td>1</td><td>the sense of this long key</td></tr>"
     made = hooks().on_page_content(f"<table>{keys}</table>")
     assert '<div class="scroll stacked"' in made, "a block on a phone"
-    assert '<td data-label="type">i</td>' in made
+    assert '<td data-label="default">1</td>' in made or '<td class="number" data-label="default">1</td>' in made
+    assert "<td></td>" in made, "an empty cell of the head is none"
     assert '<code class="whole">a-key</code>' in made
     assert hooks().on_page_content("<p>67.00 ± 5.24 <code>1 ± 2</code></p>") == (
         "<p>67.00\u00a0±\u00a05.24 <code>1 ± 2</code></p>"
@@ -298,7 +305,7 @@ def test_the_site_names_what_the_theme_leaves_without_a_name(tmp_path: Path) -> 
     """As axe asks for it: each group of pages has a name, and a button is in no navigation."""
     group = '<nav aria-labelledby="__nav_4_label" aria-expanded="true">\n<label class="md-nav__title" for="__nav_4">'
     group += '\n<span class="md-icon"></span>\n Methods\n\n</label>'
-    assert '<nav aria-label="Methods" aria-expanded="true">' in hooks().on_post_page(group)
+    assert '<nav aria-label="Pages: Methods" aria-expanded="true">' in hooks().on_post_page(group)
     bundle = tmp_path / "assets/javascripts/bundle.1.min.js"
     bundle.parent.mkdir(parents=True)
     bundle.write_text('x("nav",{class:"md-code__nav"})')
@@ -319,17 +326,45 @@ def test_the_numbers_of_the_advice_are_recorded() -> None:
             assert accuracy in [text.partition(" ")[0] for text in recorded], one
 
 
-def test_the_numbers_of_the_first_screens_are_those_of_the_long_run() -> None:
-    """README and home name figures of round 48,000, with one decimal."""
-    folder = ROOT / "docs/results/fixbn-table-1"
-    for name in ("BN", "GN", "FedTAN", "centralized-BN"):
-        row = re.search(r"^48000,.*$", (folder / f"{name}.csv").read_text(), re.MULTILINE)
-        assert row is not None
-        shown = f"{100 * float(row[0].split(',')[4]):.1f}"
-        for page in ("README.md", "docs/index.md"):
-            assert shown in (ROOT / page).read_text(), (page, name)
-    assert "58 exchanges" in (ROOT / "docs/index.md").read_text()
-    assert "| FedTAN | 58," in (ROOT / "docs/choose.md").read_text()
+def test_every_number_of_the_first_screens_is_traced() -> None:
+    """README and home, without the rows of results, which are made of ``methods.yaml``: each number from its source.
+
+    A number that stands there and is not made here fails, and so does one that does not stand there any more.
+    """
+    at_round = {}
+    for name in ("BN", "GN", "FedTAN", "centralized-BN"):  # the page's command makes these files
+        with (ROOT / f"docs/results/fixbn-table-1/{name}.csv").open(encoding="utf-8") as file:
+            at_round[name] = {row["round"]: 100 * float(row["test-accuracy"] or 0) for row in csv.DictReader(file)}
+    reached = {name: accuracies["48000"] for name, accuracies in at_round.items()}
+    assert 1.5 < reached["FedTAN"] - reached["GN"] < 2.5, "two points below"
+    bounds = " ".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    found = re.search(r"flwr\[simulation\]>=(\d+\.\d+),<1\.(\d+) .* torch>=([\d.]+),", bounds)
+    assert found is not None
+    least, below, torch_least = found.groups()
+    (program,) = (b for b in BLOCKS if b.page == "docs/get-started.md" and b.language == "python" and not b.reason)
+    made = {
+        **{f"{accuracy:.1f}": "fixbn-table-1" for accuracy in reached.values()},
+        f"{reached['centralized-BN'] - reached['FedTAN']:.1f}": "points of one machine",
+        "48,000": "its round",
+        str(3 * len(layers_of(make_model(Config.make({"model": "resnet20"})))) + 1): "exchanges: 3 L + 1",
+        str(len(layers_of(torchvision.models.mobilenet_v2()))): "BatchNorm layers",
+        str(len(program.text.splitlines())): "lines of Python",
+        least: "Flower",
+        f"1.{int(below) - 1}": "Flower",
+        torch_least: "torch",
+        "6": "GB: its command stands beside it",
+    }
+    shown = set()
+    elsewhere = re.compile(r"<!-- glance -->.*?<!-- /glance -->|```.*?```|\]\([^)]*\)", re.DOTALL)
+    for page in ("README.md", "docs/index.md"):
+        text = elsewhere.sub(" ", (ROOT / page).read_text())
+        shown |= set(re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)*(?!\w)", text))
+        assert "about 6 GB" not in text or "`du -sh .venv`" in text
+    tested = set(re.findall(r"\b3\.1\d\b", (ROOT / "docs/results/compat.md").read_text()))
+    assert shown == made.keys() | tested
+    assert ("Seven situations" in (ROOT / "docs/index.md").read_text()) == (len(SITUATIONS) == 7)
+    methods = yaml.safe_load((ROOT / "apps/main/recipes/demo.yaml").read_text())["methods"]
+    assert ("then five methods in process" in (ROOT / "README.md").read_text()) == (len(methods) == 5)
 
 
 def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -393,10 +393,11 @@ class Fields(MethodSettings):
     )
     watch_statistics: int = _key(
         "files",
-        0,
+        -1,
         "write the BatchNorm statistics of every so many rounds, and of the last, to OUT/statistics.jsonl: how far "
-        "those of each client are from the global ones, and how these change; 0 = none",
-        ge=0,
+        "those of each client are from the global ones, and how these change; -1 = of rounds 1, 10, 20, ..., 90, 100, "
+        "200, ... where the server sees those of each client; 0 = none",
+        ge=-1,
     )
     state_dir: str = _key(
         "files",

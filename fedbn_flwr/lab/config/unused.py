@@ -15,7 +15,7 @@ from fedbn_flwr.privacy.settings import RecordDPSettings, unused_dp, unused_mask
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.strategies import STRATEGIES
 
-__all__ = ["without_effect"]
+__all__ = ["why_not_watched", "without_effect"]
 
 Conditions = dict[str, tuple[bool, str]]
 """By key whether it has an effect, and what it needs for one."""
@@ -45,8 +45,10 @@ def without_effect(config: Values) -> dict[str, tuple[Any, str]]:
     unused = _unused(config)
     if config.strategy == CENTRALIZED:
         unused |= dict.fromkeys(_OF_A_FEDERATION, "strategy=centralized has no clients")
-        if not all(name.startswith("global") for name in config.evaluations()):
-            unused["eval_on"] = "strategy=centralized has no clients: use global, or one whose name begins so"
+        if not all(name.startswith(("global", "personal")) for name in config.evaluations()):
+            unused["eval_on"] = (
+                "strategy=centralized has one model: use tests whose names begin with global or personal"
+            )
         used: set[str] = set()
     else:
         unused |= {problem.key: problem.text for problem in config.problems("unused")}
@@ -170,7 +172,7 @@ def _of_training(config: Values) -> Conditions:
     """Return whether the keys of rounds, local training and its protection have an effect, and what they need."""
     tracks, steps = _tracks(config), config.learning_rate_schedule in ("", "step")
     never_frozen = f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
-    watched = _needs_of_watching(config)
+    not_watched = why_not_watched(config)
     return {
         "fraction_evaluate": (
             any(name.startswith("personal") for name in config.evaluations()),
@@ -185,7 +187,7 @@ def _of_training(config: Values) -> Conditions:
             bool(config.local_steps) and not config.record_dp,
             "record-dp draws each example with a fixed probability" if config.record_dp else "it is for local-steps",
         ),
-        "watch_statistics": (not watched, watched),
+        "watch_statistics": (not not_watched or not config.watch_statistics, not_watched),
         "dp_statistics_scale": (
             tracks and not config.keeps_statistics(),
             f"{config.title} shares no statistics" if tracks else _FOR_BATCHNORM,
@@ -203,7 +205,7 @@ def _of_class_weights(config: Values) -> tuple[bool, str]:
     return config.plain_task().name in weighted, f"it is for task {', '.join(weighted)}"
 
 
-def _needs_of_watching(config: Values) -> str:
+def why_not_watched(config: Values) -> str:
     """Return why the server sees no statistics of single clients; "" if it does."""
     if config.dp != "off":
         return f"dp={config.dp} leaves only an average of the clients' statistics"

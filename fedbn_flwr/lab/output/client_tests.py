@@ -14,8 +14,9 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.client_parts import distance
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
+from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.output.summary import CLIENTS, HELD_OUT
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, domain_test
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.params import TEST_BN
@@ -27,7 +28,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task
 from fedbn_flwr.training.wrappers import load_state
 
-__all__ = ["HeldOut", "client_means", "client_means_by_domain"]
+__all__ = ["HeldOut", "client_means", "client_means_by_domain", "tested_at_clients"]
 
 
 def client_means(report: RoundReport, trained: Collection[str], task: Task) -> dict[str, float]:
@@ -95,6 +96,32 @@ def client_means_by_domain(
             values = [metrics[f"own-{name}"] for metrics in of_clients]
             by_domain[domain] = _mean([value for value in values if not math.isnan(value)] or values)
     return means
+
+
+def tested_at_clients(
+    model: nn.Module, data: PartitionedData, tests: Sequence[str], task: Task
+) -> dict[str, dict[str, Any]]:
+    """Return the tests of one model where the clients are, by partition id and with the names that a client replies.
+
+    Args:
+        model: the model, which stays as it is.
+        data: the data of all clients.
+        tests: the names of the test sets.
+        task: the learning task.
+    """
+    shared = {"global": data.test_view(), **{domain_test(name): view for name, view in data.domain_views().items()}}
+    of_all = {name: _named(name, model, shared[name], task) for name in tests if name in shared}
+    tested = {}
+    for client in range(len(data.train)):
+        own = {"own": data.test_view(client), VALIDATION: data.validation_view(client)}
+        results = [of_all.get(name) or _named(name, model, own[name], task) for name in tests]
+        tested[str(client)] = dict(itertools.chain.from_iterable(result.items() for result in results))
+    return tested
+
+
+def _named(name: str, model: nn.Module, view: Subset, task: Task) -> dict[str, Any]:
+    metrics = evaluate(model, view, task=task).named(f"{name}-") if len(view) else {}
+    return {**metrics, f"{name}-{NUM_EXAMPLES}": len(view)}
 
 
 class HeldOut:

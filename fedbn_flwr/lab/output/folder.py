@@ -129,7 +129,7 @@ class RunFolder:
     """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
 
     ``metrics.csv`` has the numbers of ``metrics.jsonl`` for a spreadsheet. ``clients/`` has what each client kept of
-    the model, if the clients share the disk, ``statistics.jsonl`` is there with ``watch-statistics`` and
+    the model, if the clients share the disk, ``statistics.jsonl`` is there where the server sees statistics, and
     ``privacy.jsonl`` with ``dp`` or ``record-dp``. The rounds go to the trackers of the config, too (``TRACKERS``).
 
     Used in a ``with`` statement, which tells the trackers of a run that fails or is interrupted.

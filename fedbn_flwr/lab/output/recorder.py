@@ -19,7 +19,7 @@ from fedbn_flwr.client.saved_state import ABSENT, KEPT_HASHES, RUN_ID, why_absen
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
-from fedbn_flwr.lab.output.client_tests import HeldOut, client_means, client_means_by_domain
+from fedbn_flwr.lab.output.client_tests import HeldOut, client_means, client_means_by_domain, tested_at_clients
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.lab.output.global_tests import GlobalTests, headlines
 from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
@@ -103,6 +103,12 @@ class Recorder:
             self._tested |= self._test_held_out(self._held_out, state)
         return metrics
 
+    def test_at_clients(self, server_round: int, tests: Sequence[str]) -> dict[str, Any]:
+        """Return the tests of the recorder's model at each client, as clients reply, if this round has a test."""
+        if self._data is None or not tests or not self._due(server_round):
+            return {}
+        return tested_at_clients(self._model, self._data, tests, self._task)
+
     def write(self, report: RoundReport) -> dict[str, Any]:
         """Write and return the line of a round that has been tested, and call ``on_round`` with it."""
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
@@ -111,6 +117,8 @@ class Recorder:
         line |= {key: report.metrics[key] for key in measured if key in report.metrics}
         line |= self._tested
         self._trained |= {str(client) for client in report.participants}
+        if self._strategy is None:  # one machine trains on the data of all
+            self._trained |= report.evaluations.keys()
         line |= client_means(report, self._trained, self._task)
         domains = self._by_domain | client_means_by_domain(report, self._domain_of, self._task)
         line |= self._counted(report)

@@ -1,6 +1,7 @@
 """The BatchNorm statistics of a run, round by round: a line of ``statistics.jsonl`` for each recorded round.
 
-The server of a run with ``watch-statistics=N`` writes a line in every N-th round and in the last. A line has what the
+The server of a run with ``watch-statistics=N`` writes a line in every N-th round and in the last; by default in rounds
+1, 10, 20, ..., 90, 100, 200, ... and in the last, where it sees the statistics of each client. A line has what the
 server sees: the running statistics that it sent, those that the clients sent back, and their average. ::
 
     {"round": 12, "phase": "train", "num-clients": 2, "clients": ["0", "1"],

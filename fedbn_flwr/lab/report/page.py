@@ -99,6 +99,11 @@ class Table(Block):
         return self.caption or ", ".join(name for name in self.head if name)
 
     @property
+    def stacked(self) -> bool:
+        """Whether a row is a block on a phone, with the names of the columns in it: few rows of many columns."""
+        return len(self.head) > 4 and len(self.rows) <= 12
+
+    @property
     def numeric(self) -> list[bool]:
         """Whether all cells of a column with a value are numbers, with signs, units and deviations, by column."""
         return [_is_number(column) for column in zip(*self.rows, strict=True)] or [False] * len(self.head)

@@ -129,6 +129,11 @@
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; later(); } });
   const packed = document.getElementById("plotly")?.textContent;
+  // Browsers older than May 2023 show the numbers of each figure: plain plotly would make every report 2 MB for the browsers
+  // of one year more, since those before March 2022 have no structuredClone, either.
   if (packed && "DecompressionStream" in globalThis) unpack(packed).then(redraw);
-  else figures.forEach(({ place }) => { place.textContent = "This browser is too old to draw. The numbers are in the table below."; });
+  else {
+    figures.forEach(({ place }) => { place.textContent = "This browser is too old to draw. The numbers are below."; });
+    document.querySelectorAll("figure details").forEach((one) => { one.open = true; });
+  }
 })();

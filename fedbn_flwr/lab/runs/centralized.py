@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from fedbn_flwr.lab.output.folder import RunFolder, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
 from fedbn_flwr.lab.output.run_notes import report_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.serve import beginning, divergence_of, ends_diverged
+from fedbn_flwr.lab.runs.serve import beginning, divergence_of, ends_diverged, tests_of_clients
 from fedbn_flwr.lab.runs.start_checks import Checked
 from fedbn_flwr.lab.setup import local_training, ready_to_train, training_loss
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
@@ -58,8 +58,8 @@ def centralized(checked: Checked, out: Path, on_round: OnRound | None = None) ->
 
 
 def reference_config(config: Config) -> Config:
-    """Return the config with the tests that the reference can do: those of a global model."""
-    tests = [name for name in config.evaluations() if name.startswith("global")] or ["global"]
+    """Return the config with the tests that the reference can do: those of one model, also where the clients are."""
+    tests = [name for name in config.evaluations() if name.startswith(("global", "personal"))] or ["global"]
     return config.model_copy(update={"eval_on": ",".join(tests)})
 
 
@@ -80,7 +80,7 @@ def _centralized(
     folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
     recorder = Recorder(folder, config, plain, data, None, on_round)
-    reference = _Reference(config, model, optimizer, recorder, start)
+    reference = _Reference(config, model, optimizer, recorder, start, tests_of_clients(config, data))
     line: Mapping[str, Any] = read_metrics(out / "metrics.jsonl")[-1] if start.after else {}
     before = torch.get_num_threads()
     torch.set_num_threads(config.torch_threads)
@@ -108,8 +108,9 @@ class _Reference:
         optimizer: torch.optim.Optimizer,
         recorder: Recorder,
         start: StartingPoint,
+        tests: Sequence[str],
     ) -> None:
-        self._config, self._model, self._optimizer = config, model, optimizer
+        self._config, self._model, self._optimizer, self._tests = config, model, optimizer, tests
         self._recorder, self._stopping, self._start = recorder, recorder.stopping, start
         saved, stopping = start.saved, recorder.stopping
         best = start.checkpoints.best(stopping) if saved and stopping else None
@@ -138,6 +139,7 @@ class _Reference:
                 task=task,
             )
             report = _report(server_round, result, self._recorder.test(server_round))
+            report.evaluations = self._recorder.test_at_clients(server_round, self._tests)
             line = self._recorder.write(report)
             if self._stopping and self._stopping.best() == server_round:
                 self._best = self._state()

@@ -18,7 +18,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import fixed_entries, tied_entries
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, NothingTrainedError
-from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.config import CENTRALIZED, Config, why_not_watched
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.checkpoint import Checkpoints, StartingPoint, starting_point
@@ -45,7 +45,7 @@ from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.transport import BarrierGrid
 from fedbn_flwr.transport.polling_grid import over_network, polling
 
-__all__ = ["beginning", "divergence_of", "ends_diverged", "serve"]
+__all__ = ["beginning", "divergence_of", "ends_diverged", "serve", "tests_of_clients"]
 
 logger = logging.getLogger("flwr")
 
@@ -107,7 +107,8 @@ def _serve(
         if data:
             data = replace(data, dataset=data.dataset.normalised(scale.mean, scale.std))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
-    statistics = StatisticsLog(folder, config, model, strategy) if config.watch_statistics else None
+    watched = config.watch_statistics and not why_not_watched(config)
+    statistics = StatisticsLog(folder, config, model, strategy) if watched else None
     strategy.on_replies = statistics
 
     def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -132,7 +133,7 @@ def _serve(
             initial_arrays=initial,
             num_rounds=config.num_server_rounds,
             timeout=timeout,
-            evaluate_config=ConfigRecord({TEST_SETS: ",".join(_tests_of_clients(config, data))}),
+            evaluate_config=ConfigRecord({TEST_SETS: ",".join(tests_of_clients(config, data))}),
             evaluate_fn=test,
         )
         manager.after_run(recorder.stopping)
@@ -178,7 +179,7 @@ def _strategy(config: Config, out: Path, model: nn.Module) -> Strategy:
     return strategy
 
 
-def _tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
+def tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
     """Return the test sets that the clients are asked for; ``data`` know the domains.
 
     Raises:

@@ -120,7 +120,7 @@ def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
         ),
         ({"lr-decay-at": "3,freeze"}, "lr-decay-at='3,freeze' has no effect: freeze is for fixbn and fedtan2"),
         ({"strategy": CENTRALIZED, "lr-decay-at": "3,freeze"}, "and centralized never freezes BN"),
-        ({"strategy": CENTRALIZED, "eval-on": "averaged-bn"}, "strategy=centralized has no clients: use global"),
+        ({"strategy": CENTRALIZED, "eval-on": "averaged-bn"}, "strategy=centralized has one model: use tests"),
         ({"norm": "group", "variance": "pooled"}, "variance='pooled' has no effect: it is for norm=batch"),
         ({"strategy": "fixbn", "client-hooks": "fixbn"}, "fixbn: named twice in strategy, local-part"),
         ({"norm-groups": 4}, "norm-groups=4 has no effect: it is for norm=group and group+ws"),

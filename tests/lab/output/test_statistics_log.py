@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, why_not_watched
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
+from fedbn_flwr.lab.output.run_notes import StatisticsLog
 from fedbn_flwr.lab.runs.run import run
 
 FIXBN = {"strategy": "fixbn", "freeze-at": 3, "num-server-rounds": 6, "checkpoint-every": 2, "watch-statistics": 1}
@@ -62,3 +64,18 @@ def test_statistics_that_stay_with_the_clients_cannot_be_watched() -> None:
         Config.make({"strategy": "fedbn", "watch-statistics": 1})
     with pytest.raises(ConfigError, match="watch-statistics=1 has no effect: it is for norm=batch"):
         Config.make({"norm": "group", "watch-statistics": 1})
+
+
+def test_by_default_ever_fewer_rounds_are_recorded_where_statistics_are_sent(tmp_path: Path, quick_config) -> None:
+    assert quick_config().watch_statistics == -1
+    run(quick_config(**{"num-server-rounds": 22}), tmp_path / "fedavg", workers=0)
+    recorded = read_metrics(tmp_path / "fedavg" / STATISTICS_FILE)
+    assert [line["round"] for line in recorded] == [1, 10, 20, 22]
+    log = StatisticsLog(tmp_path, quick_config(**{"num-server-rounds": 1234}), nn.Identity(), None)  # type: ignore[arg-type]
+    due = [number for number in range(1, 1235) if log.is_due(number)]
+    assert due == [1, *range(10, 100, 10), *range(100, 1000, 100), 1000, 1234]
+    for strategy in ({"strategy": "fedbn"}, {"norm": "group"}, {"dp": "server"}, {"masked-sums": True}):
+        assert why_not_watched(Config.make(strategy))
+        Config.make({**strategy, "watch-statistics": 0})
+    run(quick_config(strategy="fedbn"), tmp_path / "fedbn", workers=0)
+    assert not (tmp_path / "fedbn" / STATISTICS_FILE).exists()

@@ -63,6 +63,7 @@ SETTINGS = {
         "batch-size": 8,
         "learning-rate": 0.2,
         "eval-on": "global,personal-own",
+        "watch-statistics": 0,
     },
 }
 
@@ -201,6 +202,17 @@ def test_its_command_gives_the_settings_of_the_run(finished: Path, page: Html) -
     folder = {"out": saved.out, "state_dir": saved.state_dir}
     assert made.model_copy(update=folder) == saved
     assert {word.partition("=")[0] for word in words[1::2]} == set(SETTINGS), "no more than needed"
+
+
+def test_on_a_phone_a_row_of_many_columns_is_a_block() -> None:
+    """Few rows: those of many would make the page long, and scroll in their box."""
+    head = ["method", "rounds", "target", "reached by", "<b>"]
+    made = Table(head, [["FedAvg", "12", "60", "0", "-"]]).__html__()
+    assert 'class="wide stacked"' in made
+    assert [f'data-label="{name}"' in made for name in (*head[:4], "&lt;b&gt;")] == [True] * 5
+    for table in (Table(head[:4], [["1"] * 4]), Table(head, [["1"] * 5] * 13)):
+        assert "stacked" not in table.__html__()
+        assert "data-label" not in table.__html__()
 
 
 def test_it_loads_nothing(page: Html) -> None:
@@ -420,7 +432,9 @@ def test_the_findings_of_the_doctor(folder: Path, name: str) -> None:
 
 STUDY = f"""
 name: {EVIL!r}
-base: {{num-clients: 2, num-server-rounds: 2, local-steps: 1, batch-size: 8, learning-rate: 0.3, partition: iid}}
+base:
+  {{num-clients: 2, num-server-rounds: 2, local-steps: 1, batch-size: 8, learning-rate: 0.3, partition: iid,
+   watch-statistics: 0}}
 methods: {{FedAvg: {{}}, FedBN <b>: {{strategy: fedbn, learning-rate: 0.1}}}}
 seeds: [0, 1]
 target: 1
@@ -854,6 +868,11 @@ def test_in_a_browser(
             assert len(tab.pdf(format="A4")) > 10_000
             assert messages == []
             assert requests == [path.as_uri()]
+            old = browser.new_page()
+            old.add_init_script("delete globalThis.DecompressionStream")
+            old.goto(path.as_uri())
+            assert old.get_by_text("This browser is too old to draw.").count() == count
+            assert old.locator("figure details:not([open])").count() == 0, "the numbers stand there"
         browser.close()
 
 

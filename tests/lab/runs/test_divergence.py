@@ -58,6 +58,7 @@ def test_a_huge_learning_rate_fails_with_everything_written(diverge, tmp_path: P
             "summary.json",
             "model.safetensors",
             "curves.png",
+            "statistics.jsonl",
             "checkpoint",
         )
     }

@@ -226,6 +226,32 @@ def test_any_size_of_a_test_batch_gives_the_same_figures(quick_run, strategy: st
             assert small["final"][name] == value or "batch-statistics" not in name, name
 
 
+@pytest.mark.parametrize("shown", ["personal-own,personal-global", "personal-domains"])
+def test_one_machine_is_tested_where_the_clients_are(quick_run, quick_config, shown: str) -> None:
+    """Each client's test is that of plain evaluation; weighted by examples the disjoint tests give that of all."""
+    keys = {"strategy": "centralized", "eval-on": f"{shown},global" if "own" in shown else f"global,{shown}"}
+    keys |= DOMAINS if "domains" in shown else {"partition": "classes", "classes-per-client": 4}
+    summary, out = quick_run(**keys, **{"validation-share": 0.2})
+    config, line = quick_config(**keys, **{"validation-share": 0.2}), read_metrics(out / "metrics.jsonl")[-1]
+    data, (model, _) = partitioned_data(config, config.num_clients), saved(out)
+    assert len(line["clients"]) == config.num_clients
+    assert "unseen" not in line
+    if "own" not in shown:
+        views = data.domain_views()
+        assert len(views) > 2
+        for of_client in line["clients"].values():
+            for domain, view in views.items():
+                assert of_client[f"domain-{domain}-accuracy"] == evaluate(model, view, task=config.test_task()).accuracy
+        return
+    assert summary["headline"] == "personal-own-accuracy"
+    own = [evaluate(model, data.test_view(client), task=config.test_task()) for client in range(config.num_clients)]
+    assert [of_client["own-accuracy"] for of_client in line["clients"].values()] == [one.accuracy for one in own]
+    assert summary["final"]["personal-own-accuracy"] == pytest.approx(statistics.mean(one.accuracy for one in own))
+    assert summary["final"]["personal-own-accuracy-weighted"] == pytest.approx(summary["final"]["test-accuracy"])
+    assert summary["final"]["personal-global-accuracy"] == pytest.approx(summary["final"]["test-accuracy"])
+    assert line["personal-validation-accuracy"] > 0
+
+
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
 def test_the_loss_on_all_training_examples_is_that_of_plain_torch(quick_run, quick_config, strategy: str) -> None:
     """Of the model after the round, without the augmentation of the training."""
