@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import shlex
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
@@ -26,6 +27,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords, log_strategy_start_info
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+
+from fedbn_flwr.errors import ConfigError
 
 __all__ = [
     "NUM_PARTITIONS_KEY",
@@ -52,6 +55,7 @@ __all__ = [
     "lacks_function",
     "later_mods",
     "log_start",
+    "node_config_of",
     "on_network_node",
     "readdressed",
     "retry_http_500",
@@ -65,6 +69,25 @@ __all__ = [
 T = TypeVar("T")
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord, RecordDict)
 _TRIES = 8  # of a request that the SuperLink answers with HTTP 500
+
+
+def node_config_of(text: str) -> dict[str, Any]:
+    """Return the entries of ``flower-supernode --node-config``, as that command reads them.
+
+    Raises:
+        ConfigError: the text is no ``key=value key='text' ...``. Flower leaves out words without ``=``; here they are
+            refused.
+    """
+    from click import ClickException
+    from flwr.common.config import parse_config_args
+
+    with suppress(ValueError, ClickException):  # a quotation without an end; a value that is none
+        if all("=" in word for word in shlex.split(text)):
+            return parse_config_args([text])
+    raise ConfigError(
+        f"--node-config={text!r} is not key=value key='text' ..., as flower-supernode takes it. Texts stand in quotes: "
+        "data-path='/data'."
+    )
 
 
 def empty_run(run_id: int) -> Run:

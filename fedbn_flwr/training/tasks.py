@@ -64,6 +64,7 @@ class Task:
         plain_test_batch: examples per batch of a test whose BatchNorm layers have running statistics, so that only the
             last bits depend on it; 0 = ``test_batch``.
         metrics: names of the metrics of every test, in order; () = the accuracy and the score.
+        by_pixel: whether each pixel has a target.
 
     Raises:
         ConfigError: the task does not have these metrics.
@@ -76,6 +77,7 @@ class Task:
     test_batch: int = 500
     metrics: tuple[str, ...] = ()
     plain_test_batch: int = 0
+    by_pixel: bool = False
 
     def __post_init__(self) -> None:
         """Check the metrics."""
@@ -87,11 +89,6 @@ class Task:
         if wrong := [name for name in names if not _is_one_of(allowed, name)]:
             shown = [f"{name}:0.9 (a number between 0 and 1)" if name in AT else name for name in allowed]
             raise ConfigError(f"{key}={', '.join(wrong)}: task {self.name} has {', '.join(shown)}")
-
-    @property
-    def by_pixel(self) -> bool:
-        """Whether each pixel has a target."""
-        return self.name == "segmentation"
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -327,7 +324,7 @@ class RegressionTask(_ColumnTask):
 
 
 CLASSIFICATION = Task()
-SEGMENTATION = Task("segmentation", pixel_cross_entropy, IGNORED_PIXEL, "miou", 8)
+SEGMENTATION = Task("segmentation", pixel_cross_entropy, IGNORED_PIXEL, "miou", 8, by_pixel=True)
 BINARY = LabelTask(
     "binary",
     label_cross_entropy,

@@ -589,6 +589,21 @@ def private_attributes(path: Path) -> list[str]:
     return [f"{node.lineno}: {touched}" for node in nodes if (touched := touches(node))]
 
 
+def test_node_config_of(seam: ModuleType) -> None:
+    todo = "read the text as flower-supernode reads its --node-config, in node_config_of."
+    with canary("flower-supernode reads --node-config by parse_config_args, which raises click's error", todo):
+        command = importlib.import_module("flwr.supernode.cli.flower_supernode")
+        from fedbn_flwr.errors import ConfigError
+
+        text = "partition-id=0 report-intervals=true data-path='/a b/x.csv' share=0.5"
+        expected = {"partition-id": 0, "report-intervals": True, "data-path": "/a b/x.csv", "share": 0.5}
+        assert seam.node_config_of(text) == command.parse_config_args([text]) == expected
+        assert seam.node_config_of("") == {}
+        for wrong in ("partition-id 0", "data-path=/data", "data-path='/data", "partition-id=0 more"):
+            with pytest.raises(ConfigError, match="is not key=value key='text'"):
+                seam.node_config_of(wrong)
+
+
 def test_no_other_module_imports_what_flower_does_not_document() -> None:
     assert found_outside(internal_imports) == [], f"import it in {SEAM}, behind a function with a canary here"
 

@@ -15,6 +15,7 @@ from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statis
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.finished_runs.saved_model import BLEND, NEAREST, SavedModel
+from fedbn_flwr.lab.partitioned.report import TRAINING_BY_CLASS
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.tasks import Task
 
@@ -89,7 +90,7 @@ def _of_clients(model: nn.Module, data: Batches, task: Task, saved: SavedModel, 
 
 def _training_shares(saved: SavedModel) -> Tensor | None:
     """Return the share of each class in the run's training data; None where the run does not say."""
-    by_client = read_json(saved.run / "data.json").get("training examples by class", {})
+    by_client = read_json(saved.run / "data.json").get(TRAINING_BY_CLASS, {})
     counts = torch.tensor([*by_client.values()], dtype=torch.float64)
     return counts.sum(0) / counts.sum() if counts.numel() and counts.sum() > 0 else None
 

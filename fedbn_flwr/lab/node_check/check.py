@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr.client.torch_client import TorchClient
-from fedbn_flwr.compat.flower import as_network_node
+from fedbn_flwr.compat.flower import as_network_node, node_config_of
 from fedbn_flwr.errors import ConfigError, FedBNError, split_code
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.node_check.connection import Connection, check_connection
@@ -30,7 +28,6 @@ from fedbn_flwr.messages.versions import as_text, differences, own_versions
 
 __all__ = ["check_node", "check_versions"]
 
-_PAIR = re.compile(r"""([^\s=]+)=("[^"]*"|'[^']*'|\S+)""")
 _ROOM = 3  # copies of what a client keeps: the file, the one that takes its place, and that of another run
 _GIB = 2**30
 
@@ -59,7 +56,7 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
         return
     yield ok("config", f"{config.title}, dataset={config.dataset}, model={config.model}, norm={config.norm}")
     try:
-        node = _node_config(node_config)
+        node = node_config_of(node_config)
         context = Context(1, 1, node, RecordDict(), config.to_mapping())
         check_run(context)
     except FedBNError as error:
@@ -100,17 +97,6 @@ def _warnings() -> Iterator[list[str]]:
         yield lines
     finally:
         logger.handlers = before
-
-
-def _node_config(text: str) -> dict[str, Any]:
-    """Return the entries of a node's config, read as Flower reads them."""
-    pairs = _PAIR.findall(text)
-    if _PAIR.sub("", text).strip():
-        raise ConfigError(f"--node-config={text!r} is not key=value key='text' ..., as flower-supernode takes it.")
-    try:
-        return {key: tomllib.loads(f"value = {value}")["value"] for key, value in pairs}
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--node-config={text!r}: {error}. Texts stand in quotes: data-path='/data'.") from error
 
 
 def _of_data(client: TorchClient, config: Config, report: str, warnings: tuple[str, ...]) -> Iterator[Finding]:

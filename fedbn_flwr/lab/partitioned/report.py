@@ -19,6 +19,8 @@ from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 
 __all__ = [
+    "HELD_OUT_CLIENTS",
+    "TRAINING_BY_CLASS",
     "DataReport",
     "classes_without_client",
     "client_names",
@@ -30,6 +32,10 @@ __all__ = [
     "sha256_of_data",
 ]
 
+TRAINING_BY_CLASS = "training examples by class"
+"""The key of ``data.json`` with the counts of each client."""
+HELD_OUT_CLIENTS = "held-out clients"
+"""The key of ``data.json`` with the examples of each client that never trains."""
 _SAMPLED = 64  # images on the disk whose values are looked at
 _FEW_COLUMNS = 100  # without names
 _MOST = 20  # clients, classes and features that the text shows
@@ -60,13 +66,13 @@ class DataReport:
         first = f"{figures['dataset']}: {task}, {parts} examples of shape {tuple(figures['shape'])}"
         first += f", values {values['lowest']:g} to {values['highest']:g}"
         lines = [first + (" (of a sample)" if values["sampled"] else "")]
-        if counts := figures.get("training examples by class"):
+        if counts := figures.get(TRAINING_BY_CLASS):
             table = np.array(list(counts.values()))
             if table.shape[1] <= _MOST and len(table) <= _MOST:
-                lines += ["training examples by class", partition_table(table, tuple(figures["classes"]))]
+                lines += [TRAINING_BY_CLASS, partition_table(table, tuple(figures["classes"]))]
                 if named := [f"client {at} is {name}" for at, name in enumerate(counts) if name != str(at)]:
                     lines.append(", ".join(named))
-        for name, held in figures.get("held-out clients", {}).items():
+        for name, held in figures.get(HELD_OUT_CLIENTS, {}).items():
             lines.append(f"held out: {name}, {held['inputs']:,} inputs, {held['test']:,} test examples")
         features = figures.get("features", {})
         for name, values in list(features.items())[:_MOST]:
@@ -98,7 +104,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
         "values": values,
     }
     for name, (train, test) in zip(split.held_out_names, split.held_out, strict=True):
-        figures.setdefault("held-out clients", {})[name] = {"inputs": len(train), "test": len(test)}
+        figures.setdefault(HELD_OUT_CLIENTS, {})[name] = {"inputs": len(train), "test": len(test)}
     warnings = [*info.warnings, *_of_clients(figures)]
     if absent := [name for name in info.group_names if name not in data.group_names]:
         there = ", ".join(data.group_names)
@@ -109,7 +115,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     if data.train.by_class:
         labels = data.train.labels.cpu().numpy()
         counts = partition_counts(split.train, labels, len(data.label_names))
-        figures["training examples by class"] = {n: row.tolist() for n, row in zip(names, counts, strict=True)}
+        figures[TRAINING_BY_CLASS] = {n: row.tolist() for n, row in zip(names, counts, strict=True)}
         if of_user and config.split_name() == "natural":
             warnings += _without_class(names, counts, data.label_names)
     warnings += _of_colour(config, data.train.shape)
