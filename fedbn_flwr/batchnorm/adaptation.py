@@ -162,7 +162,13 @@ def adapted(model: nn.Module, data: Batches, by: TestBN | None) -> Iterator[None
         yield
 
 
-def evaluate_adapted(model: nn.Module, data: Batches, by: TestBN | None, task: Task = CLASSIFICATION) -> EvalResult:
+def evaluate_adapted(
+    model: nn.Module,
+    data: Batches,
+    by: TestBN | None,
+    task: Task = CLASSIFICATION,
+    on_batch: Callable[[Tensor, Tensor], None] | None = None,
+) -> EvalResult:
     """Return the metrics of the model on the data, as ``evaluate``, with the statistics of their inputs.
 
     Args:
@@ -170,17 +176,18 @@ def evaluate_adapted(model: nn.Module, data: Batches, by: TestBN | None, task: T
         data: the test data; batches follow their order.
         by: which statistics, in which batches; None = the running ones.
         task: the loss, which targets count, and the score.
+        on_batch: as for ``evaluate``.
 
     Raises:
         NormLayerError: a batch has one value per channel, see ``adapted``.
         DataError: outputs or targets do not fit the task.
     """
     if by is None:
-        return evaluate(model, data, task=task)
+        return evaluate(model, data, task=task, on_batch=on_batch)
     by = replace(by, batch_size=by.batch_size or task.test_batch)
     model = getattr(model, "_orig_mod", model)  # not ``unwrap``: a user's wrapper named "module" may do more
     with adapted(model, data, by):
-        return evaluate(model, data, task=task, batch_size=by.batch_size, tries_last=False)
+        return evaluate(model, data, task=task, batch_size=by.batch_size, tries_last=False, on_batch=on_batch)
 
 
 def try_batches(model: nn.Module, data: Batches, by: TestBN | None, task: Task = CLASSIFICATION) -> None:

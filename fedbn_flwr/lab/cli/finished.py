@@ -54,18 +54,17 @@ def evaluate(
         if against is not None:
             refuse_no_run(against)
     from fedbn_flwr.lab.cli.sites import print_sites
-    from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run, evaluate_sites, refuse_against
+    from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run, evaluate_sites
 
     with exit_codes():
         if dataset is None:
             of_data = {"--set": set_, "--bn": bn, "--part": part, "--state-dir": state_dir}
             if given := [name for name, value in of_data.items() if value]:
                 raise ConfigError(f"{', '.join(given)}: say which data, with --dataset.")
-            print_sites(evaluate_sites(run, against, out=out))
+            print_sites(evaluate_sites(run, against, out))
         else:
-            refuse_against(against, bn)
             data = {**overrides, "dataset": dataset}
-            what, rows = evaluate_run(run, data, bn, part or "", out, state_dir)
+            what, rows, sites = evaluate_run(run, data, bn, part or "", out, state_dir, against)
             say(f"model: {what}")
             metrics = list(rows[0].result.named())
             table = Table("data", "BN statistics", "examples", *metrics, box=None)
@@ -77,8 +76,7 @@ def evaluate(
                 table.add_row(row.data, named, str(row.result.num_examples), *values)
             say(table)
             say("Each figure is pooled: over all these examples together.")
-            if sites := evaluate_sites(run, against, data, bn, part or "", out, state_dir):
-                print_sites(sites)
+            print_sites(sites)
         if out:
             say(f"results: {out.absolute()}")
 

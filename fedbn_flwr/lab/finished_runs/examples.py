@@ -18,10 +18,11 @@ from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.finished_runs.saved_model import SavedModel
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, count_clients, partitioned_data
-from fedbn_flwr.lab.partitioned.report import doubtful_values, has_other_data
+from fedbn_flwr.lab.partitioned.report import HELD_OUT_CLIENTS, doubtful_values, has_other_data
 
-__all__ = ["ChosenExamples", "DataPart", "WhereInData", "choose_examples", "overlap"]
+__all__ = ["ALL", "ChosenExamples", "DataPart", "WhereInData", "choose_examples", "overlap"]
 
+ALL = "all"
 DataPart = Literal["train", "test", "all"]
 
 
@@ -91,6 +92,10 @@ class ChosenExamples:
             for name, view in replace(piece, held_out=()).domain_views().items():
                 groups.setdefault(name, []).append(view)
         return {name: _joined(views) for name, views in groups.items()}
+
+    def sites(self) -> dict[str, Subset | _Joined]:
+        """Return the groups; where there are none all examples are one site, "all"."""
+        return self.groups() or {ALL: self.everyone()}
 
     def doubts(self) -> list[str]:
         """Return what looks wrong in the values of the inputs, of the first piece that has such."""
@@ -186,7 +191,7 @@ def overlap(config: Config, saved: SavedModel) -> str:
         return ""
     if not (here.is_relative_to(there) or there.is_relative_to(here)):
         return ""
-    held_out = read_json(saved.run / "data.json").get("held-out clients", {})
+    held_out = read_json(saved.run / "data.json").get(HELD_OUT_CLIENTS, {})
     if here.parent == there and (here.stem if kind == "csv" else here.name) in held_out:
         return ""
     return (

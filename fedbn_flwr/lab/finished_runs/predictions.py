@@ -5,43 +5,17 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedbn_flwr.lab.finished_runs.examples import WhereInData
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
-__all__ = ["LastOutputs", "predictions_csv"]
+__all__ = ["predictions_csv"]
 
 _STATISTICS = "statistics"
 _OWN_NAMES = ("index", "row", "file", _STATISTICS, "target", "prediction", "probability")
-
-
-class LastOutputs:
-    """The outputs of a model in the last block, on the CPU; kept only if they are wanted."""
-
-    def __init__(self, model: nn.Module, wanted: bool) -> None:
-        self.wanted = wanted
-        self._model = model
-        self._outputs: list[Tensor] = []
-
-    def __enter__(self) -> None:
-        self._outputs = []
-        self._handle = self._model.register_forward_hook(self._note)
-
-    def __exit__(self, *error: object) -> None:
-        self._handle.remove()
-
-    def _note(self, model: nn.Module, inputs: Any, output: Tensor) -> None:
-        if self.wanted:
-            self._outputs.append(output.cpu())
-
-    def last(self, count: int) -> Tensor:
-        """Return those of the last ``count`` examples, (count, ...); those of a pass for statistics come before."""
-        return torch.cat(self._outputs)[-count:]
 
 
 def predictions_csv(

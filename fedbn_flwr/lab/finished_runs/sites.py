@@ -5,10 +5,10 @@ All models are computed where the data are. The table has counts, figures and de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +27,9 @@ from fedbn_flwr.lab.sites.measured import Measured, measure
 from fedbn_flwr.lab.sites.table import Site, site_table, unit_of
 from fedbn_flwr.server.params import TEST_BN
 
-__all__ = ["RunTests", "compare", "outputs_of", "sites_of_data", "sites_of_run"]
+__all__ = ["RunTests", "Tests", "compare", "outputs_of", "outputs_of_data", "sites_of_run", "table_of_tests"]
 
-_ALL = "all"
-_Tests = dict[str, Measured]
+Tests = dict[str, Measured]
 """The outputs of a model by site."""
 
 
@@ -40,13 +39,15 @@ class RunTests:
 
     Attributes:
         run: its folder.
-        sites: by name, each client with the model that the run has for it.
+        sites: by name, each client with the model that the run has for it, those that were held out at the end.
+        held_out: the names of these.
         unit: what a group of examples is called.
-        examples: the data set, and the test examples of each client.
+        examples: the data set, and the test examples of each site.
     """
 
     run: Path
-    sites: _Tests
+    sites: Tests
+    held_out: tuple[str, ...]
     unit: str
     examples: tuple[str, tuple[Indices, ...]]
 
@@ -86,15 +87,21 @@ def outputs_of(run: Path, metric: str = "") -> RunTests:
     federated = config.strategy != CENTRALIZED
     personal = federated and (test.startswith("personal") or config.shares_nothing())
     own = personal and (bool(config.methods().local) or config.standardise == "local")
-    task, model = config.test_task(), None
+    task = config.test_task()
     task = task.scored_by(metric) if metric else task
-    sites: _Tests = {}
-    for client, name in enumerate(site_names(data)):
-        if own or model is None:
-            model = on_device(load_model(run, Choice(client=client) if own else Choice()).model, config)
-        sites[name] = measure(model, data.test_view(client), task)
+    names = (*site_names(data), *data.held_out_names)
+    views = [data.test_view(client) for client in range(len(data.test))]
+    views += [data.held_out_views(at)[1] for at in range(len(data.held_out))]
+    sites: Tests = {}
+    loaded: Choice | None = None
+    for client, (name, view) in enumerate(zip(names, views, strict=True)):
+        choice = Choice(client=client) if own and client < len(data.test) else Choice()
+        if choice != loaded:
+            loaded, model = choice, on_device(load_model(run, choice).model, config)
+        sites[name] = measure(model, view, task)
     unit = unit_of(config.group_column, data.dataset.test.units is not None)
-    return RunTests(run, sites, unit, (data.dataset.name, data.test))
+    tests = (*data.test, *(test for _, test in data.held_out))
+    return RunTests(run, sites, data.held_out_names, unit, (data.dataset.name, tests))
 
 
 def compare(runs: Sequence[RunTests], against: Sequence[RunTests] = (), name: str = "") -> dict[str, Any]:
@@ -114,7 +121,8 @@ def compare(runs: Sequence[RunTests], against: Sequence[RunTests] = (), name: st
                 f"{other.run} does not test the examples of {runs[0].run}: its data, number of clients or split "
                 "(partition, seed, test-share) are others. Compare runs on one split."
             )
-    return _table([one.sites for one in runs], [one.sites for one in against], runs[0].unit, name)
+    first = runs[0]
+    return table_of_tests([one.sites for one in runs], [one.sites for one in against], first.held_out, first.unit, name)
 
 
 def sites_of_run(run: Path, against: Path | None = None) -> dict[str, Any]:
@@ -135,47 +143,29 @@ def sites_of_run(run: Path, against: Path | None = None) -> dict[str, Any]:
     return compare([tested], [outputs_of(against, run_config(run).learning_task().score)], str(against))
 
 
-def sites_of_data(
-    run: Path,
-    data: Mapping[str, Any],
-    choice: Choice,
-    part: DataPart | Literal[""] = "",
-    against: Path | None = None,
-) -> dict[str, Any]:
-    """Return the table by group of new data, which the models of one run or two are tested on.
+def outputs_of_data(run: Path, data: Mapping[str, Any], choice: Choice, part: DataPart, metric: str) -> Tests:
+    """Return the outputs of a run's model for new data, by group; "all" where they have none.
 
     Args:
         run: the run's folder.
         data: the config keys of the data, see ``evaluate_run``.
-        choice: the model; the other run's is chosen alike, if its clients have models of their own.
-        part: the examples, see ``evaluate_run``.
-        against: the folder of another run.
+        choice: the model, if the run's clients have models of their own; else it is the global one.
+        part: the examples.
+        metric: the main metric.
 
     Raises:
-        ConfigError: the data do not fit a model, or a setting is bad.
+        ConfigError: the data do not fit the model, or a setting is bad.
         DataError: the data are missing, or do not fit the task.
-        StateError: a run lacks the model, or a part of it.
+        StateError: the run lacks the model, or a part of it.
     """
-    saved = load_model(run, choice)
+    kept = run_config(run)
+    own = kept.strategy != CENTRALIZED and bool(kept.methods().local)
+    saved = load_model(run, choice if own else Choice())
     config = config_of_data(saved, data, "")
     new_data, _ = data_for_model(saved, config, {"class-names", "positive-values"} & data.keys())
     examples = choose_examples(saved, config, new_data, part)
-    unit = unit_of(config.group_column, new_data.dataset.test.units is not None)
-    task = config.test_task()
-    views = examples.groups() or {_ALL: examples.everyone()}
-    tested = [{name: measure(on_device(saved.model, config), view, task) for name, view in views.items()}]
-    others: list[_Tests] = []
-    if against is not None:
-        kept = run_config(against)
-        own = kept.strategy != CENTRALIZED and bool(kept.methods().local)
-        other = load_model(against, choice if own else Choice())
-        there = config_of_data(other, data, "")
-        same, _ = data_for_model(other, there, {"class-names", "positive-values"} & data.keys())
-        chosen = choose_examples(other, there, same, examples.part)
-        again = chosen.groups() or {_ALL: chosen.everyone()}
-        task = there.test_task().scored_by(task.score)
-        others = [{name: measure(on_device(other.model, there), view, task) for name, view in again.items()}]
-    return _table(tested, others, unit, "" if against is None else str(against))
+    task, model = config.test_task().scored_by(metric), on_device(saved.model, config)
+    return {name: measure(model, view, task) for name, view in examples.sites().items()}
 
 
 def _same_examples(one: Measured, other: Measured) -> bool:
@@ -183,8 +173,17 @@ def _same_examples(one: Measured, other: Measured) -> bool:
     return np.array_equal(mine, theirs, equal_nan=True) and np.array_equal(one.groups, other.groups)
 
 
-def _table(tested: Sequence[_Tests], others: Sequence[_Tests], unit: str, name: str) -> dict[str, Any]:
+def table_of_tests(
+    tested: Sequence[Tests], others: Sequence[Tests], held_out: Collection[str], unit: str, name: str
+) -> dict[str, Any]:
     """Return the table of sites by name.
+
+    Args:
+        tested: the outputs by site, of each run.
+        others: those of another method, of each run; () = there are none.
+        held_out: the sites that took no part in the training.
+        unit: what a group of examples is called.
+        name: what the other method is called.
 
     Raises:
         ConfigError: another run's examples or targets are not those of the first one.
@@ -198,5 +197,6 @@ def _table(tested: Sequence[_Tests], others: Sequence[_Tests], unit: str, name: 
                     f"site {site}: the other run's test examples have other targets, patients or another order. "
                     "Compare runs on the same data, read with the same keys."
                 )
-        sites.append(Site(site, [one for one in runs if one], [one for one in against if one]))
+        pair = [one for one in runs if one], [one for one in against if one]
+        sites.append(Site(site, *pair, held_out=site in held_out))
     return site_table(sites, unit, name)

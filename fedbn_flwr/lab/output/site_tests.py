@@ -38,7 +38,8 @@ def table_of_run(
     """Return the table by site of a finished run; None where it cannot be made.
 
     That is where the data are not here, there are more than 50 clients, single clients are protected, clients' own
-    models are not on this disk, or the main test has statistics of its inputs.
+    models are not on this disk, or the main test has statistics of its inputs. The clients that were held out are
+    the last rows.
 
     Args:
         config: the settings.
@@ -50,7 +51,7 @@ def table_of_run(
     test = config.evaluations()[0]
     if data is None or config.protected or test.endswith(TEST_BN) or not sum(map(len, data.test)):
         return None
-    if len(data.test) > _MOST_SITES:
+    if len(data.test) + len(data.held_out) > _MOST_SITES:
         return None
     own: Mapping[str, State] = {}
     shared: State = completing_entries(strategy.run, test) if strategy else {}
@@ -63,5 +64,9 @@ def table_of_run(
     for client, name in enumerate(site_names(data)):
         load_state(model, tensors({**state, **shared, **own.get(str(client), {})}))
         sites.append(Site(name, [measure(model, data.test_view(client), task)]))
+    if data.held_out:
+        load_state(model, tensors(state))  # with the average of the BN parts that clients keep
+    for at, name in enumerate(data.held_out_names):
+        sites.append(Site(name, [measure(model, data.held_out_views(at)[1], task)], held_out=True))
     model.cpu()
     return site_table(sites, unit_of(config.group_column, data.dataset.test.units is not None))

@@ -17,7 +17,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.metrics import confusion
 from fedbn_flwr.training.tasks import LabelTask, RegressionTask, Task
 
-__all__ = ["Measured", "SiteData", "gap", "measure"]
+__all__ = ["Gathered", "Measured", "SiteData", "gap", "measure"]
 
 _BLOCKS = 500  # more groups than these are left out several at a time: the work grows with their square
 _SEED = 0  # of which groups make a block
@@ -97,26 +97,42 @@ class Measured:
         return order % count, count
 
 
-def measure(model: nn.Module, data: SiteData, task: Task) -> Measured:
-    """Return what a model gives for the examples of a site; it is tested as ``evaluate`` tests it."""
-    kept: list[tuple[Tensor, Tensor]] = []
+class Gathered:
+    """What a test gives for the examples of a site, batch by batch.
 
-    def keep(outputs: Tensor, targets: Tensor) -> None:
+    Args:
+        task: the learning task; its score is the metric.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        """Keep a batch: ``on_batch`` of ``evaluate``."""
+        task = self._task
         if task.score == "loss":
-            kept.append((_losses(task, outputs, targets), targets.cpu()))
+            self._kept.append((_losses(task, outputs, targets), targets.cpu()))
         elif task.by_pixel:
             each = [confusion(outputs[i : i + 1], targets[i : i + 1], task.ignore) for i in range(len(outputs))]
-            kept.append((torch.stack(each).cpu().double(), torch.zeros(len(outputs))))
+            self._kept.append((torch.stack(each).cpu().double(), torch.zeros(len(outputs))))
         else:
-            kept.append((outputs.cpu().double(), targets.cpu()))
+            self._kept.append((outputs.cpu().double(), targets.cpu()))
 
-    evaluate(model, data, task=task, on_batch=keep)
-    outputs, targets = (
-        [torch.cat(parts) for parts in zip(*kept, strict=True)] if kept else [torch.empty(0, 1), torch.empty(0)]
-    )
-    units = None if data.units is None else data.units.cpu().numpy()
-    names, groups = np.unique(np.arange(len(targets)) if units is None else units, return_inverse=True)
-    return Measured(task, outputs, targets, groups.astype(np.int64), len(names))
+    def measured(self, data: SiteData) -> Measured:
+        """Return all that was kept; ``data`` are the examples that were tested."""
+        parts = zip(*self._kept, strict=True) if self._kept else ([torch.empty(0, 1)], [torch.empty(0)])
+        outputs, targets = map(torch.cat, parts)
+        units = None if data.units is None else data.units.cpu().numpy()
+        names, groups = np.unique(np.arange(len(targets)) if units is None else units, return_inverse=True)
+        return Measured(self._task, outputs, targets, groups.astype(np.int64), len(names))
+
+
+def measure(model: nn.Module, data: SiteData, task: Task) -> Measured:
+    """Return what a model gives for the examples of a site; it is tested as ``evaluate`` tests it."""
+    gathered = Gathered(task)
+    evaluate(model, data, task=task, on_batch=gathered.add)
+    return gathered.measured(data)
 
 
 def gap(one: Sequence[Measured], other: Sequence[Measured]) -> Gap:

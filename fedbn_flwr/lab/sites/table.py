@@ -10,9 +10,21 @@ from fedbn_flwr.lab.sites.intervals import LEVEL, Estimate, Gap, holm
 from fedbn_flwr.lab.sites.measured import Measured, gap
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
-__all__ = ["EXAMPLES", "Site", "columns", "decisions", "sentences", "site_table", "table_of_estimates", "unit_of"]
+__all__ = [
+    "EXAMPLES",
+    "HELD_OUT",
+    "Site",
+    "columns",
+    "decisions",
+    "sentences",
+    "site_table",
+    "table_of_estimates",
+    "unit_of",
+]
 
 EXAMPLES = "examples"
+HELD_OUT = "held-out"
+"""The key of a row whose site took no part in the training."""
 _SHOWN = 20  # sites of a screen
 _FAR = 100  # times the groups: a difference that needs more is none to wait for
 _INTERVAL, _BETTER, _WORSE, _SAME = "interval", "better", "worse", "same predictions"
@@ -31,11 +43,13 @@ class Site:
         name: of the site.
         runs: the outputs of the model, a run each.
         against: those of the other model on the same examples; () = there is none.
+        held_out: whether it took no part in the training.
     """
 
     name: str
     runs: Sequence[Measured]
     against: Sequence[Measured] = ()
+    held_out: bool = False
 
 
 def unit_of(group_column: str, has_units: bool) -> str:
@@ -59,6 +73,9 @@ def site_table(sites: Sequence[Site], unit: str, against: str = "") -> dict[str,
     estimates = [(name, len(first), first.num_groups, first.estimate()) for name, first in firsts]
     table = table_of_estimates(metric, estimates, unit)
     rows = table["sites"]
+    for row, site in zip(rows, sites, strict=True):
+        if site.held_out:
+            row[HELD_OUT] = True
     if against:
         gaps = [gap(site.runs, site.against) if site.against else Gap(None) for site in sites]
         _add_gaps(rows, gaps, metric, unit)
@@ -160,7 +177,7 @@ def columns(table: Mapping[str, Any], most: int = _SHOWN) -> tuple[list[str], li
         head += [f"difference{percent}", f"{level} interval", "p (Holm)"]
     texts = []
     for row in _worst(table, most):
-        cells = [row["site"], "-" if row["groups"] is None else f"{row['groups']:,}"]
+        cells = [_named(row), "-" if row["groups"] is None else f"{row['groups']:,}"]
         cells += [f"{row['examples']:,}"] if unit != EXAMPLES else []
         cells += [_figure(metric, row["value"]), _interval(metric, row["low"], row["high"])]
         if "against" in table:
@@ -172,8 +189,12 @@ def columns(table: Mapping[str, Any], most: int = _SHOWN) -> tuple[list[str], li
 
 def decisions(table: Mapping[str, Any], most: int = _SHOWN) -> list[tuple[str, str, str]]:
     """Return (site, decision, what to do next) for each of the rows of ``columns`` that has a decision."""
-    decided = [(row["site"], row["decision"], row["next"]) for row in _worst(table, most)]
+    decided = [(_named(row), row["decision"], row["next"]) for row in _worst(table, most)]
     return [row for row in decided if row[2]]
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return f"{row['site']} (never trained)" if row.get(HELD_OUT) else str(row["site"])
 
 
 def _worst(table: Mapping[str, Any], most: int) -> list[Mapping[str, Any]]:
@@ -191,6 +212,8 @@ def sentences(table: Mapping[str, Any], most: int = _SHOWN) -> list[str]:
         values = {row["site"]: row["value"] for row in rows}
         spread = _figure(metric, table["spread"])
         texts.append(f"Worst site: {table['worst']} ({_figure(metric, values[table['worst']])}); spread {spread}.")
+    if any(row.get(HELD_OUT) for row in rows):
+        texts.append("A site that never trained has the model that a new site gets: global, or with averaged BN parts.")
     if "against" in table:
         texts.append(
             f"Against {table['against']}: {table[_BETTER]} of {len(rows)} sites gain, {table[_WORSE]} lose, at "
@@ -207,6 +230,8 @@ def sentences(table: Mapping[str, Any], most: int = _SHOWN) -> list[str]:
         )
     if len(rows) > most:
         texts.append(f"{len(rows) - most} more sites are left out here, the best ones.")
+    if "statistics" in table:
+        texts.append(f"BN statistics: {table['statistics']}; the intervals take them as given.")
     by = f"{unit} of the site" if unit != EXAMPLES else "examples of the site"
     texts.append(f"The intervals speak of other {by}, not of other seeds.")
     return texts

@@ -68,7 +68,7 @@ def test_groups_and_parts(quick_run) -> None:
     model, data = make_model(config), partitioned_data(config, 5)
     model.load_state_dict(global_state(run))
     expected = {name: evaluate(model, view).accuracy for name, view in data.domain_views().items()}
-    what, rows = evaluate_run(run, {"dataset": "digits-domains"})
+    what, rows, _ = evaluate_run(run, {"dataset": "digits-domains"})
     assert {row.data: row.result.accuracy for row in rows[1:]} == expected
     assert rows[0].result.num_examples == len(data.dataset.test)
     both = evaluate_run(run, {"dataset": "digits-domains"}, part="all")[1]
@@ -290,7 +290,7 @@ def test_a_table_of_a_new_place_is_evaluated_whole_and_in_its_order(quick_run, t
     old, new = table("old.csv", client="hospital"), table("new.csv", 12, "01")
     own = {"dataset": f"csv:{old}", "label-column": "y", "client-column": "hospital", "num-clients": 2}
     _, run = quick_run(**own, standardise="local")
-    what, (row, *_) = evaluate_run(run, {"dataset": f"csv:{new}"}, out=tmp_path / "out")
+    what, (row, *_), _ = evaluate_run(run, {"dataset": f"csv:{new}"}, out=tmp_path / "out")
     assert "inputs have the mean and std of the training part of these data" in what
     assert what.endswith("; on all examples")
     assert row.result.num_examples == 12
@@ -393,11 +393,11 @@ def test_class_names_on_one_side_only_need_their_order(quick_run, table) -> None
     _, run = quick_run(dataset=f"csv:{old}", **{"label-column": "y"})
     with pytest.raises(ConfigError, match=r"the numbers 0 to 2, .* named a, b, c: .* class-names=a,b,c say"):
         evaluate_run(run, {"dataset": f"csv:{new}"})
-    what, (row, *_) = evaluate_run(run, {"dataset": f"csv:{new}", "class-names": "c,b,a"}, part="all")
+    what, (row, *_), _ = evaluate_run(run, {"dataset": f"csv:{new}", "class-names": "c,b,a"}, part="all")
     assert what == "the global model; classes of the data by number: 0 = c, 1 = b, 2 = a; on all examples"
     assert row.result == evaluate_run(run, {"dataset": f"csv:{old}"}, part="all")[1][0].result
     _, named = quick_run(dataset=f"csv:{new}", **{"label-column": "y"})
-    what, _ = evaluate_run(named, {"dataset": f"csv:{old}"})
+    what, _, _ = evaluate_run(named, {"dataset": f"csv:{old}"})
     assert what == "the global model; classes of the run by number: 0 = a, 1 = b, 2 = c; on all examples"
 
 
@@ -439,7 +439,7 @@ def test_held_out_clients_are_left_out_as_in_the_run(held_out: str, quick_run, t
     data = f"csv:{tmp_path / 't.csv'}"
     keys = {"label-column": "y", "client-column": "hospital", "partition": "natural", "num-clients": 2}
     summary, run = quick_run(dataset=data, **keys, **{"held-out-clients": held_out})
-    what, (whole, *groups) = evaluate_run(run, {"dataset": data}, out=tmp_path / "out")
+    what, (whole, *groups), _ = evaluate_run(run, {"dataset": data}, out=tmp_path / "out")
     assert what.endswith("without the held-out clients (c); on the test examples")
     assert whole.result.accuracy == summary["final"]["test-accuracy"]
     assert {row.data: row.result.num_examples for row in (whole, *groups)} == {"all": 8, "a": 4, "b": 4, "c": 4}
@@ -458,7 +458,7 @@ def test_the_positive_class_is_named(quick_run, tmp_path: Path) -> None:
     summary, run = quick_run(dataset=f"csv:{tmp_path / 't.csv'}", task="binary", **{"label-column": "y"})
     assert summary["definitions"]["test-f1"].endswith("; the positive class is yes")
     assert "positive" not in summary["definitions"]["test-accuracy"]
-    what, _ = evaluate_run(run, {"dataset": f"csv:{tmp_path / 't.csv'}"}, out=tmp_path / "out")
+    what, _, _ = evaluate_run(run, {"dataset": f"csv:{tmp_path / 't.csv'}"}, out=tmp_path / "out")
     assert what == "the global model; the positive class is yes; on the test examples"
     assert (tmp_path / "out/predictions.csv").read_text().startswith("row,target,prediction,probability-yes\n")
 

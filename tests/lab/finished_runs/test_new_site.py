@@ -63,7 +63,7 @@ def test_the_guard_declines_what_another_class_mix_makes_and_shows_what_it_would
     monkeypatch.setenv("COLUMNS", "220")
     run = trained()
     mostly_healthy = site(tmp_path, rows("new", 180, 20, 1.0))
-    what, found = evaluate_run(run, mostly_healthy, "adapt", out=tmp_path / "out")
+    what, found, _ = evaluate_run(run, mostly_healthy, "adapt", out=tmp_path / "out")
     by_name = {row.statistics: row for row in found if row.data == "all"}
     assert [*by_name] == ["as saved", "re-estimated", "balanced"]
     assert not by_name["re-estimated"].chosen
@@ -127,7 +127,7 @@ def test_nearest_and_blend_of_the_clients_parts_against_an_oracle(trained: Any, 
         return float(((logits > 0) == targets).double().mean()), float(loss)
 
     for bn, of, name in (("nearest", {nearest: 1.0}, f"nearest: client {nearest}"), ("blend", weights, "blend")):
-        what, found = evaluate_run(run, data, bn)
+        what, found, _ = evaluate_run(run, data, bn)
         plain, chosen = [row for row in found if row.data == "all"]
         assert (plain.statistics, chosen.statistics, chosen.chosen) == ("as saved", name, True)
         accuracy, loss = accuracy_and_loss(of)

@@ -122,7 +122,7 @@ def test_a_model_of_no_client_is_not_exported_as_if_it_took_raw_rows(hospitals: 
     with pytest.raises(ConfigError, match="standardise=local"):
         export(out, tmp_path / "a/model.safetensors", "torch")
     export(out, tmp_path / "b/model.safetensors", "torch", normalise=False)
-    what, _ = evaluate_run(out, {"dataset": f"csv:{tmp_path / 'some.csv'}"}, part="all")
+    what, _, _ = evaluate_run(out, {"dataset": f"csv:{tmp_path / 'some.csv'}"}, part="all")
     assert "a row's output depends on the other rows" in what
 
 

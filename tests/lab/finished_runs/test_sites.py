@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Generator, Tensor
 from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.finished_runs.evaluate import evaluate_sites
+from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run, evaluate_sites
 from fedbn_flwr.lab.finished_runs.sites import compare, outputs_of
 from fedbn_flwr.lab.report.files import RunFiles
 from fedbn_flwr.lab.report.run import run_page
@@ -41,7 +43,7 @@ def test_each_client_has_the_model_that_the_run_has_for_it(quick_config, tmp_pat
         assert values(table) == pytest.approx(own(out, "balanced-accuracy"), abs=1e-12)
         assert table == json.loads((out / "summary.json").read_text())["sites"] == evaluate_sites(out)
         assert all(row["low"] < row["value"] < row["high"] for row in table["sites"])
-    table = evaluate_sites(outs[0], outs[1], out=tmp_path / "written")
+    table = evaluate_sites(outs[0], outs[1], tmp_path / "written")
     differences = [a - b for a, b in zip(*(own(out, "balanced-accuracy") for out in outs), strict=True)]
     assert [row["difference"] for row in table["sites"]] == pytest.approx(differences, abs=1e-12)
     assert table == json.loads((tmp_path / "written/sites.json").read_text())
@@ -52,7 +54,7 @@ def test_each_client_has_the_model_that_the_run_has_for_it(quick_config, tmp_pat
     assert again["runs"] == 2
     page = run_page(RunFiles.read(outs[0]), "").html()
     assert "Is it better at my site?" in page
-    on_data = evaluate_sites(outs[0], outs[1], {"dataset": "digits"}, "own:1")
+    on_data = evaluate_run(outs[0], {"dataset": "digits"}, "own:1", against=outs[1]).sites
     assert [row["site"] for row in on_data["sites"]] == ["all"]
     assert on_data["sites"][0]["examples"] == 359
     assert on_data["sites"][0]["difference"] is not None
@@ -71,9 +73,8 @@ def test_a_global_model_is_tested_at_each_site_and_runs_of_another_split_are_ref
     with pytest.raises(ConfigError, match="does not test the examples of"):
         evaluate_sites(out, other)
     with pytest.raises(ConfigError, match="leave out --bn adapt"):
-        evaluate_sites(out, other, {"dataset": "digits-domains"}, "adapt")
-    assert evaluate_sites(out, None, {"dataset": "digits-domains"}, "adapt") == {}
-    on_data = evaluate_sites(out, None, {"dataset": "digits-domains"})
+        evaluate_run(out, {"dataset": "digits-domains"}, "adapt", against=other)
+    on_data = evaluate_run(out, {"dataset": "digits-domains"}).sites
     assert values(on_data) == pytest.approx(values(table))
     said = CliRunner().invoke(app, ["evaluate", str(out), "--bn", "adapt"])
     assert said.exit_code == 2
@@ -83,6 +84,36 @@ def test_a_global_model_is_tested_at_each_site_and_runs_of_another_split_are_ref
     assert said.exit_code == 2
     assert "leave out --bn adapt" in said.output
     assert not (tmp_path / "new").exists()  # it is said before any work
+
+
+def test_other_statistics_are_compared_with_those_as_saved_at_each_site(quick_run, monkeypatch, tmp_path: Path) -> None:
+    """The figures are those of the rows, of which each is one pass over its examples."""
+    _, out = quick_run(dataset="digits-domains", partition="domain", **{"num-clients": 5, "num-server-rounds": 1})
+    read: list[int] = []
+    batch = Subset.batch
+
+    def counted(self: Subset, positions: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
+        read.append(len(positions))
+        return batch(self, positions, generator)
+
+    for bn in ("", "mix", "full", "adapt"):
+        with monkeypatch.context() as counting:
+            counting.setattr(Subset, "batch", counted)
+            read.clear()
+            _, rows, sites = evaluate_run(out, {"dataset": "digits-domains"}, bn, out=tmp_path / f"new-{bn}")
+        if bn in ("", "mix"):
+            assert sum(read) == sum(row.result.num_examples for row in rows), bn
+        used = next((row.statistics for row in rows if row.chosen), rows[-1].statistics)
+        groups = [row for row in rows if row.statistics == used and row.data != "all"]
+        plain = [row for row in rows if row.statistics == "as saved" and row.data != "all"]
+        assert values(sites) == pytest.approx([row.result.accuracy for row in groups])
+        assert sites == json.loads((tmp_path / f"new-{bn}/sites.json").read_text())
+        if used == "as saved":
+            assert "against" not in sites
+            continue
+        assert (sites["against"], sites["statistics"]) == ("the BN as saved", used)
+        differences = [one.result.accuracy - other.result.accuracy for one, other in zip(groups, plain, strict=True)]
+        assert [row["difference"] for row in sites["sites"]] == pytest.approx(differences)
 
 
 def test_a_run_whose_main_test_has_statistics_of_its_inputs_has_no_table(quick_run) -> None:
