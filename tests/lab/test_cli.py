@@ -23,13 +23,14 @@ from fedbn_flwr.lab.cli.before import Kind
 from fedbn_flwr.lab.cli.console import Bar, EngineChoice, Lines, bars, complaints, progress
 from fedbn_flwr.lab.cli.finished import PartChoice
 from fedbn_flwr.lab.cli.sweep import Display
-from fedbn_flwr.lab.cli.tables import show_markdown
+from fedbn_flwr.lab.cli.tables import show_pages
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.finished_runs.evaluate import DataPart
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import run as run_module
+from fedbn_flwr.lab.studies.rows import Grid, Page, Pages
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -458,15 +459,19 @@ def test_without_a_terminal_a_round_is_a_line(capsys: pytest.CaptureFixture[str]
 def test_tables_of_several_tests_are_apart_and_a_heading_stands_above_a_table_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    show_markdown(
-        "# s\n\n| method | split | metric | final, % |\n|---|---|---|---|\n| A | all | own | 9.50 ± 1.00 |\n"
-        "| B\\|b | all | test | 61.46 |\n| A | all | test | 1.46 |\n\n# s, differences\n\nThey need two seeds.\n"
-    )
+    head = ("method", "split", "metric", "final, %")
+    rows = (("A", "all", "own", "9.50 ± 1.00"), ("B|b", "all", "test", "61.46 *"), ("A", "all", "test", "1.46"))
+    pages = Pages((Page("s", (Grid.of(head, rows),)), Page("s, differences", ("They need two seeds.",))))
+    show_pages(pages)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
         *("", "s, own", "method     final, %", "A       9.50 ± 1.00"),
-        *("", "s, test", "method  final, %", "B|b        61.46", "A           1.46"),
+        *("", "s, test", "method  final, %", "B|b      61.46 *", "A           1.46"),
         *("", "They need two seeds."),
     ]
+    assert str(pages) == (
+        "# s\n\n| method | split | metric | final, % |\n|---|---|---|---|\n| A | all | own | 9.50 ± 1.00 |\n"
+        "| B\\|b | all | test | 61.46 \\* |\n| A | all | test | 1.46 |\n\n# s, differences\n\nThey need two seeds.\n"
+    )
 
 
 def test_an_interrupted_command_ends_with_130(monkeypatch) -> None:

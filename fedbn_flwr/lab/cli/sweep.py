@@ -24,9 +24,10 @@ from fedbn_flwr.lab.cli.console import (
     quiet_flower,
     say,
 )
-from fedbn_flwr.lab.cli.tables import show_markdown
+from fedbn_flwr.lab.cli.tables import show_pages
 
 if TYPE_CHECKING:
+    from fedbn_flwr.lab.studies.rows import Page
     from fedbn_flwr.lab.studies.study import Cell
     from fedbn_flwr.lab.studies.study_checks import Selection
 
@@ -79,12 +80,13 @@ def sweep(
         runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine)
 
         failed: RunFailedError | None = None
+        tables: tuple[Page, ...] = ()  # of lost trials there are none
         try:
             with interrupt(lambda: _saved(out, selected, selection)), bars() as progress:
-                table = launch(grid, out, runner, Display(progress, grid.name), selection)
+                tables = launch(grid, out, runner, Display(progress, grid.name), selection)
         except RunFailedError as error:
-            table, failed = error.result, error
-        show_markdown(table)
+            tables, failed = error.result or tables, error
+        show_pages(tables)
         say()
         say(f"results: {out.absolute()}")
         say(f"next: fedbn-flwr report {shlex.quote(str(out))}")

@@ -1,41 +1,37 @@
-"""Markdown tables in the terminal: aligned, a table for each test, a heading only above a table."""
+"""Tables of a study in the terminal: aligned, a table for each test, a heading only above a table."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from fedbn_flwr.lab.cli.console import say
 
-__all__ = ["show_markdown"]
+if TYPE_CHECKING:
+    from fedbn_flwr.lab.studies.rows import Page
 
-_BAR = re.compile(r"(?<!\\)\|")
+__all__ = ["show_pages"]
+
 _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]\d+)?( ± [\d.]+)?( \*{1,2})?|[-+][\d.]+ to [-+][\d.]+|-|")
 _SPLIT, _METRIC = "split", "metric"
 
 
-def show_markdown(text: str) -> None:
-    """Print headings, tables and paragraphs of Markdown."""
-    heading = ""
-    for part in text.strip().split("\n\n"):
-        if part.startswith("#"):
-            heading = part.strip("# ")
-        elif part.startswith("|"):
-            rows = [[_plain(cell) for cell in _BAR.split(line)[1:-1]] for line in part.splitlines()]
-            for title, head, body in _by_test(rows[0], rows[2:]):
-                say()
-                say(", ".join(filter(None, (heading, title))), style="bold")
-                say(_aligned(head, body))
-            heading = ""
-        else:
+def show_pages(pages: Iterable[Page]) -> None:
+    """Print the tables and paragraphs of pages."""
+    for page in pages:
+        for part in page.parts:
             say()
-            say(_plain(part))
-
-
-def _plain(cell: str) -> str:
-    return re.sub(r"\\([|*])", r"\1", cell.strip())
+            if isinstance(part, str):
+                say(part)
+                continue
+            for number, (title, head, body) in enumerate(_by_test(list(part.head), list(map(list, part.rows)))):
+                if number:
+                    say()
+                say(", ".join(filter(None, (page.title, title))), style="bold")
+                say(_aligned(head, body))
 
 
 def _by_test(head: list[str], rows: list[list[str]]) -> Iterator[tuple[str, list[str], list[list[str]]]]:

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fedbn_flwr.lab.studies.rows import grouped, markdown_table
+from fedbn_flwr.lab.studies.rows import Grid, Page, grouped
 from fedbn_flwr.training.tasks import in_percent, quantity_of
 
-__all__ = ["DIFFERENT_TESTS", "FIELDS", "LEVEL", "comparisons", "comparisons_markdown", "difference", "left_out"]
+__all__ = ["DIFFERENT_TESTS", "FIELDS", "LEVEL", "comparisons", "comparisons_page", "difference", "left_out"]
 
 LEVEL = 0.95
 _EQUAL = 1e-9  # differences of shares of examples, equal as fractions, differ in float64's last digits
@@ -116,17 +116,17 @@ def _correct(pairs: Sequence[dict[str, Any]]) -> None:
         pair["p-holm"] = largest
 
 
-def comparisons_markdown(name: str, rows: Sequence[Row], without: Sequence[str] = ()) -> str:
+def comparisons_page(name: str, rows: Sequence[Row], without: Sequence[str] = ()) -> Page:
     """Return the pairs as a table, with one seed a sentence in its place, and the sentences of ``left_out``."""
-    body = "They need two seeds that both methods finished; with more the interval is narrower."
+    parts: list[Grid | str] = ["They need two seeds that both methods finished; with more the interval is narrower."]
     if any(row["seeds"] > 1 for row in rows):
-        body = _table(rows)
+        parts = [_explained(rows), _grid(rows)]
     if without:
-        body += "\n\nLeft out:\n\n" + "\n".join(f"- {sentence}" for sentence in without)
-    return f"# {name}, differences between methods\n\n{body}\n"
+        parts += ["Left out:", "\n".join(f"- {sentence}" for sentence in without)]
+    return Page(f"{name}, differences between methods", tuple(parts))
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _explained(rows: Sequence[Row]) -> str:
     text = (
         f"Final results, paired over the seeds that both methods finished: mean difference and {LEVEL:.0%} confidence "
         "interval (Student's t). An interval without 0 is marked with *; ** if Holm's correction for all pairs of the "
@@ -134,6 +134,10 @@ def _table(rows: Sequence[Row]) -> str:
     )
     if any(row["metric"] != row["other-metric"] for row in rows):
         text += f" {DIFFERENT_TESTS}"
+    return text
+
+
+def _grid(rows: Sequence[Row]) -> Grid:
     head = ("split", "method", "metric", "against", "metric of it", "difference", "interval", "seeds")
     lines = []
     for row in rows:
@@ -142,6 +146,6 @@ def _table(rows: Sequence[Row]) -> str:
         if row["low"] is not None:
             interval = f"{row['low']:{form}} to {row['high']:{form}}"
             if row["low"] > 0 or row["high"] < 0:
-                shown += " \\*\\*" if row["p-holm"] < 1 - LEVEL else " \\*"
+                shown += " **" if row["p-holm"] < 1 - LEVEL else " *"
         lines.append([*(row[key] for key in _PAIR), shown, interval, row["seeds"]])
-    return f"{text}\n\n{markdown_table(head, lines)}"
+    return Grid.of(head, lines)

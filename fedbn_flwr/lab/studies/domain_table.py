@@ -10,9 +10,10 @@ from typing import Any
 from fedbn_flwr.lab.studies.rows import (
     AVERAGE,
     WHOLE,
+    Grid,
+    Page,
     PaperNumber,
     grouped,
-    markdown_table,
     mean_std,
     scale_of,
     with_std,
@@ -20,7 +21,7 @@ from fedbn_flwr.lab.studies.rows import (
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
 
-__all__ = ["FIELDS", "domain_markdown", "domain_rows", "is_average"]
+__all__ = ["FIELDS", "domain_page", "domain_rows", "is_average"]
 
 FIELDS = ("method", "split", "metric", "domain", "runs", "mean", "std", "paper", "paper-std", "difference")
 Summaries = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
@@ -85,7 +86,7 @@ def is_average(final: Mapping[str, Any], metric: str) -> bool:
     return math.isclose(whole, statistics.fmean(values))
 
 
-def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def domain_page(name: str, rows: Sequence[Mapping[str, Any]]) -> Page:
     """Return the rows as a table: domains in columns, mean ± std, then the paper's numbers and the differences."""
     domains = [*dict.fromkeys(row["domain"] for row in rows if row["domain"] != AVERAGE), AVERAGE]
     lines = []
@@ -101,5 +102,4 @@ def domain_markdown(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
             papers = [with_std(row["paper"], row["paper-std"], form, "") for row in in_order]
             differences = [with_std(row["difference"], None, f"+{form}", "") for row in in_order]
             lines += [[method, split, "the paper's", *papers, ""], [method, split, "difference", *differences, ""]]
-    table = markdown_table(["method", "split", "metric", *domains, "runs"], lines)
-    return f"# {name}, by domain\n\n{table}\n"
+    return Page(f"{name}, by domain", (Grid.of(["method", "split", "metric", *domains, "runs"], lines),))

@@ -1,4 +1,4 @@
-"""Rows of tables: grouped, as text in Markdown, and their numbers with a spread, ours and those of a paper."""
+"""Rows of tables: grouped, as pages of text, and their numbers with a spread, ours and those of a paper."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from fedbn_flwr.training.tasks import in_percent
 __all__ = [
     "AVERAGE",
     "WHOLE",
+    "Grid",
+    "Page",
+    "Pages",
     "PaperNumber",
     "grouped",
     "markdown_table",
@@ -21,6 +24,7 @@ __all__ = [
 ]
 
 AVERAGE = "average"  # of the domains
+_BAR = "\\|"
 WHOLE = ""  # in a paper's numbers by domain the key of one that is not by domain
 
 
@@ -78,11 +82,55 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return groups
 
 
+class Grid(NamedTuple):
+    """A table of texts; as a string it is Markdown."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, head: Iterable[object], rows: Iterable[Iterable[object]]) -> Grid:
+        """Return a table of anything, whose cells have one line each."""
+        return cls(_texts(head), tuple(map(_texts, rows)))
+
+    def __str__(self) -> str:
+        """Markdown, in which asterisks are no emphasis."""
+        head, *rows = [[cell.replace("*", "\\*") for cell in row] for row in (self.head, *self.rows)]
+        return markdown_table(head, rows)
+
+
+def _texts(cells: Iterable[object]) -> tuple[str, ...]:
+    return tuple(str(cell).replace("\n", " ") for cell in cells)
+
+
 def markdown_table(head: Sequence[object], rows: Iterable[Iterable[object]]) -> str:
-    """Return a table in Markdown; a cell's own bars and line ends do not end it."""
-    lines = []
-    for cells in (head, *rows):
-        texts = [" ".join(str(cell).replace("|", "\\|").split("\n")) for cell in cells]
-        lines.append(f"| {' | '.join(texts)} |")
+    """Return a table in Markdown, whose cells may have markup; a cell's own bars and line ends do not end it."""
+    lines = [f"| {' | '.join(text.replace('|', _BAR) for text in _texts(cells))} |" for cells in (head, *rows)]
     lines.insert(1, "|---" * len(head) + "|")
     return "\n".join(lines)
+
+
+class Page(NamedTuple):
+    """A heading and what stands below it; as a string it is Markdown.
+
+    Attributes:
+        title: of the heading.
+        parts: tables and paragraphs.
+        level: of the heading, 1 for the highest.
+    """
+
+    title: str
+    parts: tuple[Grid | str, ...]
+    level: int = 1
+
+    def __str__(self) -> str:
+        """Markdown."""
+        return "\n\n".join([f"{'#' * self.level} {self.title}", *map(str, self.parts)]) + "\n"
+
+
+class Pages(tuple[Page, ...]):
+    """Pages in order; as a string they are Markdown."""
+
+    def __str__(self) -> str:
+        """Markdown."""
+        return "\n".join(map(str, self))

@@ -29,6 +29,7 @@ from fedbn_flwr.lab.runs.run import Engine
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.studies.one_run import changed, do_cell, finished, is_done, summary_of
 from fedbn_flwr.lab.studies.results import StudyResults
+from fedbn_flwr.lab.studies.rows import Pages
 from fedbn_flwr.lab.studies.sites import write_sites
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.lab.studies.study_checks import EVERYTHING, Selection
@@ -82,8 +83,8 @@ def sweep(
     runner: Runner | None = None,
     follower: Follower | None = None,
     selection: Selection = EVERYTHING,
-) -> str:
-    """Do the unfinished runs of a study, write its tables and curves, and return the Markdown tables.
+) -> Pages:
+    """Do the unfinished runs of a study, write its tables and curves, and return the tables.
 
     Args:
         study: the grid. Its trials, if it has ``tune``, are done first; ``tuning.md`` shows them.
@@ -119,9 +120,7 @@ def sweep(
             _tables_now(results)
         _do_all(cells, out, runner, follower, lambda: _tables_now(results))
         with _writing(out):
-            table = write_tables(results)
-            if by_site := write_sites(results):
-                table += "\n" + by_site
+            tables = Pages((*write_tables(results), *write_sites(results)))
     if former := [cell.name for cell in study.cells() if cell not in selection and _is_former(cell, out)]:
         logger.warning(
             "%d finished runs have other settings than the study, and the tables leave them out: %s. Give the command "
@@ -135,8 +134,8 @@ def sweep(
         logger.warning("paper: no result stands beside the numbers of %s", ", ".join(unused))
     if failed := [cell.name for cell in cells if _failed(cell, out)]:
         message = f"{len(failed)} of {len(cells)} runs failed or diverged: {', '.join(failed)}"
-        raise RunFailedError(message, table)
-    return table
+        raise RunFailedError(message, tables)
+    return tables
 
 
 def _log_dropped(study: Study, selection: Selection) -> None:

@@ -13,11 +13,11 @@ from fedbn_flwr.lab.output.curves import draw_curves
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.output.global_tests import headlines
 from fedbn_flwr.lab.studies.comparisons import FIELDS as COMPARED
-from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_markdown, left_out
+from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_page, left_out
 from fedbn_flwr.lab.studies.domain_table import FIELDS as BY_DOMAIN
-from fedbn_flwr.lab.studies.domain_table import domain_markdown, domain_rows
+from fedbn_flwr.lab.studies.domain_table import domain_page, domain_rows
 from fedbn_flwr.lab.studies.results import FIELDS, StudyResults
-from fedbn_flwr.lab.studies.rows import grouped, markdown_table, mean_std, with_std
+from fedbn_flwr.lab.studies.rows import Grid, Page, Pages, grouped, mean_std, with_std
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.training.tasks import in_percent
 
@@ -28,8 +28,8 @@ _TARGETS = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
 _COSTS = (("rounds", ".10g"), ("exchanges", ".10g"), ("megabytes", ".2f"))  # with their formats
 
 
-def write_tables(results: StudyResults) -> str:
-    """Write the files of the results so far; return the Markdown of the tables.
+def write_tables(results: StudyResults) -> Pages:
+    """Write the files of the results so far; return the tables.
 
     ``results.jsonl`` and ``results.csv`` have a row for each run and metric, ``table.md`` and ``table.csv`` one for
     each method, split and metric, ``comparisons.md`` and ``comparisons.csv`` the paired differences, ``domains.md`` and
@@ -38,26 +38,24 @@ def write_tables(results: StudyResults) -> str:
     study, out = results.study, results.out
     rows = results.rows()
     table = table_rows(study, rows)
-    text = _markdown(study, table)
+    pages = [_page(study, table)]
     write_atomically(out / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_atomically(out / "results.csv", csv_text(FIELDS, rows))
-    write_atomically(out / "table.md", text)
+    write_atomically(out / "table.md", str(pages[0]))
     write_atomically(out / "table.csv", csv_text(_COLUMNS, table))
     for name in ("domains", "comparisons"):  # of a study that has changed
         for end in ("md", "csv"):
             (out / f"{name}.{end}").unlink(missing_ok=True)
     if domains := domain_rows(study, _by_pair(results)):
-        by_domain = domain_markdown(study.name, domains)
-        write_atomically(out / "domains.md", by_domain)
+        pages.append(domain_page(study.name, domains))
+        write_atomically(out / "domains.md", str(pages[-1]))
         write_atomically(out / "domains.csv", csv_text(BY_DOMAIN, domains))
-        text += "\n" + by_domain
     if compared := comparisons(rows):
         pairs_of_study = itertools.product(study.splits, study.methods)
         without = left_out(rows, [(s, m) for s, m in pairs_of_study if f"{m}/{s}" not in study.skip])
-        pairs = comparisons_markdown(study.name, compared, without)
-        write_atomically(out / "comparisons.md", pairs)
+        pages.append(comparisons_page(study.name, compared, without))
+        write_atomically(out / "comparisons.md", str(pages[-1]))
         write_atomically(out / "comparisons.csv", csv_text(COMPARED, compared))
-        text += "\n" + pairs
     begun = ((cell, history) for cell in study.cells() if (history := results.history(cell)))  # seed by seed
     _, of_first_seed = next(itertools.groupby(begun, lambda pair: pair[0].seed), (0, ()))
     curves, main = {}, {}
@@ -67,7 +65,7 @@ def write_tables(results: StudyResults) -> str:
         curves[name], main[name] = history, headlines(cell.config)[0]
         scores[cell.config.learning_task().score] = None
     write_atomically(out / "curves.png", draw_curves(curves, study.name, [*scores], main))
-    return text
+    return Pages(pages)
 
 
 _COLUMNS = (
@@ -179,7 +177,7 @@ def _by_pair(results: StudyResults) -> dict[tuple[str, str], list[dict[str, Any]
     return by_pair
 
 
-def _markdown(study: Study, rows: Sequence[Row]) -> str:
+def _page(study: Study, rows: Sequence[Row]) -> Page:
     shares = [in_percent(row["metric"] or "") for row in rows]
     unit, mixed = ", %" if all(shares) else "", len({*shares}) > 1
     aims = any(row["target"] is not None for row in rows)
@@ -209,4 +207,4 @@ def _markdown(study: Study, rows: Sequence[Row]) -> str:
             cells += [with_std(row["paper"], row["paper-std"], form, "")]
             cells += [with_std(row["difference"], None, f"+{form}", "")]
         lines.append(cells)
-    return f"# {study.name}\n\n{markdown_table(head, lines)}\n"
+    return Page(study.name, (Grid.of(head, lines),))

@@ -201,7 +201,7 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(tmp_path: Path, monk
         assert bad[-1].strip() == "0, 1 diverged"
     assert not list(out.rglob("*unfinished*"))
     study = load_study(tmp_path / "study.yaml", ["on-divergence=continue"])
-    assert "| 0, 1 diverged |" in sweep(study, tmp_path / "again")
+    assert "| 0, 1 diverged |" in str(sweep(study, tmp_path / "again"))
 
 
 def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) -> None:

@@ -545,7 +545,7 @@ base: {dataset: mine, partition: iid, num-clients: 3, num-server-rounds: 3, loca
 methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}, centralized: {strategy: centralized}}
 """)
     out = tmp_path / "out"
-    table = sweep(load_study(path), out)
+    table = str(sweep(load_study(path), out))
     for method, headline in (("FedAvg", "test-mae"), ("FedBN", "personal-own-mae"), ("centralized", "test-mae")):
         folder = out / method / "all/seed-0"
         summary, lines = json.loads((folder / "summary.json").read_text()), read_metrics(folder / "metrics.jsonl")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.studies.domain_table import domain_markdown, domain_rows, is_average
+from fedbn_flwr.lab.studies.domain_table import domain_page, domain_rows, is_average
 from fedbn_flwr.lab.studies.results import StudyResults
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.lab.studies.study_checks import load_study
@@ -42,7 +42,7 @@ def test_the_table_has_rows_and_markdown() -> None:
     assert [row["paper"] for row in rows] == [None, 20.5, 40.25, None, None, None]
     assert [row["paper-std"] for row in rows] == [None, None, 1.5, None, None, None]
     assert [row["difference"] for row in rows] == [None, 4.5, pytest.approx(2.25), None, None, None]
-    assert domain_markdown("pets", rows).splitlines() == [
+    assert str(domain_page("pets", rows)).splitlines() == [
         "# pets, by domain",
         "",
         "| method | split | metric | dog | cat | average | runs |",
@@ -63,7 +63,7 @@ def test_a_domain_only_the_paper_has_is_shown_as_missing() -> None:
         ("average", 1, 50.0),
     ]
     assert [row["difference"] for row in rows] == [None, None, None]
-    assert "| - |" in domain_markdown("", rows)
+    assert "| - |" in str(domain_page("", rows))
 
 
 def test_a_run_without_a_value_in_a_domain_has_no_average() -> None:
@@ -89,7 +89,7 @@ def test_a_sweep_writes_the_domain_table_beside_the_other(tmp_path: Path) -> Non
     average = "{noisy: 50, average: 66.3 ± 0.7}"
     path.write_text(STUDY + f"paper: {{FedAvg/all: {average}, FedBN/all: {average}}}\n")
     study, out = load_study(path), tmp_path / "out"
-    table = sweep(study, out)
+    table = str(sweep(study, out))
     assert table == "\n".join((out / f"{name}.md").read_text() for name in ("table", "domains", "comparisons"))
     with (out / "domains.csv").open() as file:
         rows = {(row["method"], row["domain"]): row for row in csv.DictReader(file)}
@@ -116,7 +116,7 @@ def test_a_study_names_the_metrics_of_its_tables(tmp_path: Path, caplog: pytest.
     path, out = tmp_path / "study.yaml", tmp_path / "out"
     wanted = ["personal-own-balanced-accuracy", "test-accuracy", "personal-own-accuracy", "test-auprc"]
     path.write_text(STUDY.replace("base: {", "base: {metrics: balanced-accuracy, ") + f"metrics: {wanted}\n")
-    table = sweep(load_study(path), out)
+    table = str(sweep(load_study(path), out))
     final = json.loads((out / "FedBN/all/seed-0/summary.json").read_text())["final"]
     with (out / "table.csv").open() as file:
         rows = {(row["method"], row["metric"]): row for row in csv.DictReader(file)}

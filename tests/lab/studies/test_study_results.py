@@ -13,7 +13,7 @@ from scipy.stats import ttest_rel
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.studies import results
-from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_markdown, left_out
+from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_page, left_out
 from fedbn_flwr.lab.studies.one_run import finished
 from fedbn_flwr.lab.studies.results import StudyResults
 from fedbn_flwr.lab.studies.rows import PaperNumber, markdown_table
@@ -52,7 +52,7 @@ def test_differences_are_paired_by_seed_as_scipy_does() -> None:
     assert smallest["p-holm"] == pytest.approx(3 * smallest["p"])
     assert middle["p-holm"] == pytest.approx(max(2 * middle["p"], 3 * smallest["p"]))
     assert largest["p-holm"] == pytest.approx(max(largest["p"], middle["p-holm"]))
-    text = comparisons_markdown("s", found)
+    text = str(comparisons_page("s", found))
     assert [line.count("\\*\\*") for line in text.splitlines()[-3:]] == [0, 1, 1]
     equal = [row("A", seed, 50.0 + seed) for seed in (0, 1)] + [row("B", seed, 50.25 + seed) for seed in (0, 1)]
     right = {"A": (330, 291, 322), "B": (331, 292, 323)}  # of 360: 1 apart in each, and in float64 not quite
@@ -60,7 +60,7 @@ def test_differences_are_paired_by_seed_as_scipy_does() -> None:
     for unknown in (rows[:1] + rows[5:6], equal, counted):
         (pair,) = comparisons(unknown)
         assert (pair["low"], pair["p"], pair["p-holm"]) == (None, None, None)
-    alone = comparisons_markdown("s", comparisons(rows[:1] + rows[5:6]))
+    alone = str(comparisons_page("s", comparisons(rows[:1] + rows[5:6])))
     assert "need two seeds" in alone
     assert "|" not in alone
 
@@ -79,10 +79,10 @@ def test_methods_with_different_tests_are_compared_by_the_main_metric_of_each() 
         ("A", "test-accuracy", "FedBN", "personal-own-accuracy", 2, -2.5),
         ("A", "test-loss", "B", "test-loss", 2, 0.5),
     ]
-    text = comparisons_markdown("s", found)
+    text = str(comparisons_page("s", found))
     assert "| all | A | test-accuracy | FedBN | personal-own-accuracy | -2.50 |" in text
     assert "different tests" in text
-    assert "different tests" not in comparisons_markdown("s", found[1:])
+    assert "different tests" not in str(comparisons_page("s", found[1:]))
 
 
 def test_holms_correction_counts_pairs_that_are_shown_with_the_main_metrics() -> None:
@@ -117,7 +117,7 @@ def test_a_method_that_is_compared_with_none_is_named_with_the_reason() -> None:
         "Lame, all: no run has a final result (1 failed).",
         "New, all: no run has a final result.",
     ]
-    assert comparisons_markdown("s", comparisons(rows), found).endswith(
+    assert str(comparisons_page("s", comparisons(rows), found)).endswith(
         "Left out:\n\n" + "".join(f"- {line}\n" for line in found)
     )
     assert left_out(rows[:3], pairs[:2]) == []
@@ -166,7 +166,7 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
     assert (first["with-rejected"], second["with-rejected"]) == (1, 0)
     (undefined,) = table_rows(study, [row | {"final": row["final"] if not row["seed"] else None} for row in rows[::2]])
     assert (undefined["runs"], undefined["without-value"], undefined["mean"]) == (1, 1, rows[0]["final"])
-    text = write_tables(StudyResults(study, tmp_path / "out"))
+    text = str(write_tables(StudyResults(study, tmp_path / "out")))
     assert "| 2, 1 with lost replies |" in text
     assert "| 70.00 ± 2.50 | +0.00 |" in text
     assert (second["reached"], second["rounds-to-target"], second["paper"]) == (0, None, None)
@@ -233,7 +233,7 @@ def test_runs_that_all_failed_have_no_cost(tmp_path: Path, monkeypatch) -> None:
     (found,) = table_rows(study, rows)
     assert (found["rounds"], found["exchanges"], found["megabytes"], found["failed"]) == (None, None, None, 2)
     monkeypatch.setattr(StudyResults, "rows", lambda _: rows)
-    assert "| A | all | - | - | - | - | - | - | 0, 2 failed |" in write_tables(StudyResults(study, tmp_path))
+    assert "| A | all | - | - | - | - | - | - | 0, 2 failed |" in str(write_tables(StudyResults(study, tmp_path)))
 
 
 def test_a_target_that_is_reached_exactly_is_reached() -> None:

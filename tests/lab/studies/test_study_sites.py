@@ -30,14 +30,14 @@ CONTENT = {
 }
 
 
-def test_methods_are_compared_at_each_site(tmp_path: Path) -> None:
+def test_methods_are_compared_at_each_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump({**CONTENT, "against": ["Alone"]}, sort_keys=False))
     with pytest.raises(ConfigError, match="against: 'Alone' is not one of methods \\(Standalone, FedAvg\\)"):
         load_study(path)
     path.write_text(yaml.safe_dump(CONTENT, sort_keys=False))
     out = tmp_path / "out"
-    printed = sweep(load_study(path), out)
+    printed = str(sweep(load_study(path), out))
     assert "FedAvg against Standalone, natural" in printed
     tables = json.loads((out / "sites.json").read_text())["tables"]
     assert [(table["method"], table["split"], table.get("runs")) for table in tables] == [
@@ -46,9 +46,22 @@ def test_methods_are_compared_at_each_site(tmp_path: Path) -> None:
     ]
     runs = [[outputs_of(out / method / "natural" / f"seed-{k}") for k in (0, 1)] for method in CONTENT["methods"]]
     table = compare(runs[1], runs[0], "Standalone")
-    assert tables[0] == {"split": "natural", "method": "FedAvg", **table}
+    assert tables[0] == {"split": "natural", "method": "FedAvg", **table, "made-of": tables[0]["made-of"]}
     page = study_page(StudyFiles.read(out), "").html()
     assert "FedAvg against Standalone, natural" in page
+    tested: list[Path] = []
+    monkeypatch.setattr(
+        "fedbn_flwr.lab.studies.sites.outputs_of", lambda run, metric: tested.append(run) or outputs_of(run, metric)
+    )
+    written = (out / "sites.json").read_bytes()
+    assert str(sweep(load_study(path), out)) == printed
+    assert (tested, (out / "sites.json").read_bytes()) == ([], written)  # nothing is new, and nothing is tested again
+    changed = out / "FedAvg/natural/seed-1/summary.json"
+    changed.write_text(json.dumps({**json.loads(changed.read_text()), "sha256": "another model"}))
+    assert str(sweep(load_study(path), out)) == printed
+    assert sorted(tested) == sorted(
+        out / method / "natural" / f"seed-{k}" for method in CONTENT["methods"] for k in (0, 1)
+    )
     path.write_text(yaml.safe_dump({**CONTENT, "against": []}))
     sweep(load_study(path), out)
     assert not (out / "sites.json").exists()

@@ -176,7 +176,7 @@ def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path
     assert noted.ended == dict.fromkeys(noted.begun, "")
     aside = half.with_name("seed-0.unfinished-1")
     assert (aside / "config.yaml").read_text() == "half"
-    assert table.startswith((out / "table.md").read_text())
+    assert str(table).startswith((out / "table.md").read_text())
     made = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.parent != out}
     with drawn():
         assert sweep(study, out, follower=(again := Noted())) == table
@@ -329,7 +329,7 @@ def test_a_failed_run_is_recorded_and_tried_again(study: Study, tmp_path: Path, 
     with pytest.raises(RunFailedError, match="1 of 6 runs failed or diverged: FedAvg/iid/seed-1") as caught:
         sweep(study, out, follower=(noted := Noted()))
     assert [name for name, error in noted.ended.items() if error] == ["FedAvg/iid/seed-1"]
-    assert "| 1, 1 failed |" in caught.value.result
+    assert "| 1, 1 failed |" in str(caught.value.result)
     failure = json.loads((out / "FedAvg/iid/seed-1/failed.json").read_text())
     assert (failure["error"], failure["type"]) == ("out of luck", "ZeroDivisionError")
     assert "one_fails" in failure["traceback"]
@@ -555,7 +555,7 @@ def test_what_is_damaged_is_named_or_repeated(study: Study, tmp_path: Path, capl
     (first / "config.yaml").write_text("strategy: [fedavg")
     assert not is_done(next(study.cells()), out), "nobody knows its settings"
     assert (
-        sweep(study, out, follower=(noted := Noted()))
+        str(sweep(study, out, follower=(noted := Noted())))
         == (out / "table.md").read_text() + "\n" + (out / "comparisons.md").read_text()
     )
     assert noted.begun == ["FedAvg/iid/seed-0"]
