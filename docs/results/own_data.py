@@ -72,5 +72,7 @@ if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     if kind == "office":
         office(*map(Path, rest))
+    elif kind == "digits":
+        digits(*map(Path, rest))
     else:
         collages(Path(rest[0]), int(rest[1]) if len(rest) > 1 else 400)
