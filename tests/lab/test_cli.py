@@ -17,7 +17,7 @@ from PIL import Image
 from typer.models import TyperPath
 from typer.testing import CliRunner
 
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import EngineError, RunFailedError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.cli.before import Kind
 from fedbn_flwr.lab.cli.console import Bar, EngineChoice, Lines, bars, complaints, progress
@@ -400,6 +400,13 @@ def test_an_interrupted_sweep_that_tunes_counts_the_runs_with_what_was_chosen(tm
     assert ": 3 of 3 runs.\n" in call(*command).stderr, "with the learning rate that was chosen"
     next((tmp_path / "out/tune").rglob("summary.json")).unlink()
     assert ": 1 of 2 trials of tune, before the runs.\n" in call(*command).stderr
+
+    def lost(*_: object) -> None:
+        raise RunFailedError("1 of 2 trials of tune failed")
+
+    monkeypatch.setattr("fedbn_flwr.lab.studies.sweep.sweep", lost)
+    failed = call(*command)  # there are no tables
+    assert (failed.exit_code, "1 of 2 trials of tune failed" in failed.stderr) == (1, True)
 
 
 def test_square_brackets_in_a_name_are_no_markup(capsys) -> None:
