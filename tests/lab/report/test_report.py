@@ -173,7 +173,11 @@ def test_its_sections_have_their_figures(page: Html) -> None:
     ]
     assert clients["layout"]["xaxis"]["title"]["text"] == "accuracy (%)"
     assert clients["data"][0]["y"] == ["client 0", "client 1", "client 2"]
-    labels = [attributes["aria-label"] for _, attributes in page.tags if attributes.get("role") == "img"]
+    labels = [
+        attributes["aria-label"]
+        for _, attributes in page.tags
+        if attributes.get("class") == "plot" and attributes["role"] == "group"
+    ]
     assert len(labels) == len(page.figures) == page.count("figcaption")
     assert all(labels)
 
