@@ -121,7 +121,7 @@ class RunClients:
             data_report=_report(config, context),
             record_level=config.record_level(),
             input_scale=scale,
-            own_metrics=_own_metrics(context),
+            own_metrics=None if config.protected else _own_metrics(context),
         )
 
     def _loss(self, client: int | None, train: Subset) -> LossFn | None:

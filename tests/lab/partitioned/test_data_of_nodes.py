@@ -114,6 +114,13 @@ def test_a_node_sends_its_interval_if_its_owner_allows_it(served, tables, tmp_pa
     assert [row[1] for row in columns(summary["sites"])[1]] == ["6", "-", "-"]
     closed, _ = served({**TABLE, **keys, "dataset": "csv:"}, at(tables), "closed")
     assert "sites" not in closed
+    masked = {"masked-sums": True, "masked-metrics": "published"}
+    hidden, lines = served(
+        {**TABLE, **keys, **masked, "dataset": "csv:"}, at(tables, **{"report-intervals": "true"}), "masked"
+    )
+    assert "own-accuracy" in lines[-1]["clients"]["0"]
+    assert "own-groups" not in lines[-1]["clients"]["0"], "a protected run sends no interval"
+    assert "sites" not in hidden
 
 
 def test_why_a_node_sends_no_interval_is_not_guessed() -> None:
