@@ -71,6 +71,16 @@ CURVES = [
             ("FedAvg+BN", "FedAvg with BatchNorm", BAD, "-"),
         ],
     ),
+    (
+        "fedtan-figure-8-small",
+        "each client's model on all domains' images",
+        [
+            ("FedTAN", "FedTAN", GOOD, "-"),
+            ("FedAvg+BN", "FedAvg with BatchNorm", BAD, "-"),
+            ("FedBN", "FedBN", OTHER, "--"),
+            ("SingleNet", "each client alone, to round 70", PLAIN, ":"),
+        ],
+    ),
 ]
 TABLES = [  # a page whose first table has a round a row: its columns as lines
     (
