@@ -27,6 +27,7 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="The --out of a run or a sweep.")],
     live: Annotated[bool, typer.Option("--live", help="Follow a running folder until it is finished.")] = False,
     out: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the folder.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="2 MB, for browsers older than May 2023.")] = False,
 ) -> None:
     """Write one HTML page of a run or a study, which needs no other file and no network."""
     with exit_codes():
@@ -39,9 +40,9 @@ def report(
         if live:
             say(f"report, live: {target.absolute()}")
             with interrupt(lambda: f"The report shows the folder as it was last: {target}"):
-                follow_report(folder, out)
+                follow_report(folder, out, plain=plain)
         examine(folder)
-        write_report(folder, out)
+        write_report(folder, out, plain=plain)
         say(f"report: {target.absolute()}")
 
 

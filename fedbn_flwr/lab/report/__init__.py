@@ -26,20 +26,23 @@ _INTERVAL = 5  # seconds between two looks at a running folder, and after which 
 _SHARE = 10  # times the seconds that the last page took, if these are more: the cores are for the runs
 
 
-def write_report(folder: Path, out: Path | None = None) -> Path:
+def write_report(folder: Path, out: Path | None = None, *, plain: bool = False) -> Path:
     """Write the report of a run or a study as it is now; return the file.
 
     Args:
         folder: the folder of a run or a study, finished or not.
         out: the file; None = ``report.html`` in the folder. An older report is replaced.
+        plain: plotly's code is in it as it is, 1.5 MB, for browsers that cannot unpack it.
 
     Raises:
         ConfigError: the folder is neither, the file is not a report, or it cannot be written.
     """
-    return _write(folder, _target(folder, out), live=0)[0]
+    return _write(folder, _target(folder, out), live=0, plain=plain)[0]
 
 
-def follow_report(folder: Path, out: Path | None = None, *, wait: Callable[[float], None] = time.sleep) -> Path:
+def follow_report(
+    folder: Path, out: Path | None = None, *, plain: bool = False, wait: Callable[[float], None] = time.sleep
+) -> Path:
     """Write the report whenever the folder has changed, until its run or study is finished; return the file.
 
     A study is finished where every run is finished or failed, and no sweep goes on.
@@ -49,6 +52,7 @@ def follow_report(folder: Path, out: Path | None = None, *, wait: Callable[[floa
     Args:
         folder: as for ``write_report``.
         out: as for ``write_report``.
+        plain: as for ``write_report``.
         wait: sleeps so many seconds.
 
     Raises:
@@ -60,23 +64,23 @@ def follow_report(folder: Path, out: Path | None = None, *, wait: Callable[[floa
             state = _state(folder)
             if state != shown:
                 begun = time.monotonic()
-                _, finished = _write(folder, target, live=_INTERVAL)
+                _, finished = _write(folder, target, live=_INTERVAL, plain=plain)
                 shown, seconds = state, time.monotonic() - begun
             if finished and not is_locked(folder):  # a sweep may repeat what has failed
                 break
             wait(max(_INTERVAL, _SHARE * seconds))
     finally:
-        _write(folder, target, live=0)
+        _write(folder, target, live=0, plain=plain)
     return target
 
 
-def _write(folder: Path, target: Path, live: int) -> tuple[Path, bool]:
+def _write(folder: Path, target: Path, live: int, plain: bool) -> tuple[Path, bool]:
     """Write the page; return its file and whether the run or study is finished."""
     foot = f"Made by fedbn-flwr {version('fedbn-flwr')} on {datetime.now():%Y-%m-%d at %H:%M:%S}."
     page, finished = _page(folder, foot, live)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, page.html())
+        write_atomically(target, page.html(plain))
     except OSError as error:
         raise ConfigError(f"out={str(target)!r} cannot be written: {error}") from error
     return target, finished

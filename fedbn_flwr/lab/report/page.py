@@ -6,6 +6,7 @@ These blocks hold plain text. The templates make HTML of them, and escape every 
 from __future__ import annotations
 
 import base64
+import gzip
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -193,15 +194,16 @@ class Page:
     foot: str
     live: int = 0
 
-    def html(self) -> str:
-        """Return the whole file; with a figure, plotly's code is in it, compressed."""
+    def html(self, plain: bool = False) -> str:
+        """Return the whole file; with a figure, plotly's code is in it, compressed unless ``plain``."""
         has_figures = any(isinstance(block, Figure) for section in self.sections for block in section.blocks)
         return _TEMPLATES.get_template("page.html.jinja").render(
             page=self,
             generator=GENERATOR,
             style=(_HERE / "report.css").read_text(encoding="utf-8"),
             script=(_HERE / "report.js").read_text(encoding="utf-8"),
-            plotly=base64.b64encode(PLOTLY.read_bytes()).decode() if has_figures else "",
+            plotly=base64.b64encode(PLOTLY.read_bytes()).decode() if has_figures and not plain else "",
+            plain_plotly=gzip.decompress(PLOTLY.read_bytes()).decode() if has_figures and plain else "",
         )
 
 

@@ -129,11 +129,11 @@
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; later(); } });
   const packed = document.getElementById("plotly")?.textContent;
-  // Browsers older than May 2023 show the numbers of each figure: plain plotly would make every report 2 MB for the browsers
-  // of one year more, since those before March 2022 have no structuredClone, either.
-  if (packed && "DecompressionStream" in globalThis) unpack(packed).then(redraw);
+  // Browsers older than May 2023 draw a report with plain plotly, of 2 MB, and show the numbers of each figure in others.
+  if (globalThis.Plotly) redraw();
+  else if (packed && "DecompressionStream" in globalThis) unpack(packed).then(redraw);
   else {
-    figures.forEach(({ place }) => { place.textContent = "This browser is too old to draw. The numbers are below."; });
+    figures.forEach(({ place }) => { place.textContent = "This browser is too old to draw this report, made without --plain. The numbers are below."; });
     document.querySelectorAll("figure details").forEach((one) => { one.open = true; });
   }
 })();

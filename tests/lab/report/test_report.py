@@ -875,8 +875,11 @@ def test_in_a_browser(
             old = browser.new_page()
             old.add_init_script("delete globalThis.DecompressionStream")
             old.goto(path.as_uri())
-            assert old.get_by_text("This browser is too old to draw.").count() == count
+            assert old.get_by_text("This browser is too old to draw").count() == count
             assert old.locator("figure details:not([open])").count() == 0, "the numbers stand there"
+            old.goto(write_report(folder, tmp_path / f"{folder.name}-plain.html", plain=True).as_uri())
+            old.wait_for_function("[...document.querySelectorAll('.plot')].every((one) => one.querySelector('.xtick'))")
+            assert old.locator(".plot .main-svg:first-child").count() == count
         browser.close()
 
 
