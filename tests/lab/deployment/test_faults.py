@@ -98,24 +98,29 @@ def bring_back(federation: Federation) -> None:
         time.sleep(2)
 
 
+def children(*parents: int) -> set[int]:
+    """Return the processes that these processes have started."""
+    found = (Path(f"/proc/{parent}/task/{parent}/children") for parent in parents)
+    return {int(pid) for path in found if path.exists() for pid in path.read_text().split()}
+
+
 def apps_of(federation: Federation, superexec: str) -> set[int]:
-    """Return the process ids of the apps that a SuperExec has started and that have not ended."""
-    parent = federation.process(superexec).pid
-    return set(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
+    """Return the process ids of the apps at a SuperExec that have not ended: children of its two processes."""
+    return children(*children(federation.process(superexec).pid))
 
 
 def next_client_of(federation: Federation, number: int) -> int:
     """Return the process id of the next ClientApp that a node's SuperExec starts, once it is at work.
 
-    At work is what has used 1.5 s of CPU time: one that is killed earlier may not yet have taken its message, and is
+    At work is what has used 0.3 s of CPU time: one that is killed earlier may not yet have taken its message, and is
     started again without anybody noticing.
     """
 
-    def children() -> set[int]:
+    def apps() -> set[int]:
         return apps_of(federation, f"superexec-clientapp-{number}")
 
-    before, deadline = children(), time.monotonic() + 300
-    while not (new := [child for child in children() - before if running(child) and cpu_seconds(child) > 1.5]):
+    before, deadline = apps(), time.monotonic() + 300
+    while not (new := [app for app in apps() - before if running(app) and cpu_seconds(app) > 0.3]):
         assert time.monotonic() < deadline, f"node {number} starts no ClientApp"
         time.sleep(0.02)
     return new[0]
@@ -159,7 +164,8 @@ def test_a_client_app_that_is_killed(federation, begin) -> None:
 def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
     run = begin(strategy="fedavg", round_timeout=45.0)
     run.wait_for_round(1)
-    pids = [next_client_of(federation, 3), federation.process("superexec-clientapp-3").pid]
+    superexec = federation.process("superexec-clientapp-3").pid
+    pids = [next_client_of(federation, 3), superexec, *children(superexec)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     run.wait_for_round(2)
