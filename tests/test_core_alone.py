@@ -24,6 +24,7 @@ BROUGHT = {
     "grpc": "flwr brings it: FedTAN's channel",
     "cryptography": "flwr brings it: masks, and noise whose generator cannot be guessed",
     "httpx": "flwr brings it: its errors, over a network",
+    "click": "flwr brings it: errors of the arguments of its commands",
 }
 WHERE_USED = {
     ("training", "sklearn"): "metrics of scikit-learn",

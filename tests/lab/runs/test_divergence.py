@@ -209,7 +209,7 @@ def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) ->
     study = load_study(tmp_path / "study.yaml", ["min-replies=3"])  # of 2 clients
     with pytest.raises(RunFailedError, match=r"^2 of 2 runs failed or diverged: good/all/seed-0") as caught:
         sweep(study, tmp_path / "out")
-    assert caught.value.result == (tmp_path / "out" / "table.md").read_text()
+    assert str(caught.value.result) == (tmp_path / "out" / "table.md").read_text()
 
 
 def test_a_diverged_run_in_simulation_is_told_from_a_failed_one(tmp_path: Path, monkeypatch) -> None:
