@@ -800,7 +800,7 @@ def test_a_live_report_does_not_take_the_cores_from_the_runs(folder: Path, monke
     unfinish(folder, 1)
     now, waits = [0.0], []
 
-    def write(*_: object, live: int) -> tuple[Path, bool]:
+    def write(*_: object, live: int, plain: bool) -> tuple[Path, bool]:
         now[0] += 3
         return folder / "report.html", len(waits) == 2
 
