@@ -29,6 +29,7 @@ from fedbn_flwr.training.tasks import (
     in_percent,
     quantity_of,
 )
+from tests.support.outputs import Identity
 
 Booleans = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
@@ -216,15 +217,6 @@ def columns(task: Task, count: int = 61) -> tuple[Tensor, Tensor]:
     if task.name == "multi-label":
         targets[:, 2] = targets[:, 2] * 0  # a label that no example has
     return outputs, targets
-
-
-class Identity(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * self.one
 
 
 def recall(truth: Booleans, told: Booleans) -> float:
