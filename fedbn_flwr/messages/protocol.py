@@ -162,6 +162,12 @@ EXAMPLES_NOT_FINITE = Key(
     "examples-not-finite", "int: gradients of DP-SGD that were not finite, if any", "client", "server"
 )
 EXAMPLES_TESTED = Key("examples-tested", "int", "client", "server")
+INTERVAL_LOW = Key("interval-low", "float: of a test set, if the node's owner allows it", "client", "server")
+INTERVAL_HIGH = Key("interval-high", "float: the same", "client", "server")
+INTERVAL_GROUPS = Key("interval-groups", "int: groups in the test set, if the owner allows it", "client", "server")
+GROUPS_NEEDED = Key("interval-groups-needed", "int: how many an interval would need", "client", "server")
+INTERVAL = (INTERVAL_LOW, INTERVAL_HIGH, INTERVAL_GROUPS, GROUPS_NEEDED)
+"""What a client says of its main metric's interval, which has no average over clients."""
 
 # --- entries of ReplyInfo and the query -------------------------------------------------------------------------------
 APPLIED = Key("fedbn-flwr.hooks-applied", "str, comma list: client hooks applied", "client", "server")

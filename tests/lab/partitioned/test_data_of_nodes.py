@@ -102,9 +102,10 @@ def test_a_node_sends_its_interval_if_its_owner_allows_it(served, tables, tmp_pa
     nodes = [*at(tables[:1], **{"report-intervals": "true"}), *at(tables[1:])]
     summary, lines = served({**TABLE, **keys, "dataset": "csv:"}, nodes)
     sent = [
-        sorted(key for key in client if "groups" in key or "-low" in key) for client in lines[-1]["clients"].values()
+        sorted(key for key in client if "interval" in key and "high" not in key)
+        for client in lines[-1]["clients"].values()
     ]
-    assert sent == [["own-accuracy-low", "own-groups"], [], []]
+    assert sent == [["own-interval-groups", "own-interval-low"], [], []]
     rows, whole = summary["sites"]["sites"], together({**TABLE, **keys}, tmp_path)["sites"]["sites"]
     figures = ("examples", "groups", "value", "low", "high", "decision")
     assert {key: rows[0][key] for key in figures} == {key: whole[0][key] for key in figures}
@@ -119,13 +120,13 @@ def test_a_node_sends_its_interval_if_its_owner_allows_it(served, tables, tmp_pa
         {**TABLE, **keys, **masked, "dataset": "csv:"}, at(tables, **{"report-intervals": "true"}), "masked"
     )
     assert "own-accuracy" in lines[-1]["clients"]["0"]
-    assert "own-groups" not in lines[-1]["clients"]["0"], "a protected run sends no interval"
+    assert "own-interval-groups" not in lines[-1]["clients"]["0"], "a protected run sends no interval"
     assert "sites" not in hidden
 
 
 def test_why_a_node_sends_no_interval_is_not_guessed() -> None:
-    tested = {"own-num-examples": 40, "own-accuracy": 0.5, "own-groups": 30}
-    table = table_of_replies({"0": tested, "1": tested | {"own-groups-needed": 60}}, BINARY, "patients")
+    tested = {"own-num-examples": 40, "own-accuracy": 0.5, "own-interval-groups": 30}
+    table = table_of_replies({"0": tested, "1": tested | {"own-interval-groups-needed": 60}}, BINARY, "patients")
     assert table is not None
     assert [row["decision"] for row in table["sites"]] == [
         "undecidable with 30 patients: the node can give no interval",
