@@ -1,7 +1,8 @@
-"""Three nodes with a table each, over a network: the intervals that their owners let out."""
+"""Three nodes with a table each, over a network: the intervals that their owners let out, and one scale under masks."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,3 +66,17 @@ def test_the_intervals_are_those_of_a_run_in_one_place(networked, tables: Path, 
     assert [row["decision"] for row in rows[:2]] == ["interval"] * 2
     assert (rows[2]["groups"], rows[2]["low"], rows[2]["value"]) == (None, None, pytest.approx(expected[2]["value"]))
     assert rows[2]["decision"] == "undecidable: the node does not report it (report-intervals)"
+
+
+def test_one_mean_and_std_under_masks_are_those_of_a_run_in_one_place(networked, tables: Path, tmp_path: Path) -> None:
+    """The same bits, as sums of fixed-point numbers are exact; and those of all records in float64."""
+    keys = {**TABLE, "strategy": "fedavg", "masked-sums": True, "masked-metrics": "published"}
+    keys |= {"feature-ranges": "age:0:120,chol:100:600"}
+    networked(**keys, dataset="csv:")
+    run(Config.make({**keys, "dataset": f"csv:{tables}", "num-clients": 3}), tmp_path / "whole")
+    found, whole = (json.loads((tmp_path / name / "scale.json").read_text()) for name in ("network", "whole"))
+    assert (found["mean"], found["std"]) == (whole["mean"], whole["std"])
+    rows = np.concatenate([np.genfromtxt(path, delimiter=",", skip_header=1, dtype=str) for path in tables.glob("*")])
+    train = np.float32(np.where(rows[:, :2] == "", "nan", rows[:, :2])[rows[:, 2] == "train"]).astype(np.float64)
+    np.testing.assert_allclose(found["mean"], np.nanmean(train, 0), rtol=1e-11)
+    np.testing.assert_allclose(found["std"], np.nanstd(train, 0), rtol=1e-11)
