@@ -191,7 +191,7 @@ class Course:
         folder: the data, and room for results.
         peer_python: the peers' interpreter.
         peers: the folder of the checkouts, or "".
-        rounds: timed rounds in a turn.
+        rounds: timed rounds in a turn, or a multiple of them; see ``Setting.times``.
     """
 
     folder: Path
@@ -219,7 +219,7 @@ class Course:
         out = self.folder / "result.json"
         out.unlink(missing_ok=True)
         checkout = str(Path(self.peers) / contender.checkout[0]) if contender.checkout[0] else ""
-        rounds = max(2, self.rounds // 2) if SETTINGS[setting].evaluate else self.rounds
+        rounds = SETTINGS[setting].times * self.rounds
         job = Job(setting, str(self.folder), str(out), rounds, contender.workers, contender.variant, checkout)
         python = self.peer_python if contender.imports else sys.executable
         path = [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -258,8 +258,8 @@ class Figures:
             found += result[key] if isinstance(result[key], list) else [result[key]]
         return statistics.median(found) if found and None not in found else None
 
-    def data(self, real_data: bool) -> dict[str, Any]:
-        """Return what the page needs of the setting; see ``docs/performance.yaml``."""
+    def data(self, note: str, real_data: bool) -> dict[str, Any]:
+        """Return what the page needs of the setting, with a note of how it was measured; see ``docs/performance.yaml``."""
         rows = {}
         for name, results in self.results.items():
             figures = {"seconds": "seconds", "cpu-seconds": "cpu_seconds", "memory": "memory"}
@@ -274,7 +274,8 @@ class Figures:
                 compared.setdefault(one.name, []).append(other.name)
         ratios = [[name, against, target] for setting, name, against, target in TARGETS if setting == self.setting]
         title = SETTINGS[self.setting].title
-        return {"title": title, "rows": rows, "missing": self.missing, "ratios": ratios, "compared": compared}
+        found = {"rows": rows, "missing": self.missing, "ratios": ratios, "compared": compared}
+        return {"title": title, **found, "note": note}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -320,7 +321,7 @@ def _is_named(name: str, parts: Sequence[str]) -> bool:
 
 def main(
     turns: Annotated[int, typer.Option(min=1, help="turns; each runs every contender once")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="rounds timed in a turn, after one that is not")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds timed in a turn, more where they are short")] = 4,
     only: Annotated[list[str] | None, typer.Option(help=f"settings: {', '.join(SETTINGS)}; default: all")] = None,
     contender: Annotated[
         list[str] | None, typer.Option(help="only rows whose name contains this; default: all")
@@ -329,7 +330,9 @@ def main(
     peer_python: Annotated[str, typer.Option(help="interpreter that has the peers' packages")] = sys.executable,
     peers: Annotated[str, typer.Option(help="folder with the checkouts of peers that are no packages")] = "",
     out: Annotated[Path, typer.Option(help="where all figures go, as JSON")] = Path("runs/benchmark-simulation.json"),
-    write: Annotated[Path | None, typer.Option(help="where the page's data go: docs/performance.yaml")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="docs/performance.yaml: the settings that were measured are replaced there")
+    ] = None,
 ) -> None:
     """Measure this package beside the bare torch loop and other packages."""
     names = only or list(SETTINGS)
@@ -344,9 +347,13 @@ def main(
                 CONTENDERS[name] = tuple(one for one in CONTENDERS[name] if _is_named(one.name, contender))
             found[name] = measure(name, course, turns)
     images = "CIFAR-10 and MNIST" if data_dir else "random images: accuracies say nothing"
-    note = f"{facts()} {turns} turn{'s' * (turns > 1)} of {rounds} rounds; {images}."
-    settings = {name: figures.data(bool(data_dir)) for name, figures in found.items()}
-    text = _HEAD + yaml.safe_dump({"note": note, "settings": settings}, sort_keys=False, allow_unicode=True, width=1000)
+    settings = {}
+    for name, figures in found.items():
+        note = f"{facts()} {turns} turn{'s' * (turns > 1)} of {SETTINGS[name].times * rounds} rounds; {images}."
+        settings[name] = figures.data(note, bool(data_dir))
+    if write is not None and write.exists():
+        settings = yaml.safe_load(write.read_text(encoding="utf-8"))["settings"] | settings
+    text = _HEAD + yaml.safe_dump({"settings": settings}, sort_keys=False, allow_unicode=True, width=1000)
     print(text)
     figures = {name: {"results": one.results, "missing": one.missing} for name, one in found.items()}
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -93,13 +93,14 @@ def test_what_is_slower_with_the_same_processes_is_listed(tmp_path: Path) -> Non
     of_each = {"version": "1", "cpu_seconds": 3.0, "memory": 1000.0, "accuracy": 0.5}
     figures = Figures("fedbn", {name: [{"seconds": [value], **of_each}] for name, value in seconds.items()})
     (tmp_path / "docs").mkdir()
-    data = {"note": "Here.", "settings": {"fedbn": figures.data(real_data=True)}}
+    data = {"settings": {"fedbn": figures.data("Here.", real_data=True)}}
     (tmp_path / "docs/performance.yaml").write_text(yaml.safe_dump(data))
     assert slower_list(tmp_path).endswith(f". {IN_PROCESS}: 1.50 times {BARE}.")
     assert slower_list(tmp_path).count("\n") == 0
     tables = simulation_tables(tmp_path)
     assert f"| fedbn: {IN_PROCESS} / {BARE} | 1.50 | 1.00 | <= 1.08 |" in tables
     assert "| fluke | 1 | 2.00 | 2.00 | 3.00 | 1,000 | 0.500 |" in tables
+    assert tables.endswith("\n\nHere.")
 
 
 def test_a_noise_multiplier_is_rounded_up_and_that_of_a_mean_of_rounds_is_smaller() -> None:

@@ -44,6 +44,8 @@ class Setting:
         local_steps: steps of a client in a round, each on a random batch; 0: one pass over its images in a new order.
         personal: FedBN: the BN entries of each client stay with it; else FedAvg.
         evaluate: what is timed is one evaluation of each client's model on all test images, not the training.
+        times: how many times as many rounds are timed; more where a round takes some milliseconds, as the first
+            rounds of a process are slower.
     """
 
     title: str
@@ -57,6 +59,7 @@ class Setting:
     local_steps: int = 0
     personal: bool = False
     evaluate: bool = False
+    times: int = 1
 
 
 SETTINGS = {
@@ -78,6 +81,7 @@ SETTINGS = {
         batch=32,
         a_round=20,
         personal=True,
+        times=5,
     ),
     "mlp-128": Setting(
         "MLP 784-100(BN)-10, batch 128, 5 clients x 5 steps",
@@ -88,6 +92,7 @@ SETTINGS = {
         batch=128,
         a_round=5,
         local_steps=5,
+        times=20,
     ),
     "resnet20-20": Setting(
         "ResNet-20, batch 20, 5 clients x 5 steps",
@@ -120,6 +125,7 @@ SETTINGS = {
         local_steps=1,
         personal=True,
         evaluate=True,
+        times=5,
     ),
     "evaluation-lenet": Setting(
         "Evaluation of 5 clients' models on 10,000 images, LeNet with BN",
@@ -132,6 +138,7 @@ SETTINGS = {
         local_steps=1,
         personal=True,
         evaluate=True,
+        times=5,
     ),
 }
 

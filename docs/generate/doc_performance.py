@@ -23,7 +23,7 @@ def simulation_tables(root: Path) -> str:
         [f"{setting}: {name} / {against}", number(seconds), number(cpu_seconds), target]
         for setting, name, against, seconds, cpu_seconds, target in ratios(data)
     ]
-    return "\n\n".join([_table(head, rows), *(_setting(one) for one in data["settings"].values()), data["note"]])
+    return "\n\n".join([_table(head, rows), *(_setting(one) for one in data["settings"].values())])
 
 
 def compared_sentence(root: Path) -> str:
@@ -91,4 +91,4 @@ def _setting(one: Data) -> str:
         rows.append([name, row["version"], seconds, number(_ratio(one, name, BARE, "seconds")), *others])
     head = ["", "version", "seconds a round", "/ bare", "CPU seconds", "MB", "accuracy"]
     missing = "".join(f"\n\nMissing: {name}: {reason}." for name, reason in one["missing"].items())
-    return f"**{one['title']}**\n\n{_table(head, rows)}{missing}"
+    return f"**{one['title']}**\n\n{_table(head, rows)}{missing}\n\n{one['note']}"
