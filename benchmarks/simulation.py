@@ -259,7 +259,7 @@ class Figures:
         return statistics.median(found) if found and None not in found else None
 
     def data(self, note: str, real_data: bool) -> dict[str, Any]:
-        """Return what the page needs of the setting, with a note of how it was measured; see ``docs/performance.yaml``."""
+        """Return what the page needs of the setting, and how it was measured; see ``docs/performance.yaml``."""
         rows = {}
         for name, results in self.results.items():
             figures = {"seconds": "seconds", "cpu-seconds": "cpu_seconds", "memory": "memory"}
