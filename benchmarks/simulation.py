@@ -348,9 +348,9 @@ def main(
             found[name] = measure(name, course, turns)
     images = "CIFAR-10 and MNIST" if data_dir else "random images: accuracies say nothing"
     settings = {}
-    for name, figures in found.items():
+    for name, one in found.items():
         note = f"{facts()} {turns} turn{'s' * (turns > 1)} of {SETTINGS[name].times * rounds} rounds; {images}."
-        settings[name] = figures.data(note, bool(data_dir))
+        settings[name] = one.data(note, bool(data_dir))
     if write is not None and write.exists():
         settings = yaml.safe_load(write.read_text(encoding="utf-8"))["settings"] | settings
     text = _HEAD + yaml.safe_dump({"settings": settings}, sort_keys=False, allow_unicode=True, width=1000)
