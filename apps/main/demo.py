@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
@@ -32,12 +32,12 @@ def demo(out: Path) -> int:
     study = load_study(ROOT / "apps/main/recipes/demo.yaml")
     first = next(study.cells())
     try:
-        console.print(f"1. {first.method} through `flwr run` (Flower's Ray simulation, 5 SuperNodes) ...")
-        started = time.monotonic()
-        _flower(first, out / "flwr-run", console)
-        console.print(f"   done in {time.monotonic() - started:.0f} s")
-        console.print("2. The same setting in process, and the other methods ...")
-        sweep(study, out, follower=_Printer(console))
+        console.print(f"{first.method} through `flwr run` (Flower's Ray simulation, 5 SuperNodes);")
+        console.print("at the same time the same setting in process, and the other methods ...")
+        with ThreadPoolExecutor(1) as beside:  # Flower waits for processes to start more than it computes
+            through_flower = beside.submit(_flower, first, out / "flwr-run", console)
+            sweep(study, out, follower=_Printer(console))
+            through_flower.result()
     except FedBNError as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
@@ -79,7 +79,7 @@ class _Printer(LogFollower):
 
     def begin(self, cell: Cell) -> None:
         self._begun += 1
-        self._console.print(f"   {self._begun}/{self._left} {cell.method}")
+        self._console.print(f"   in process, {self._begun}/{self._left}: {cell.method}")
 
 
 def _flower(cell: Cell, out: Path, console: Console) -> None:
@@ -88,7 +88,7 @@ def _flower(cell: Cell, out: Path, console: Console) -> None:
 
     def show(line: str) -> None:
         if "test-accuracy" in line and "/" in line:
-            console.print(f"   {line[line.index('round') :]}", markup=False, highlight=False)
+            console.print(f"   flwr run, {line[line.index('round') :]}", markup=False, highlight=False)
 
     flower_run(
         ROOT,

@@ -6,6 +6,8 @@ import ast
 import importlib
 import re
 import tomllib
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,20 @@ def test_an_app_file_holds_only_its_entry_point(path: Path) -> None:
 # --- the demo, with short runs and Flower's part in process ----------------------------------------------------------
 
 
+class AtOnce(Executor):
+    """Does the work when it gets it: here the runs beside it are in this process, too, and seed its generators."""
+
+    def __init__(self, workers: int) -> None: ...
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*arguments))
+        except EngineError as error:
+            done.set_exception(error)
+        return done
+
+
 @pytest.fixture
 def short_demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """``flower_run`` does the run in process with the settings it was given; ``seen["change"]`` is added to them."""
@@ -58,6 +74,7 @@ def short_demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(module, "load_study", short)
     monkeypatch.setattr(module, "flower_run", flower_run)
+    monkeypatch.setattr(module, "ThreadPoolExecutor", AtOnce)
     return seen
 
 
