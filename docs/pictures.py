@@ -52,6 +52,20 @@ CURVES = [
         [("FixBN", "FixBN", GOOD, "-"), ("BN", "FedAvg with BatchNorm", BAD, "-"), ("GN", "GroupNorm", PLAIN, "--")],
     ),
     (
+        "fixbn-table-4-decay-small",
+        "dashed: without the decay of the rate",
+        [
+            ("GN+WN, decay", "GroupNorm, standardised weights", MORE, "-"),
+            ("BN, decay", "FedAvg with BatchNorm", BAD, "-"),
+            ("FixBN, decay", "FixBN", GOOD, "-"),
+            ("GN, decay", "GroupNorm", PLAIN, "-"),
+            ("GN+WN, no decay", "", MORE, "--"),
+            ("BN, no decay", "", BAD, "--"),
+            ("FixBN, no decay", "", GOOD, "--"),
+            ("GN, no decay", "", PLAIN, "--"),
+        ],
+    ),
+    (
         "fixbn-table-1",
         "an average after every step",
         [
