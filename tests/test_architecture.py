@@ -34,8 +34,6 @@ LEVELS = (
     ("data", "models", "export", "app"),
 )
 """Each layer may import from its own level and from those above it in this list."""
-FACES = ("data", "models", "export", "app")
-"""What other projects import of the laboratory."""
 TORCH_ONLY = (
     "errors",
     "seeds",

@@ -229,9 +229,5 @@ def _ranks(scores: Tensor) -> Tensor:
     return ranks
 
 
-def _mae(outputs: Tensor, targets: Tensor) -> float:
-    return float(_sklearn().mean_absolute_error(targets, outputs)) if len(targets) else _NAN
-
-
 def _r2(outputs: Tensor, targets: Tensor) -> float:
     return float(_sklearn().r2_score(targets, outputs)) if bool((targets != targets[:1]).any()) else _NAN
