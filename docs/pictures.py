@@ -122,6 +122,7 @@ BARS: list[tuple[str, str, int, int, set[str]]] = [
     ("fixbn-table-1-small", "test accuracy at round 1,200, %", 0, 3, {"FedTAN"}),
     ("office-caltech10", "mean over four domains, 25 rounds, %", 0, -1, {"FedWon"}),
     ("fedwon-table-1-office-small", "mean over four domains, 300 rounds, %", 0, -1, {"FedBN", "SiloBN"}),
+    ("fedwon-office-all-images-small", "mean over four domains, round 40, %", 0, -1, {"FedWon"}),
     ("digits-domains", "mean over three digits domains, %", 0, -1, {"FedBN", "SiloBN"}),
     ("heart", "AUROC, mean of four hospitals, %", 0, 5, {"FedBN", "SiloBN"}),
     ("office-folders", "mean over four domains, %", 0, -1, {"FedBN", "SiloBN"}),
