@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["has_bfloat16", "keep_freed_memory", "memory_bytes", "num_cores", "threads"]
+__all__ = ["begin_fork", "forking", "has_bfloat16", "keep_freed_memory", "memory_bytes", "num_cores", "threads"]
 
 _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1  # of mallopt(3)
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -59,6 +61,30 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Let the block fork this process, beside its threads; the fork calls ``begin_fork`` first."""
+    collects = gc.isenabled()
+    gc.disable()  # the fork, too, until it has begun
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def begin_fork() -> None:
+    """Collect garbage in this process, a fork, but none that it has inherited.
+
+    To end a native object (a channel, a session) may need threads that its library has in the parent alone: a worker
+    was ended by SIGSEGV in a collection.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def keep_freed_memory() -> None:

@@ -364,7 +364,7 @@ def test_every_number_of_the_first_screens_is_traced() -> None:
     assert shown == made.keys() | tested
     assert ("Seven situations" in (ROOT / "docs/index.md").read_text()) == (len(SITUATIONS) == 7)
     methods = yaml.safe_load((ROOT / "apps/main/recipes/demo.yaml").read_text())["methods"]
-    assert ("then five methods in process" in (ROOT / "README.md").read_text()) == (len(methods) == 5)
+    assert ("beside it five methods in process" in (ROOT / "README.md").read_text()) == (len(methods) == 5)
 
 
 def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

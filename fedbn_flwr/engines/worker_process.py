@@ -26,7 +26,7 @@ from torch import Tensor
 from fedbn_flwr.compat.flower import app_error, identify_process
 from fedbn_flwr.engines.client_work import work
 from fedbn_flwr.engines.link import Packed, WorkerPipe
-from fedbn_flwr.machine import keep_freed_memory
+from fedbn_flwr.machine import begin_fork, keep_freed_memory
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import Reducer
 
@@ -52,6 +52,7 @@ def serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads
 
 
 def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_threads: int, run_id: int) -> None:
+    begin_fork()
     for other in inherited:
         other.close()  # or this process would not see that the command has ended
     for kind in (signal.SIGINT, signal.SIGTERM):  # of a whole group of processes: the command ends this one

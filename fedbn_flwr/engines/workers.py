@@ -13,7 +13,6 @@ import multiprocessing
 import signal
 import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,6 +30,7 @@ from fedbn_flwr.engines.client_work import Job, work_of
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import ANSWER, CALL, READY, WORK, serve
 from fedbn_flwr.errors import EngineError, needs_package
+from fedbn_flwr.machine import forking
 from fedbn_flwr.transport import Barrier, Dropped, RetryStep
 
 __all__ = ["WorkerProcesses"]
@@ -187,8 +187,7 @@ class WorkerProcesses:
         inherited = [ours] + [worker.link.pipe for worker in self._workers]  # a fork has these, too, and closes them
         args = (others, inherited if isinstance(self._app, ClientApp) else [], self._app, *self._settings)
         process = self._process(target=serve, args=args, name="fedbn-flwr worker")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: see ``serve``
+        with forking():
             process.start()
         others.close()
         worker = _Worker(process, WorkerPipe(ours, process.pid or 0))

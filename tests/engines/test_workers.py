@@ -324,6 +324,38 @@ def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
     assert not reply.has_error()
 
 
+def test_a_fork_collects_no_garbage_that_it_has_inherited() -> None:
+    """To end what a native library has in the parent may crash the fork; its own garbage is collected."""
+
+    class Native:
+        def __init__(self, ended: list[int]) -> None:
+            self.itself, self.ended = self, ended
+
+        def __del__(self) -> None:
+            self.ended.append(os.getpid())
+
+    inherited: list[int] = []
+
+    def work(message: Message, context: Context) -> Message:
+        own: list[int] = []
+        Native(own)
+        gc.collect()
+        found = {"inherited": len(inherited), "own": len(own)}
+        return Message(RecordDict({"ended": MetricRecord(found)}), reply_to=message)
+
+    gc.disable()
+    try:
+        Native(inherited)
+        with InProcessGrid(app_of(work), 1, workers=1) as grid:
+            assert not gc.isenabled()
+            (reply,) = grid.send_and_receive(to(grid, 0), timeout=30)
+    finally:
+        gc.enable()
+    assert dict(reply.content["ended"]) == {"inherited": 0, "own": 1}
+    gc.collect()
+    assert inherited == [os.getpid()]
+
+
 def test_where_workers_cannot_be_clients_run_in_the_commands_process(monkeypatch, caplog) -> None:
     monkeypatch.setattr("fedbn_flwr.engines.workers.sys.platform", "darwin")
     with caplog.at_level(logging.WARNING, "flwr"), InProcessGrid(ClientApp(), 2, workers=2):

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ import torch
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.image_files.decoding import Bytes
-from fedbn_flwr.machine import num_cores
+from fedbn_flwr.machine import begin_fork, forking, num_cores
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.data.image_files.file_set import FileSet
@@ -99,8 +98,7 @@ def _num_workers(asked: int) -> int:
 def _start(files: FileSet, workers: int) -> ProcessPoolExecutor:
     """Return worker processes that are forks of this one."""
     files.cache  # noqa: B018  # created before the fork, so that all processes share it
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the processes only decode
+    with forking():
         # The pool ends with the files: it must not be what keeps them.
         arguments = weakref.ref(files), os.getpid()
         pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _open_set, arguments)
@@ -119,6 +117,7 @@ def _read(numbers: Sequence[int], each: Sequence[str], seeds: Sequence[int]) -> 
 
 def _open_set(files: weakref.ref[FileSet], parent: int) -> None:
     """Prepare a worker for one set of files; the process ends when its parent has ended, however that came about."""
+    begin_fork()
     _of_this_worker.append(files())
     torch.set_num_threads(1)
 
