@@ -25,7 +25,7 @@ import typer
 from measure import facts, in_turns, number, table, write_block
 from torch import Tensor, nn
 
-from fedbn_flwr.export import fold
+from fedbn_flwr.lab.export import fold
 from fedbn_flwr.lab.export.formats import encode_onnx
 from fedbn_flwr.lab.models import build_model
 

@@ -16,8 +16,8 @@ from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.data import Samples, Subset
 from fedbn_flwr.engines import in_process
+from fedbn_flwr.lab.data import Samples, Subset
 from fedbn_flwr.messages import numpy_client, records
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining, layout, loop

@@ -31,7 +31,7 @@ LEVELS = (
     ("lab/report",),
     ("lab/doctor",),
     ("lab/cli",),
-    ("data", "models", "export", "app"),
+    ("app",),
 )
 """Each layer may import from its own level and from those above it in this list."""
 TORCH_ONLY = (

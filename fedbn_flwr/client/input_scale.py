@@ -18,7 +18,7 @@ def training_moments(data: Batches, ranges: FeatureRanges | None = None) -> Feat
         DataError: the inputs are not in memory.
     """
     if not isinstance(data, ScalableBatches):
-        raise DataError(f"the training data are a {type(data).__name__}; fedbn_flwr.data.Subset needed")
+        raise DataError(f"the training data are a {type(data).__name__}; fedbn_flwr.lab.data.Subset needed")
     return data.input_moments(ranges) if ranges else data.input_moments()
 
 
@@ -33,7 +33,7 @@ def scaled(sets: Mapping[str, Batches], mean: Sequence[float], std: Sequence[flo
         if not isinstance(data, ScalableBatches):
             raise DataError(
                 f"the server sends one mean and std for the inputs of all clients, and the {name} data are a "
-                f"{type(data).__name__}; fedbn_flwr.data.Subset needed"
+                f"{type(data).__name__}; fedbn_flwr.lab.data.Subset needed"
             )
         scaled_sets[name] = data.scaled(mean, std)
     return scaled_sets

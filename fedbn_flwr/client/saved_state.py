@@ -157,7 +157,7 @@ def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client:
     if not expected and (absent or AVERAGED in about.values() or run_id is None):
         raise StateError(
             f"{run}: model.safetensors does not say what its clients kept. The run kept nothing with them (leave "
-            "--state-dir out), or it is of an older version (continue the run, or start it again)."
+            "--state-dir out)."
         )
     found: dict[int, dict[str, Any]] = {}
     others: list[str] = []

@@ -283,7 +283,7 @@ class Run:
         if saved.keys() != needed:
             raise ConfigError(
                 f"this state does not fit strategy {self.methods.name!r}. Needed: {', '.join(sorted(needed))}. Found: "
-                f"{', '.join(sorted(saved))}. A state of version 0.1 cannot be read: begin the run anew."
+                f"{', '.join(sorted(saved))}."
             )
         self.after = after
         self.states = self.methods.restored(self.states, saved["methods"])

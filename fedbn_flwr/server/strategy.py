@@ -39,14 +39,6 @@ __all__ = ["Combination", "Strategy"]
 
 logger = logging.getLogger("flwr")
 
-_OLD_INTERFACE = """
-name summary_line source Params combine weights check hooks_for extras run_training begin phase local needs
-needs_batchnorm needs_statistics needs_each_reply undoes_lost_rounds synchronises reestimates freezes_bn implicit_hooks
-client_hooks keys checkpoint_keys reported_metrics not_combined_because role excludes exchange_cost extra_copies
-extra_statistics needs_all_at_once beside_updates divergence_advice conflicts warnings unused misfits
-batch_renorm_conflict
-"""
-
 
 @dataclass(frozen=True)
 class Combination:
@@ -164,18 +156,8 @@ class Strategy(FlowerFedAvg):
     num_partitions: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Take the name and the settings of the class's method.
-
-        Raises:
-            ConfigError: the class is written for the interface of version 0.1, which would be ignored without a word.
-        """
+        """Take the name and the settings of the class's method."""
         super().__init_subclass__(**kwargs)
-        if old := sorted(vars(cls).keys() & _OLD_INTERFACE.split()):
-            raise ConfigError(
-                f"class {cls.__qualname__}: {', '.join(old)} belong to the interface of version 0.1. Write them as a "
-                "Method (travels, begin, on_clients, aggregate, problems), and the strategy as `class Mine(Strategy): "
-                "method = MineMethod`: docs/add-a-strategy.md shows it."
-            )
         method = cls.method
         cls.combination = method if isinstance(method, Combination) else Combination((method,), method.Params)
         cls.name, cls.Params = cls.combination.name, cls.combination.Params

@@ -15,7 +15,7 @@ __all__ = ["Batches", "join_last", "with_positions"]
 class Batches(Protocol):
     """The data interface of training and evaluation: a length, and batches by position.
 
-    Any object with these two methods is such a data set; ``fedbn_flwr.data.Subset`` is one. ::
+    Any object with these two methods is such a data set; ``fedbn_flwr.lab.data.Subset`` is one. ::
 
         class Memory:
             def __init__(self, inputs, targets):

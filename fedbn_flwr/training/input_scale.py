@@ -93,7 +93,7 @@ def scale_of(moments: FeatureMoments) -> Scale:
 
 @runtime_checkable
 class ScalableBatches(Batches, Protocol):
-    """Batches whose inputs take a mean and std; ``fedbn_flwr.data.Subset`` is one."""
+    """Batches whose inputs take a mean and std; ``fedbn_flwr.lab.data.Subset`` is one."""
 
     def input_moments(self, ranges: FeatureRanges | None = None) -> FeatureMoments:
         """Return the sums of the inputs as they are stored, or put into the ranges.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -313,11 +314,13 @@ def test_the_checkpoint_of_another_method_is_refused(saved_by: Any, federate, ml
         federate(other, mlp, data, rounds=2)
 
 
-def test_a_checkpoint_of_version_0_1_is_refused_with_what_to_do(federate, mlp, points) -> None:
-    strategy = FedAvg()
-    strategy.load_state_dict({"local_hashes": {}, "volatile": [], "started": [], "gathered": {}, "momentum": {}}, 1)
-    with pytest.raises(ConfigError, match="begin the run anew"):
-        federate(strategy, mlp, [points(8), points(12, 1)], rounds=2)
+def test_a_checkpoint_with_other_entries_is_refused_before_anything_is_sent(federate, mlp, points) -> None:
+    strategy, grid = FedAvg(), Mock()
+    saved = federate(FedAvg(), mlp, [points(8), points(12, 1)], rounds=1).strategy.state_dict()
+    strategy.load_state_dict({**saved, "volatile": []}, 1)
+    with pytest.raises(ConfigError, match=r"Needed: .*Found: .*volatile"):
+        strategy.start(grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=2)
+    assert grid.mock_calls == []
 
 
 def test_clients_are_sent_the_expected_hash_until_they_have_answered(federate, mlp, points) -> None:

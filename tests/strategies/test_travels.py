@@ -1,13 +1,6 @@
-"""What is derived from the declarations of the methods equals what version 0.1 declared attribute by attribute.
-
-``interface_of_0_1.json`` was written by the package at d534c624: the attributes of its 21 strategy classes for several
-settings, and which of the 210 pairs ``combined`` took.
-"""
+"""What follows from the declarations of the methods: phases, what is sent, what a model needs."""
 
 import dataclasses
-import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +10,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.server.method import Ask, Method
-from fedbn_flwr.server.methods import Methods, declared, reads_unsaid
+from fedbn_flwr.server.methods import Methods, reads_unsaid
 from fedbn_flwr.server.options import OPTIONS
 from fedbn_flwr.server.params import Params
 from fedbn_flwr.server.sent_beside import sent_beside
@@ -33,46 +26,6 @@ from fedbn_flwr.server.travels import (
     together,
 )
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
-
-RECORDED = json.loads((Path(__file__).parent / "interface_of_0_1.json").read_text())
-
-
-@pytest.mark.parametrize("was", RECORDED["methods"], ids=lambda was: f"{was['name']}-{was['settings']}")
-def test_what_follows_from_a_declaration_is_what_was_declared_before(was: dict[str, Any]) -> None:
-    methods = STRATEGIES[was["name"]](**was["settings"]).methods
-    whole, beside = methods.whole, sent_beside(methods)
-    costs = [whole.exchanges.cost(gradient) for gradient in (True, False)] if whole.exchanges else [(0, 0)] * 2
-    needs = {",".join(sorted(parts)) for one in methods for parts in model_needs(together(declared(one)))}
-    if set(was["settings"]) & {"recalibrate", "eval_on"}:
-        needs -= {""}  # these options also need "any BatchNorm" now, which their other need implies
-    derived = {
-        "local": sorted(whole.local),
-        "synchronises": whole.exchanges is not None,
-        "reestimates": methods.reestimates,
-        "undo": whole.undo,
-        "freezes-bn": methods.freezes_bn,
-        "extra-copies": whole.extra_copies[1],
-        "extra-statistics": list(whole.extra_statistics),
-        "exchange-cost": [list(cost) for cost in costs],
-        "all-at-once": whole.needs_all_at_once,
-        "dp-refuses": bool(beside),
-        "masks-refuse": any(not one.masked for one in beside),
-        # SecAgg+ runs in the legacy loop alone, which refuses exchanges before it comes to this.
-        "each-reply": was["each-reply"] if whole.exchanges else not sums_suffice(whole),
-        "needs": sorted(needs),
-    }
-    assert {"name": was["name"], "settings": was["settings"], **derived} == was
-
-
-def test_the_same_pairs_of_methods_can_be_combined() -> None:
-    pairs = []
-    for first, second in itertools.combinations(STRATEGIES, 2):
-        try:
-            combined(STRATEGIES[first], STRATEGIES[second])
-        except ConfigError:
-            continue
-        pairs.append([first, second])
-    assert pairs == RECORDED["combined"]
 
 
 def test_phases_of_two_methods_run_in_parallel() -> None:
