@@ -8,8 +8,7 @@ command starts.
 
 SIGTERM goes to the apps first, so that a ServerApp saves its run; the SuperExec follows when they have ended. One that
 ends by itself, after a single request that timed out, leaves its apps at work: this process, and with it the container,
-ends after them. Each file
-in the folder FEDBN_SECRETS becomes an environment variable with the file's name.
+ends after them.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ STARTERS = Path(__file__).parent / "starters"  # in the image: a container may n
 
 def main(arguments: Sequence[str]) -> int:
     """Run flower-superexec until it ends, and return its exit code."""
-    environment = {**read_secrets(os.environ.get("FEDBN_SECRETS", "")), **os.environ}
+    environment = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix="superexec-"))
-    os.environ.update(environment)
     door = folder / "door"
     preloaded = start_preloaded(door)  # before the block below, whose end is not that of an app's process
     environment |= {"SUPEREXEC_DOOR": str(door), "SUPEREXEC_BIN": str(BIN), "SUPEREXEC_PYTHON": sys.executable}
@@ -57,12 +55,6 @@ def main(arguments: Sequence[str]) -> int:
         return code
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def read_secrets(folder: str) -> dict[str, str]:
-    """Return the content of each file in a folder, by name; {} for ""."""
-    files = [path for path in Path(folder).glob("[A-Z]*") if path.is_file()] if folder else []
-    return {path.name: path.read_text().strip() for path in files}
 
 
 def end(superexec: subprocess.Popen[bytes], preloaded: int, number: int) -> None:

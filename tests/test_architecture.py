@@ -23,7 +23,7 @@ LEVELS = (
     ("lab/data", "lab/models", "lab/export", "lab/files", "lab/own_code", "lab/deployment", "lab/__init__"),
     ("lab/sites",),
     ("lab/config",),
-    ("lab/setup", "lab/early_stopping", "lab/trackers"),
+    ("lab/setup", "lab/early_stopping"),
     ("lab/partitioned",),
     ("lab/output",),
     ("lab/runs", "lab/finished_runs"),

@@ -93,7 +93,7 @@ def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
     (info,) = unpacked["wheel"].glob("*.dist-info")
     assert (info / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     assert "fedbn-flwr = fedbn_flwr.lab.cli:app" in (info / "entry_points.txt").read_text()
-    for extra in ("dev", "docs", "mlflow", "onnx", "tensorboard", "wandb"):
+    for extra in ("dev", "docs", "onnx", "tensorboard"):
         assert f"Provides-Extra: {extra}" in (info / "METADATA").read_text()
     bundle = {path.name for path in unpacked["bundle"].iterdir()}
     assert bundle == {"fedbn_flwr", "apps", "pyproject.toml", "README.md", "LICENSE", ".info"}, "what nodes need"

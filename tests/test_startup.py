@@ -15,12 +15,10 @@ HEAVY = (
     *(
         "sqlalchemy",
         "sympy",
-        "mlflow",
         "plotly",
         "tensorboard",
         "torch._dynamo",
         "torchvision",
-        "wandb",
     ),
 )
 _STEPS = """

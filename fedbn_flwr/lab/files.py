@@ -14,7 +14,7 @@ from typing import Any
 from fedbn_flwr.errors import ConfigError, StateError
 
 __all__ = ["CONFIG_FILE", "COUNTED", "STUDY_FILE", "NewLines", "csv_text", "ledger_of", "lost_lines"]
-__all__ += ["read_json", "read_metrics", "refuse_no_results", "refuse_no_run"]
+__all__ += ["numbers_of", "read_json", "read_metrics", "refuse_no_results", "refuse_no_run"]
 
 CONFIG_FILE = "config.yaml"  # in the folder of a run: its settings
 STUDY_FILE = "study.yaml"  # in the folder of a study: the study as it is done
@@ -69,6 +69,20 @@ def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     for line in lines:
         totals.update({key: value for key, value in line.items() if key.removeprefix("evaluation-") in COUNTED})
     return dict(totals)
+
+
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of ``metrics.jsonl``, domains as ``metric/domain``; without clients and lists."""
+    values = {**line}
+    for metric, of_domains in line.get("domains", {}).items():
+        for domain, value in of_domains.items():
+            values[f"{metric}/{domain}"] = value
+    values.pop("round", None)
+    return {name: value for name, value in values.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def csv_text(fields: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:

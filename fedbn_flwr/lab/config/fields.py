@@ -379,12 +379,6 @@ class Fields(MethodSettings):
     tensorboard: bool = _key(
         "files", False, "scalars of each round as event files in OUT/tensorboard; needs the extra `tensorboard`"
     )
-    wandb: str = _key(
-        "files", "", "Weights & Biases: PROJECT or ENTITY/PROJECT that gets each round; needs the extra `wandb`"
-    )
-    mlflow: str = _key(
-        "files", "", "MLflow: tracking URI, or an absolute folder, that gets each round; needs the extra `mlflow`"
-    )
     checkpoint_every: int = _key(
         "files",
         10,
@@ -418,7 +412,7 @@ class Fields(MethodSettings):
         name = info.field_name or ""
         return refuse_bool(name, value, getattr(cls.model_fields[name].annotation, "__name__", ""))
 
-    @field_validator("dataset", "data_dir", "init", "state_dir", "out", "mlflow", "fedtan_tls_dir", mode="after")
+    @field_validator("dataset", "data_dir", "init", "state_dir", "out", "fedtan_tls_dir", mode="after")
     @classmethod
     def _home(cls, value: str) -> str:
         """Read ``~`` at the begin of a path, also after a prefix: no shell does it within a setting."""

@@ -47,8 +47,6 @@ _ALONE: dict[str, Scalar] = {
     STATE_DIR: "",
     "out": "",
     "tensorboard": False,
-    "wandb": "",
-    "mlflow": "",
     "dp": "off",
     "masked-sums": False,
     "round-timeout": 0.0,

@@ -21,8 +21,8 @@ from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.yaml_text import read_yaml
-from fedbn_flwr.lab.files import csv_text, read_json, read_metrics
-from fedbn_flwr.lab.trackers import deliveries, numbers_of
+from fedbn_flwr.lab.files import csv_text, numbers_of, read_json, read_metrics
+from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
 from fedbn_flwr.messages.protocol import INPUT_SCALE
 from fedbn_flwr.training.input_scale import Scale
 
@@ -57,8 +57,6 @@ PLACES = frozenset(
         "data-dir",
         "round-timeout",
         "tensorboard",
-        "wandb",
-        "mlflow",
         "cache-gib",
         "data-workers",
         "watch-statistics",
@@ -130,9 +128,9 @@ class RunFolder:
 
     ``metrics.csv`` has the numbers of ``metrics.jsonl`` for a spreadsheet. ``clients/`` has what each client kept of
     the model, if the clients share the disk, ``statistics.jsonl`` is there where the server sees statistics, and
-    ``privacy.jsonl`` with ``dp`` or ``record-dp``. The rounds go to the trackers of the config, too (``TRACKERS``).
+    ``privacy.jsonl`` with ``dp`` or ``record-dp``. The rounds go to TensorBoard, too, if the config says so.
 
-    Used in a ``with`` statement, which tells the trackers of a run that fails or is interrupted.
+    Used in a ``with`` statement, which closes the event file of TensorBoard.
 
     Args:
         path: the folder; it is made with its parents.
@@ -154,22 +152,17 @@ class RunFolder:
                 self._cut_back(after)
                 (path / "summary.json").unlink(missing_ok=True)  # a run that goes on is not finished
             write_atomically(path / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+            lines = read_metrics(path / "metrics.jsonl")
+            self._tensorboard = TensorBoardLog(path, lines) if config.tensorboard else None
         except OSError as error:
             raise ConfigError(f"out={str(path)!r} cannot be written: {error}") from error
-        self._trackers = deliveries(config, path, after or 0, read_metrics(path / "metrics.jsonl"))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_trackers(None)
-
-    def _end_trackers(self, summary: Mapping[str, Any] | None) -> None:
-        """Tell all trackers first, so that they share the time to end."""
-        for tracker in self._trackers:
-            tracker.end(summary)
-        for tracker in self._trackers:
-            tracker.wait()
+        if self._tensorboard:
+            self._tensorboard.close()
 
     @staticmethod
     def refuse_used(path: Path) -> None:
@@ -222,14 +215,15 @@ class RunFolder:
             write_atomically(self.path / "metrics.csv", _table(lines))
 
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``metrics.jsonl``, in one write with fsync, and give it to the trackers.
+        """Append one round to ``metrics.jsonl``, in one write with fsync, and give it to TensorBoard.
 
         Raises:
             EngineError: the line was not written, or only in part; readers ignore an incomplete line.
         """
         self.append("metrics.jsonl", _clean(line))
-        for tracker in self._trackers:
-            tracker.add_round(line)
+        if self._tensorboard:
+            with self._writing():
+                self._tensorboard.add_round(line)
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append a line to a file of the folder, in one write with fsync. Raises as ``add_round``."""
@@ -283,7 +277,6 @@ class RunFolder:
             write_atomically(self.path / "metrics.csv", _table(lines))
             write_atomically(self.path / "curves.png", draw_curves({"": lines}, scores=[self._score]))
         self.save("summary.json", summary)
-        self._end_trackers(summary)
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self.path, "continue with --resume (resume=true)")

@@ -105,10 +105,10 @@ class RaySession:
             self.check_shared("state-dir", Path(config.state_dir))
 
     def check_files_of_run(self, config: Config) -> None:
-        """Check that every machine has the files of a whole run: also the server's, and the folder of a tracker.
+        """Check that every machine has the files of a whole run: also the server's.
 
         Raises:
-            ConfigError: as ``check_files``; a machine lacks the initial weights, or MLflow's folder.
+            ConfigError: as ``check_files``; a machine lacks the initial weights.
             DataError: data are missing.
         """
         self.check_files(config)
@@ -117,8 +117,6 @@ class RaySession:
                 f"init={config.init!r} is not on {without}: a run reads it there. Put it on a disk that all machines "
                 "share."
             )
-        if Path(config.mlflow).is_absolute():  # else a URI, or none
-            self.check_shared("mlflow", Path(config.mlflow))
 
     def check_shared(self, setting: str, folder: Path) -> None:
         """Check that every machine sees what this one writes into a folder, which is made if it is absent.

@@ -6,6 +6,7 @@ neither checks the config nor builds the model again.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,13 +18,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import learning_parts, split_state
-from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
+from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.lab.data import Augment
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.setup import build_options, initialise, make_model, model_and_warnings, pick_device
-from fedbn_flwr.lab.trackers import tracker_problems
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.example_gradients import WAY_OUT, mixes_examples
 from fedbn_flwr.server.method import Problem
@@ -85,12 +85,16 @@ def check(config: Config) -> Checked:
 
 
 def _problems_here(config: Config) -> Iterator[str]:
-    """Yield why the run cannot start on this machine: its device, its trackers, its files and folders."""
+    """Yield why the run cannot start on this machine: its device, its packages, its files and folders."""
     try:
         pick_device(config.device)
     except ConfigError as error:
         yield str(error)
-    yield from tracker_problems(config)
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield (
+            "tensorboard=true needs the package tensorboard, which is not installed; "
+            f"{install_extra('tensorboard')}, or leave the key out"
+        )
     if config.data_dir and not Path(config.data_dir).is_absolute():
         yield (
             f"data-dir={config.data_dir!r} is relative, and nodes run in other folders. Write the absolute path "

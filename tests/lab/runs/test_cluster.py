@@ -249,11 +249,10 @@ def test_files_that_a_machine_does_not_see_are_refused(tmp_path: Path, monkeypat
         session.check_files(Config.make(on_disk))
 
 
-@pytest.mark.parametrize("lacking", ["init", "mlflow"])
-def test_files_of_a_whole_run_that_a_machine_does_not_see_are_refused(
-    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_initial_weights_that_a_machine_does_not_see_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a sweep each machine does whole runs, with the server's initial weights and its trackers."""
+    """In a sweep each machine does whole runs, with the server's initial weights."""
 
     class Started(Exception):
         pass
@@ -261,27 +260,21 @@ def test_files_of_a_whole_run_that_a_machine_does_not_see_are_refused(
     def start(*args: Any) -> None:
         raise Started
 
-    seen = {"init": "weights.pt", "mlflow": "tracked"}
-    monkeypatch.setattr(RaySession, "_without", lambda self, path: "b" if seen[lacking] in str(path) else "")
+    monkeypatch.setattr(RaySession, "_without", lambda self, path: "b" if "weights.pt" in str(path) else "")
     session = RaySession("host:1")
     monkeypatch.setattr(parallel, "cluster", lambda *args, **options: nullcontext(session))
     monkeypatch.setattr(parallel, "_needs", start)
-    said = {
-        "init": r"init=.*weights\.pt' is not on b: a run reads it there. Put it on a disk that all machines share.",
-        "mlflow": "mlflow=.*tracked' is not one folder for all machines: b does not see",
-    }
 
     def begin(**settings: Any) -> None:
         runner = in_parallel(ray_address="host:1")
         next(runner([Cell("m", "s", 0, settings, SMALL)], tmp_path / "out", LogFollower()))
 
-    named = {lacking: str(tmp_path / seen[lacking])}
+    named = {"init": str(tmp_path / "weights.pt")}
     session.check_files(Config.make({**SMALL, **named}))  # of one run the clients alone are on other machines
-    with pytest.raises(ConfigError, match=said[lacking]):
+    with pytest.raises(ConfigError, match=r"init=.*weights\.pt' is not on b: a run reads it there"):
         begin(**named)
-    for elsewhere in ({"init": "torchvision:resnet18"}, {"mlflow": "http://127.0.0.1:1"}):
-        with pytest.raises(Started):
-            begin(**elsewhere)
+    with pytest.raises(Started):
+        begin(init="torchvision:resnet18")
 
 
 # --- a cluster -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,41 @@
+"""The numbers of each round as an event file of TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedbn_flwr.lab.files import numbers_of
+
+__all__ = ["TensorBoardLog"]
+
+
+class TensorBoardLog:
+    """Writes the numbers of each round to a file that ``tensorboard --logdir`` can read during the run.
+
+    Args:
+        folder: the run's folder; the file is in its folder ``tensorboard``.
+        lines: the rounds that a resumed run has already. Its file is written anew, as a process that was killed leaves
+            some rounds out and has others that are repeated.
+    """
+
+    def __init__(self, folder: Path, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        place = folder / "tensorboard"
+        for earlier in place.glob("events.out.tfevents.*"):
+            earlier.unlink()
+        self._writer = SummaryWriter(str(place), purge_step=0)  # an open TensorBoard drops what it has read
+        for line in lines:
+            self.add_round(line)
+
+    def add_round(self, line: Mapping[str, Any]) -> None:
+        """Write the numbers of a line of ``metrics.jsonl``."""
+        for name, value in numbers_of(line).items():
+            self._writer.add_scalar(name, value, line["round"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
