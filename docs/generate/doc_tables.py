@@ -19,12 +19,11 @@ import yaml
 from doc_at_once import config_table
 from doc_config import config_page
 from doc_methods import method_pages, method_title
-from doc_papers import papers_page
+from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables, slower_list
 from doc_privacy import privacy_table
 from doc_references import references_page
 from doc_refusals import refusals_table
-from doc_results import results_list
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.situations import SITUATIONS
@@ -58,7 +57,6 @@ def derived(root: Path) -> dict[Path, str]:
     """
     texts = {Path("docs/config.md"): config_page()} | method_pages(root)
     texts[Path("docs/references.md")] = references_page(root)
-    texts[Path("docs/results/papers.md")] = papers_page(root)
     texts[Path("fedbn_flwr/lab/config") / TABLE_FILE] = config_table()
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
@@ -75,7 +73,7 @@ def derived(root: Path) -> dict[Path, str]:
             "slower": f"\n{slower_list(root)}\n",
             "simulation": f"\n{simulation_tables(root)}\n",
         },
-        "docs/results/README.md": {"findings": results_list(root, texts)},
+        "docs/results/papers.md": {"papers": papers_block(root)},
     }
     for name, blocks in marked.items():
         texts[Path(name)] = _filled(root / name, blocks)

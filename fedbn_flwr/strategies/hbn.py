@@ -55,7 +55,7 @@ say:
    norm 10, small last batches and clients left out, momentum begins anew in each round.
 9. The commands of its README end with an error: `--iid` takes no value.
 
-[Its numbers](../results/which-method.md#hbns-public-code-beside-ours-benchmarkshybridbnpy): a run of it beside ours,
+[Its numbers](../results/which-method.md#hbns-public-code-beside-ours): a run of it beside ours,
 and its parts driven alone.
 
 ## Law
