@@ -107,7 +107,8 @@ def save(figure: Any, path: Path) -> None:
 
 def axes(height: float) -> tuple[Any, Any]:
     """Return a figure and its axes in the colours of the pages."""
-    plt.rcParams.update({"svg.hashsalt": "fedbn-flwr", "svg.fonttype": "none", "font.size": 11, "text.color": TEXT, "axes.labelcolor": TEXT})
+    plt.rcParams.update({"svg.hashsalt": "fedbn-flwr", "svg.fonttype": "none", "font.size": 11})
+    plt.rcParams.update({"text.color": TEXT, "axes.labelcolor": TEXT})
     plt.rcParams.update({"xtick.color": TEXT, "ytick.color": TEXT, "axes.edgecolor": LINE, "grid.color": LINE})
     figure, ax = plt.subplots(figsize=(WIDTH, height))
     ax.spines[["top", "right"]].set_visible(False)

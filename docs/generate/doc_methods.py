@@ -239,8 +239,7 @@ def _how_to_run(method: StrategyClass) -> Iterator[str]:
 
 
 def _reached(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> Iterator[str]:
-    yield "Test accuracy in per cent. [Results](../results/overview.md) has the tables, the curves and what differs from"
-    yield "the papers."
+    yield "Test accuracy in per cent. [The papers' tables](../results/papers.md) say what differs from the papers."
     yield ""
     yield "| setting | here | paper | how |"
     yield "|---|---|---|---|"
