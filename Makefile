@@ -97,7 +97,7 @@ WITH_TORCH = torch torchvision triton sympy mpmath networkx setuptools cuda-bind
 	cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
 lock: .venv/installed
 	echo "flwr>=1.41,<1.44" | $(LOCK) --output-file docker/services.lock -
-	echo "hatchling>=1.25,<2" | $(LOCK) --output-file docker/apps.lock pyproject.toml - \
+	echo "hatchling>=1.25,<2" | $(LOCK) --extra lab --output-file docker/apps.lock pyproject.toml - \
 		$(WITH_TORCH:%=--no-emit-package %)
 
 # Every package of the app's image, as sbom.json; needs a Docker engine. The variables are those of docker/Dockerfile.
@@ -150,7 +150,7 @@ dist: .venv/installed-dev
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[lab]"
 	touch $@
 
 .venv-certs/installed: constraints.txt
@@ -159,11 +159,11 @@ dist: .venv/installed-dev
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[lab,dev]"
 	touch $@
 
 .venv/installed-docs: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[lab,docs]"
 	touch $@
 
 clean:

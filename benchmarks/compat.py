@@ -86,7 +86,7 @@ def install(python: Path, flower: str, environment: Path) -> tuple[str, ...]:
     if not environment.exists():
         subprocess.run([python, "-m", "venv", environment], check=True)
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    wanted, dropped = ["--editable", f"{ROOT}[dev]"], ""
+    wanted, dropped = ["--editable", f"{ROOT}[lab,dev]"], ""
     if not any(pin.startswith(f"flwr=={flower}.") for pin in pins):
         pins = [pin for pin in pins if pin.partition("==")[0] not in BOUND_BY_FLOWER]
         if flower == NIGHTLY:

@@ -48,7 +48,12 @@ def trace(root: Path) -> list[str]:
     for setting in SETTINGS.split():
         arguments += ["--set", setting]
     with tempfile.TemporaryDirectory() as folder:
-        command([*arguments, "--out", f"{folder}/run"], standalone_mode=False)
+        sys.argv = ["fedbn-flwr", *arguments, "--out", f"{folder}/run"]
+        try:
+            command()
+        except SystemExit as end:
+            if end.code:
+                raise
     sys.setprofile(None)
     return sorted(path for path in entered if path.startswith(f"{root / 'fedbn_flwr'}{os.sep}"))
 

@@ -26,6 +26,7 @@ __all__ = [
     "EngineError",
     "FedBNError",
     "MaskingError",
+    "MissingExtraError",
     "NamedConfigErrors",
     "NormLayerError",
     "NothingTrainedError",
@@ -100,6 +101,12 @@ class NotResumableError(ConfigError):
     """The folder of a run has no checkpoint with which the run could continue; it can only begin anew."""
 
     code = "not-resumable"
+
+
+class MissingExtraError(FedBNError, ImportError):
+    """Packages of an extra are not installed."""
+
+    code = "missing-extra"
 
 
 class NormLayerError(ConfigError):
@@ -237,8 +244,8 @@ def _text_of_config_error(reason: str) -> str:
 
 
 def install_extra(extra: str) -> str:
-    """Return how to install an extra of the package, which is on no index."""
-    return f"in the checkout: pip install '.[{extra}]'"
+    """Return the line that installs an extra of the package."""
+    return f'pip install "fedbn-flwr[{extra}]"'
 
 
 @contextmanager

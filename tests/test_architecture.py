@@ -31,7 +31,7 @@ LEVELS = (
     ("lab/report",),
     ("lab/doctor",),
     ("lab/cli",),
-    ("app",),
+    ("app", "__main__"),
 )
 """Each layer may import from its own level and from those above it in this list."""
 TORCH_ONLY = (

@@ -60,7 +60,7 @@ def test_the_nightly_flower_is_installed_in_place_of_flwr(tmp_path: Path, monkey
     for flower in ("1.41", "1.42"):
         command, constraints, overrides = asked[flower]
         assert any(pin.startswith(f"flwr=={flower}.") for pin in constraints)
-        assert (command[-2:], overrides) == (["--editable", f"{ROOT}[dev]"], [""])
+        assert (command[-2:], overrides) == (["--editable", f"{ROOT}[lab,dev]"], [""])
     command, constraints, overrides = asked["nightly"]
     assert command[-1] == "flwr-nightly[simulation]>=1.43.0.dev0"
     assert not any(pin.startswith(("flwr==", "uv==")) for pin in constraints)

@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 
 import fedbn_flwr
+import fedbn_flwr.lab
 from fedbn_flwr.errors import ConfigError, needs_package
 
 ROOT = Path(__file__).parents[1]
@@ -41,10 +43,15 @@ import builtins, sys
 sys.path[:0] = sys.argv.pop(1).split(",")
 brought, ours = (set(sys.argv.pop(1).split(",")) for _ in range(2))
 
-class Refuse:
+class Brought:
+    def __init__(self, finder):
+        self.finder = finder
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] not in brought | set(sys.stdlib_module_names):
-            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+        top = name.split(".")[0]
+        if top in brought | set(sys.stdlib_module_names) or top.startswith("_sysconfigdata"):
+            return self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
 
 def import_(name, globals=None, locals=None, fromlist=(), level=0):
     asks = (globals or {}).get("__name__", "")
@@ -53,7 +60,7 @@ def import_(name, globals=None, locals=None, fromlist=(), level=0):
         raise ModuleNotFoundError(f"{asks} imports {name}", name=name)
     return import__(name, globals, locals, fromlist, level)
 
-sys.meta_path.insert(0, Refuse())
+sys.meta_path[:] = map(Brought, sys.meta_path)
 import__, builtins.__import__ = builtins.__import__, import_
 """
 
@@ -95,6 +102,71 @@ assert not torch.equal(end["0.weight"], start["0.weight"])
 assert 0 <= result.evaluate_metrics_clientapp[1]["accuracy"] <= 1
 assert not [name for name in sys.modules if name.startswith("fedbn_flwr.lab")]
 print("trained")
+"""
+
+# A project of Flower's with a training function of its own, and what FedBN, FixBN and FedTAN need at the client.
+PLUG_IN = """
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedbn_flwr import InProcessGrid, split_state
+from fedbn_flwr.mods import answer_query, bn_rules, local_bn
+from fedbn_flwr.strategies import FedBN, FedTAN, FixBN
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+def loader(context):
+    made = torch.Generator().manual_seed(context.node_config["partition-id"])
+    inputs = torch.randn(16, 4, generator=made) + context.node_config["partition-id"]
+    return DataLoader(TensorDataset(inputs, torch.randint(2, (16,), generator=made)), batch_size=8)
+
+app = ClientApp(mods=[local_bn])
+
+@app.query()
+def query(msg, context):
+    return answer_query(msg, context, loader(context))
+
+@app.query("exchange")
+@app.train()
+def train(msg, context):
+    net = model()
+    net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    net.train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with bn_rules(net, msg, context) as rules:
+        for inputs, targets in loader(context):
+            optimizer.zero_grad()
+            with rules.step(len(inputs)):
+                nn.functional.cross_entropy(net(inputs), targets).backward()
+            optimizer.step()
+    metrics = MetricRecord({"num-examples": 16})
+    return Message(RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}), reply_to=msg)
+
+@app.evaluate()
+def evaluate(msg, context):
+    net = model()
+    net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    net.eval()
+    inputs, targets = loader(context).dataset.tensors
+    with torch.no_grad():
+        right = (net(inputs).argmax(1) == targets).float().mean().item()
+    metrics = MetricRecord({"num-examples": 16, "accuracy": right})
+    return Message(RecordDict({"metrics": metrics}), reply_to=msg)
+
+start = model().state_dict()
+for kind in (FedBN, FixBN, FedTAN):
+    with InProcessGrid(app, num_nodes=2) as grid:
+        strategy = kind(parts=split_state(model()))
+        result = strategy.start(grid=grid, initial_arrays=ArrayRecord(start), num_rounds=2)
+    end = result.arrays.to_torch_state_dict()
+    moved = [name for name in start if not torch.equal(end[name], start[name])]
+    assert 0 <= result.evaluate_metrics_clientapp[2]["accuracy"] <= 1
+    print(kind.__name__, *moved)
 """
 
 
@@ -139,17 +211,59 @@ def test_the_core_trains_without_the_packages_of_the_laboratory(tmp_path: Path) 
     assert done.stdout.splitlines()[-1] == "trained"
 
 
+def test_three_methods_plug_into_a_project_of_flowers(tmp_path: Path) -> None:
+    done = python(PLUG_IN, tmp_path)
+    assert done.returncode == 0, done.stderr
+    moved = {name: set(entries) for name, *entries in map(str.split, done.stdout.splitlines()[-3:])}
+    weights = {"0.weight", "3.weight", "3.bias"}
+    affine, statistics = {"1.weight", "1.bias"}, {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert moved == {"FedBN": weights, "FixBN": weights | affine | statistics, "FedTAN": weights | affine | statistics}
+
+
 BLOCKED = """
-for name in ("pandas", "fedbn_flwr.lab.cli"):
-    try:
-        __import__(name)
-    except ModuleNotFoundError as error:
-        print(error)
+try:
+    import pandas
+except ModuleNotFoundError as error:
+    print(error)
 """
 
 
 def test_the_block_blocks(tmp_path: Path) -> None:
-    assert python(BLOCKED, tmp_path).stdout == "pandas is blocked\nfedbn_flwr.lab.cli.before imports typer\n"
+    assert python(BLOCKED, tmp_path).stdout == "No module named 'pandas'\n"
+
+
+COMMAND = "from fedbn_flwr.__main__ import main; main()"
+
+
+def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path) -> None:
+    done = python("import sys; sys.argv = ['fedbn-flwr', '--help']\n" + COMMAND, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith('): pip install "fedbn-flwr[lab]"')
+
+
+IMPORT = """
+from fedbn_flwr.errors import FedBNError
+try:
+    import {name}
+except FedBNError as error:
+    print(error.code)
+"""
+
+
+@pytest.mark.parametrize("name", ["fedbn_flwr.lab.data", "fedbn_flwr.lab.runs.app", "fedbn_flwr.app"])
+def test_without_the_extra_an_import_says_what_to_install(name: str, tmp_path: Path) -> None:
+    assert python(IMPORT.format(name=name), tmp_path).stdout == "missing-extra\n"
+
+
+def test_the_two_installs_are_what_each_half_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core = {re.split(r"[^\w.-]", line)[0] for line in project["dependencies"]}
+    assert core == STANDS_ON
+    extra = {re.split(r"[^\w.-]", line)[0].lower() for line in project["optional-dependencies"]["lab"]}
+    owners = packages_distributions()
+    needs = {owner.lower().replace("_", "-") for name in fedbn_flwr.lab._NEEDS for owner in owners[name]}
+    assert needs == extra - {"flwr"}, "what the laboratory looks for is what the extra brings"
 
 
 def test_the_core_names_no_other_package() -> None:

@@ -92,10 +92,15 @@ def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
             assert (unpacked[kind] / "fedbn_flwr" / name).is_file()
     (info,) = unpacked["wheel"].glob("*.dist-info")
     assert (info / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    assert "fedbn-flwr = fedbn_flwr.lab.cli:app" in (info / "entry_points.txt").read_text()
-    for extra in ("dev", "docs", "onnx", "tensorboard"):
+    assert "fedbn-flwr = fedbn_flwr.__main__:main" in (info / "entry_points.txt").read_text()
+    for extra in ("dev", "docs", "lab", "onnx", "tensorboard"):
         assert f"Provides-Extra: {extra}" in (info / "METADATA").read_text()
     bundle = {path.name for path in unpacked["bundle"].iterdir()}
+    installed = tomllib.loads((unpacked["bundle"] / "pyproject.toml").read_text())
+    assert (installed["dependency-groups"], installed["tool"]["uv"]) == (
+        {"app": ["fedbn-flwr[lab]"]},
+        {"default-groups": ["app"]},
+    ), "where Flower installs an app's dependencies, the default app gets the laboratory's"
     assert bundle == {"fedbn_flwr", "apps", "pyproject.toml", "README.md", "LICENSE", ".info"}, "what nodes need"
     for name in ("pyproject.toml", "README.md", "LICENSE", "apps/main/server_app.py", "apps/main/recipes/demo.yaml"):
         assert (unpacked["bundle"] / name).is_file(), name
@@ -153,7 +158,12 @@ print(len(names))
 
 def test_every_module_imports_without_the_optional_extras(tmp_path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {re.split(r"[\[<>=]", d)[0] for extra in project["optional-dependencies"].values() for d in extra}
+    extras = {
+        re.split(r"[\[<>=]", requirement)[0]
+        for extra, requirements in project["optional-dependencies"].items()
+        for requirement in requirements
+        if extra != "lab"
+    }
     assert {"pytest", "timm", "twine", "mkdocs-material"} <= extras
     modules = {
         module

@@ -10,3 +10,35 @@
 - ``doctor.py``: what went wrong with BatchNorm in a run.
 - ``deployment``: a federation over a network. ``cli``: the command line.
 """
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from fedbn_flwr.errors import MissingExtraError, install_extra
+
+__all__: list[str] = []
+
+_NEEDS = (
+    *("PIL", "cloudpickle", "flwr_datasets", "jinja2", "matplotlib", "pandas", "ray", "rich", "scipy", "sklearn"),
+    *("torchvision", "typer", "yaml"),
+)
+"""What the extra ``lab`` installs, by the names of modules."""
+
+
+def _check_extra() -> None:
+    """Name the line to type where only the core is installed.
+
+    Raises:
+        MissingExtraError: a package of the extra ``lab`` is absent.
+    """
+    if find_spec("torch") is None:
+        return  # not even the core: `make certs` needs cryptography alone
+    if absent := [name for name in _NEEDS if find_spec(name) is None]:
+        raise MissingExtraError(
+            "the command line, data sets and studies of fedbn-flwr need packages that are not installed "
+            f"({', '.join(absent)}): {install_extra('lab')}"
+        )
+
+
+_check_extra()

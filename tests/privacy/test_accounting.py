@@ -23,7 +23,7 @@ def delta_of(epsilon: float, noises: list[float]) -> float:
 
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ConfigError, match=r"not installed; in the checkout: pip install '\.\[privacy\]'"):
+    with pytest.raises(ConfigError, match=r'not installed; pip install "fedbn-flwr\[privacy\]"'):
         PrivacyAccountant(1e-5, "zero-out", releases=[Release(1.0, 8, 8)]).epsilon()
 
 

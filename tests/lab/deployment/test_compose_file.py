@@ -297,7 +297,7 @@ def test_the_locks_are_what_make_lock_writes_now() -> None:
         pinned[name] = {key.lower(): version for key, version, _ in entries}
     assert pinned["services"].items() <= pinned["apps"].items(), "one version of each"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for requirement in map(Requirement, project["dependencies"]):
+    for requirement in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["lab"]]):
         if requirement.name not in ("torch", "torchvision"):
             assert pinned["apps"][requirement.name.lower()] in requirement.specifier, requirement
     for line in (ROOT / "constraints.txt").read_text().splitlines():
@@ -316,4 +316,4 @@ def test_extras_are_named_or_refused(tmp_path: Path) -> None:
     assert subprocess.run([*command, ""], capture_output=True, text=True, check=True).stdout == ""
     done = subprocess.run([*command, "timm,tim"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "no extra tim; there are dev, " in done.stderr
+    assert "no extra tim; there are lab, dev, " in done.stderr

@@ -78,7 +78,7 @@ def test_a_missing_package_names_its_extra(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setitem(
         sys.modules, {"timm": "timm", "smp": "segmentation_models_pytorch"}[name.partition(":")[0]], None
     )
-    with pytest.raises(ConfigError, match=rf"in the checkout: pip install '\.\[{name.partition(':')[0]}\]'"):
+    with pytest.raises(ConfigError, match=rf'pip install "fedbn-flwr\[{name.partition(":")[0]}\]"'):
         build(name)
 
 

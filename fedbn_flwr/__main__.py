@@ -1,0 +1,27 @@
+"""The command ``fedbn-flwr``. It is there without the extra ``lab`` as well, and then says what to install."""
+
+from __future__ import annotations
+
+import sys
+
+from fedbn_flwr.errors import MissingExtraError
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line.
+
+    Raises:
+        SystemExit: always, with the exit code: 2 where the extra is absent.
+    """
+    try:
+        from fedbn_flwr.lab.cli import app
+    except MissingExtraError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    app()
+
+
+if __name__ == "__main__":
+    main()
