@@ -6,11 +6,10 @@ export FLWR_DISABLE_UPDATE_CHECK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test compat check slow network bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose federation-up federation-run federation-stop federation-down
+.PHONY: demo test compat check slow network bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose
 
 NODES ?= 3
 HOSTS ?=
-RUN ?=
 ARGS ?=
 PAIRS ?=
 KEEP ?=
@@ -108,27 +107,7 @@ sbom:
 
 # docker-compose.yml and docker/machine-*.yml for another number of nodes: make compose NODES=5
 compose: .venv/installed
-	$(BIN)/python -m fedbn_flwr.lab.deployment compose --nodes $(NODES)
-
-# The services of docker-compose.yml as plain processes on loopback, in runs/federation:
-# make federation-up NODES=4 NODE_4_DATA=/srv/images NODE_4_CONFIG="partition-id=3 data-path='/data/own.npz'"
-federation-up: .venv/installed
-	$(BIN)/python -m fedbn_flwr.lab.deployment up --nodes $(NODES)
-
-# By the environment, as it is: quotes and $ of any kind are Flower's.
-export RUN_CONFIG
-override RUN_CONFIG := $(value RUN_CONFIG)
-
-# make federation-run RUN_CONFIG="strategy='fixbn' num-server-rounds=5"
-federation-run: .venv/installed
-	@$(BIN)/python -m fedbn_flwr.lab.deployment run "$$RUN_CONFIG"
-
-# Ends the runs that go on, after Ctrl-C for one; the federation stays up: make federation-stop RUN=RUN_ID for one alone
-federation-stop: .venv/installed
-	$(BIN)/python -m fedbn_flwr.lab.deployment stop $(RUN)
-
-federation-down: .venv/installed
-	$(BIN)/python -m fedbn_flwr.lab.deployment down
+	$(BIN)/python -m fedbn_flwr.lab.deployment.compose_nodes --nodes $(NODES)
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,15 +41,17 @@ import typer
 from fedtan_work import CLIENTS, NOTHING, PARTS, STEPS, bare_steps, make_client_app, make_strategy, round_seconds
 from measure import facts, flower_project, table, write_block
 
+from apps.local_federation import LocalFederation
 from fedbn_flwr import InProcessGrid
 from fedbn_flwr.engines.flower_run import Scalar, flower_run
-from fedbn_flwr.lab.deployment import Federation as Deployment
+from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 
 Times = dict[str, list[float]]
 Floor = dict[str, dict[str, list[Any]]]
 """``seconds`` and ``parts``, by message type; see ``fedtan_work.FloorGrid``."""
 WORK = CLIENTS * STEPS
+_PORT = 28000  # of the SuperLink
 _EVERY = 3  # an empty query before every third exchange
 
 _APP = """from fedtan_work import make_client_app, make_server_app
@@ -150,27 +152,27 @@ def in_network(rounds: int, data_dir: str, nodes: int = CLIENTS, only_messages: 
     if only_messages:
         runs = dict(list(runs.items())[-1:])
     floor: Floor = {}
-    with Deployment(Path(__file__).parents[1] / "docker-compose.yml", nodes) as deployment:
-        layout = deployment.layout
-        channel: dict[str, Scalar] = {
-            "bind": f"{layout.addresses['superexec-serverapp']}:9200",
-            "tls-dir": str(layout.folder / "certs/channel"),
-        }
+    with tempfile.TemporaryDirectory(prefix="fedtan-benchmark-") as name, ExitStack() as stack:
+        certs = Path(name) / "certs"
+        make_certificates(certs, nodes)
+        deployment = stack.enter_context(closing(LocalFederation(Path(name) / "net", certs, nodes, _PORT, ())))
+        deployment.start()
+        channel: dict[str, Scalar] = {"bind": f"127.0.0.1:{_PORT + 100}", "tls-dir": str(certs / "channel")}
 
         def run(app: Path, config: Mapping[str, Scalar]) -> None:
             by_messages = config["exchange"] == "messages"
             own = {"clients": nodes, "exchanges": "2L+1" if only_messages else "3L+1"}
-            deployment.run({**config, **channel, **own, "floor": _EVERY if by_messages else 0}, app=app).check()
+            deployment.run({**config, **channel, **own, "floor": _EVERY if by_messages else 0}, app)
             if by_messages:
                 floor.update(json.loads(Path(str(config["times"])).with_suffix(".floor").read_text()))
 
-        with restarting(deployment):
-            return timed_runs(runs, run, data_dir), floor
+        stack.enter_context(restarting(deployment))
+        return timed_runs(runs, run, data_dir), floor
 
 
 @contextmanager
-def restarting(deployment: Deployment) -> Iterator[None]:
-    """Start services again that end, as the compose file's restart policy does.
+def restarting(deployment: LocalFederation) -> Iterator[None]:
+    """Start processes again that end, as the compose file's restart policy does.
 
     The SuperExec ends where the SuperLink answers 500, and that it does where its database stays locked for 5 seconds.
     """

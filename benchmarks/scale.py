@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,17 +38,19 @@ import typer
 from measure import flower_project, write_block
 from scale_work import NAP, LightNodes
 
-from fedbn_flwr.engines.flower_run import Process, Scalar, flower_environment, free_port, toml_pairs
+from apps.local_federation import LocalFederation
+from fedbn_flwr.engines.flower_run import Process, Scalar, flower_environment, free_port, stream, toml_pairs
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.deployment import Federation
-from fedbn_flwr.lab.deployment.runs import follow_run
+from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.transport import Barrier, Member
 from fedbn_flwr.transport.channel_server import ChannelServer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
+RUN = Path(__file__).parents[1] / "docker/run.py"
+PORT = 28000  # of the SuperLink of real SuperNodes
 LOOK = 0.5  # a SuperNode looks for its app's reply so often, in seconds
 POLL = 0.05  # FLWR_SUPEREXEC_TASK_POLL_INTERVAL of docker-compose.yml, in seconds
 LINE = 125e6  # bytes per second: 1 Gbit/s
@@ -241,7 +244,10 @@ def run_light(nodes: int, shapes: Sequence[tuple[int, int]], rounds: int, idle: 
                 texts = " ".join(f"{count}x{size}" for count, size in shapes)
                 config: dict[str, Scalar] = {"nodes": nodes, "pid": link.pid, "idle": idle, "rounds": rounds}
                 pairs = toml_pairs({**config, "shapes": texts, "times": str(times)})
-                follow_run([str(app), "light", "--stream", "--run-config", pairs], env, on_line=_show).check()
+                command = [sys.executable, str(RUN), str(app), "light", "--stream", "--run-config", pairs]
+                log = stream(command, env, _show)
+                if not log[-1].endswith(": finished:completed"):
+                    raise EngineError("\n".join(log))
                 return dict(json.loads(times.read_text()))
             finally:
                 light.close()
@@ -274,14 +280,15 @@ def run_rounds(nodes: int, turns: int, rounds: int) -> list[dict[str, Any]]:
         (app / "benchmark_app.py").write_text(_ROUNDS_APP)
         project = flower_project("scale-benchmark", "benchmark_app", "benchmark_app", _ROUNDS_CONFIG)
         (app / "pyproject.toml").write_text(project)
-        with Federation(Path(__file__).parents[1] / "docker-compose.yml", nodes, folder=Path(name) / "net") as found:
+        make_certificates(Path(name) / "certs", nodes)
+        with closing(LocalFederation(Path(name) / "net", Path(name) / "certs", nodes, PORT, ())) as found:
+            found.start()
             config: dict[str, Scalar] = {
                 "nodes": nodes,
-                "pid": found.process("superlink").pid,
+                "pid": found.processes["superlink"].pid,
                 "models": " ".join(_MODELS),
             }
-            config |= {"rounds": rounds + 1, "turns": turns, "times": str(times)}
-            found.run(config, app=app, on_line=_show).check()
+            found.run({**config, "rounds": rounds + 1, "turns": turns, "times": str(times)}, app)
             return list(json.loads(times.read_text()))
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 BIN = Path(sys.executable).parent
-_START_SECONDS = 60.0
+_START_SECONDS = 90.0
 
 
 def flower_environment(home: Path) -> dict[str, str]:
@@ -94,16 +95,17 @@ class Process:
         """Return the end of the log."""
         return self._log.read_text(errors="replace")[-3000:]
 
-    def wait_healthy(self, url: str) -> None:
-        """Wait until ``url`` answers.
+    def wait_healthy(self, url: str, ca: Path | None = None) -> None:
+        """Wait until ``url`` answers, over TLS with a certificate that ``ca`` has signed.
 
         Raises:
             EngineError: it does not answer in time, or the process ended; the message shows the end of its log.
         """
         deadline = time.monotonic() + _START_SECONDS
+        context = ssl.create_default_context(cafile=ca) if ca else None
         while time.monotonic() < deadline and self.code is None:
             try:
-                with urllib.request.urlopen(url, timeout=2):
+                with urllib.request.urlopen(url, timeout=2, context=context):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
@@ -153,13 +155,13 @@ def stream(command: Sequence[str], env: Mapping[str, str], on_line: Callable[[st
     return tail
 
 
-def flower_runs(env: Mapping[str, str], connection: str, prefix: Sequence[str] = ()) -> list[dict[str, str]]:
-    """Return the runs of a SuperLink from ``flwr list``; ``prefix`` is put before the command.
+def flower_runs(env: Mapping[str, str], connection: str) -> list[dict[str, str]]:
+    """Return the runs of a SuperLink from ``flwr list``.
 
     Raises:
         EngineError: the answer is not a list of runs.
     """
-    command = [*prefix, "flwr", "list", connection, "--format", "json"]
+    command = ["flwr", "list", connection, "--format", "json"]
     answer = subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
     try:
         listed = json.loads(answer)

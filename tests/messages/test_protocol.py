@@ -35,7 +35,6 @@ OTHER_FORMATS = {
     *(f"lab/config/{name}.py" for name in ("config", "fields", "method_settings", "unused")),
     *(f"lab/output/{name}.py" for name in ("checkpoint", "curves", "folder")),
     *(f"lab/studies/{name}.py" for name in ("domain_table", "sweep")),
-    *(f"lab/deployment/{name}.py" for name in ("compose", "layout", "federation", "__main__")),
     "lab/cli/console.py",
     *("transport/grpc_channel.py", "client/state_folder.py", "engines/flower_run.py"),
 }

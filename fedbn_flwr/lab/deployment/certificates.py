@@ -20,7 +20,7 @@ import datetime
 import ipaddress
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -31,21 +31,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["CHANNEL_HOST", "make_certificates"]
+__all__ = ["make_certificates"]
 
-CHANNEL_HOST = "superexec-serverapp"  # the service whose ServerApp opens FedTAN's channel
+_CHANNEL_HOST = "superexec-serverapp"  # the service whose ServerApp opens FedTAN's channel
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _SECRET_BYTES = 32
 Key = ec.EllipticCurvePrivateKey
 
 
-def make_certificates(
-    folder: Path,
-    num_nodes: int,
-    hosts: Sequence[str] = (),
-    days: int = 365,
-    node_hosts: Mapping[int, str] | None = None,
-) -> None:
+def make_certificates(folder: Path, num_nodes: int, hosts: Sequence[str] = (), days: int = 365) -> None:
     """Write the CA, server certificates, node keys and SuperExec secrets of a federation.
 
     Args:
@@ -54,7 +48,6 @@ def make_certificates(
         hosts: names and addresses of the server, besides the names of its services. No node's certificate has them:
             with them a node could claim to be the server.
         days: until the certificates expire.
-        node_hosts: by number of a node, its address for its own ClientApps, besides the name of its service.
 
     Raises:
         ConfigError: the folder is not empty, or a number is out of range.
@@ -72,14 +65,11 @@ def make_certificates(
     superlink = secrets.token_bytes(_SECRET_BYTES)
     _role(folder / "superlink", authority, superlink, ["superlink", *hosts])
     _role(folder / "serverapp", authority, superlink)
-    _role(folder / "channel", authority, None, [CHANNEL_HOST, *hosts])
+    _role(folder / "channel", authority, None, [_CHANNEL_HOST, *hosts])
     _role(folder / "cli", authority, None)
     for number in range(1, num_nodes + 1):
         secret, key = secrets.token_bytes(_SECRET_BYTES), _new_key()
-        names = [f"supernode-{number}"]
-        if node_hosts and number in node_hosts:
-            names.append(node_hosts[number])
-        _role(folder / f"node-{number}", authority, secret, names)
+        _role(folder / f"node-{number}", authority, secret, [f"supernode-{number}"])
         _write(folder / f"node-{number}/node.key", _private(key, PrivateFormat.OpenSSH))
         public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         _write(folder / f"cli/node-{number}.pub", public + f" node-{number}\n".encode())

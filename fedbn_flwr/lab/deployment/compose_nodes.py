@@ -1,14 +1,17 @@
-"""``docker-compose.yml`` and its overrides for another number of nodes: node 1's part of the files, repeated."""
+"""``docker-compose.yml`` and its overrides for another number of nodes: ``make compose NODES=5``.
+
+Node 1's part of the files is repeated.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from fedbn_flwr.atomic_file import write_atomically
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.deployment.compose import renumbered
 
 __all__ = ["files_for_nodes", "write_for_nodes"]
 
@@ -82,14 +85,20 @@ def write_for_nodes(root: Path, num_nodes: int) -> list[str]:
 
 def _of_node(text: str, number: int, num_nodes: int) -> str:
     """Return node 1's part of a file, changed to that of another node."""
-    text = renumbered(text, number).replace("# Node 1 ", f"# Node {number} ")
+    text = _renumbered(text, number).replace("# Node 1 ", f"# Node {number} ")
     text = text.replace("partition-id=0", f"partition-id={number - 1}")
     return re.sub(r"(?<=num-partitions=)\d+", str(num_nodes), text)
 
 
+def _renumbered(text: str, number: int) -> str:
+    """Return text of node 1's part with the names of another node."""
+    text = re.sub(r"(supernode|clientapp|node)-1\b", rf"\1-{number}", text)
+    return text.replace("NODE_1_", f"NODE_{number}_")
+
+
 def _elsewhere(numbers: Iterable[int]) -> str:
     """Return the lines that leave out the services of these nodes."""
-    return "".join(renumbered(_ELSEWHERE, n) for n in numbers)
+    return "".join(_renumbered(_ELSEWHERE, n) for n in numbers)
 
 
 def _split(path: Path, mark: str, text: str | None = None) -> tuple[str, str]:
@@ -101,3 +110,13 @@ def _split(path: Path, mark: str, text: str | None = None) -> tuple[str, str]:
     if not has_mark:
         raise ConfigError(f"{path} has no {mark.strip()!r}: it is not the compose file of a checkout")
     return before, after
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="make compose", description="docker-compose.yml for its nodes")
+    parser.add_argument("--nodes", type=int, default=3, help="how many nodes; the last is with the server")
+    try:
+        changed = write_for_nodes(Path(), parser.parse_args().nodes)
+    except ConfigError as error:
+        parser.exit(1, f"{error}\n")
+    print("\n".join(changed) or "nothing to change")

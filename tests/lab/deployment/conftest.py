@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from apps.local_federation import LocalFederation
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.deployment import Federation
+from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.runs.run import run
 
 ROOT = Path(__file__).parents[3]
@@ -34,20 +37,15 @@ def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def variables() -> dict[str, str]:
-    """What the environment of the services has besides; a module may give its own."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def federation(scratch: Path, variables: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Federation]:
-    """A SuperLink, its SuperExec, and the module's ``NODES`` or three SuperNodes with theirs.
-
-    TLS, node keys and secrets are on.
-    """
+def federation(scratch: Path, request: pytest.FixtureRequest) -> Iterator[LocalFederation]:
+    """A SuperLink, its SuperExec, and the module's ``NODES`` or three SuperNodes with theirs."""
     nodes = getattr(request.module, "NODES", NODES)
-    environment = {"MPLCONFIGDIR": str(scratch / "matplotlib"), **variables}
-    with Federation(ROOT / "docker-compose.yml", nodes, folder=scratch / "net", environment=environment) as found:
+    port = random.Random().randrange(20000, 32000, 100)  # below those that a system gives out by itself
+    make_certificates(scratch / "certs", nodes)
+    found = LocalFederation(scratch / "net", scratch / "certs", nodes, port, ())
+    found.environment |= {"MPLCONFIGDIR": str(scratch / "matplotlib"), "PYTHONPATH": str(ROOT)}
+    with closing(found):
+        found.start()
         yield found
 
 
@@ -55,13 +53,16 @@ Networked = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def networked(federation: Federation, tmp_path: Path) -> Networked:
+def networked(federation: LocalFederation, tmp_path: Path) -> Networked:
     """``networked(strategy=..., ...)``: the summary of a run over the network, which must complete."""
 
     def do(**settings: Any) -> dict[str, Any]:
         out = tmp_path / "network"
         given = {**SETTINGS, **{key.replace("_", "-"): value for key, value in settings.items()}, "out": str(out)}
-        federation.run(given).check()
+        if given.get("fedtan-transport") == "channel":
+            given |= {"fedtan-bind": f"127.0.0.1:{federation.port + 50}"}
+            given |= {"fedtan-tls-dir": str(federation.certs / "channel")}
+        federation.run(given)
         summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
         return summary
 

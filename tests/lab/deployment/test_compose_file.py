@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,12 +15,9 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.deployment.__main__ import app
 from fedbn_flwr.lab.deployment.certificates import make_certificates
-from fedbn_flwr.lab.deployment.compose import node_number, read_services, start_order
 from fedbn_flwr.lab.deployment.compose_nodes import files_for_nodes, write_for_nodes
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +43,20 @@ _Loader.add_constructor("!reset", _tagged)
 def content(path: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.load(path.read_text(), _Loader)
     return loaded
+
+
+def services_of(path: Path) -> dict[str, dict[str, Any]]:
+    """The services by name, each with its ``words``: entrypoint and command."""
+    services: dict[str, dict[str, Any]] = content(path)["services"]
+    for service in services.values():
+        service["words"] = [*service["entrypoint"], *service.get("command", [])]
+    return services
+
+
+def node_number(name: str) -> tuple[str, int]:
+    """The prefix and the number of a node's service; number 0 for other services."""
+    match = re.fullmatch(r"(supernode-|superexec-clientapp-)(\d+)(-gpu)?", name)
+    return (match[1], int(match[2])) if match else (name, 0)
 
 
 @pytest.mark.parametrize("path", [COMPOSE, *OVERRIDES], ids=lambda path: path.name)
@@ -75,12 +87,12 @@ def test_a_node_on_its_own_machine_has_only_the_needed_differences() -> None:
 
 def test_nodes_differ_in_their_number_only() -> None:
     """So node 1 can be copied to any number of nodes."""
-    services = read_services(COMPOSE, {})
+    services = services_of(COMPOSE)
     for prefix, variant in (("supernode-", ""), ("superexec-clientapp-", ""), ("superexec-clientapp-", "-gpu")):
         first = repr(services[f"{prefix}1{variant}"]).replace("partition-id=0", "partition-id=N")
         for n in NODES:
             other = repr(services[f"{prefix}{n}{variant}"]).replace(f"partition-id={n - 1}", "partition-id=N")
-            assert re.sub(rf"-{n}\b", "-1", other) == first
+            assert re.sub(rf"(?<=node|tapp)-{n}\b", "-1", other).replace(f"NODE_{n}_", "NODE_1_") == first
 
 
 def test_the_files_are_those_that_make_compose_writes() -> None:
@@ -94,18 +106,15 @@ def test_the_files_for_five_nodes_and_back(tmp_path: Path) -> None:
         (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
     lab = tmp_path / "docker/machine-node-lab.yml"
     lab.write_text("services: {}\n")
-    made = CliRunner().invoke(app, ["compose", "--nodes", "5", "--folder", str(tmp_path)])
-    assert made.exit_code == 0, made.output
-    assert made.output.count("written: ") == 6
+    command = [sys.executable, "-m", "fedbn_flwr.lab.deployment.compose_nodes", "--nodes", "5"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert made.stdout.count("written: ") == 6
     found = content(tmp_path / "docker-compose.yml")
-    services = read_services(tmp_path / "docker-compose.yml", {})
-    expected = read_services(COMPOSE, {}, 5)
-    assert sorted(services) == sorted(expected)
-    share = re.compile(r"partition-id=\d+ num-partitions=\d+")
-    for name, service in services.items():
-        assert share.sub("", repr(service)) == share.sub("", repr(expected[name]))
+    for name, service in found["services"].items():
         if name.startswith("supernode-"):
-            assert share.findall(repr(service)) == [f"partition-id={node_number(name)[1] - 1} num-partitions=5"]
+            share = re.findall(r"partition-id=\d+ num-partitions=\d+", repr(service))
+            assert share == [f"partition-id={node_number(name)[1] - 1} num-partitions=5"]
     assert [name for name in found["volumes"] if "-5-" in name] == ["supernode-5-state", "clientapp-5-state"]
     own = {name for name in found["services"] if node_number(name)[1]}
     for k in (1, 2, 3, 4):
@@ -182,25 +191,27 @@ def test_health_checks_ask_the_services_own_api_over_https() -> None:
     A SuperNode is well while it is connected: the SuperLink's API answers it, too.
     """
     ports = {"flower-superlink": "--port=8000", "flower-supernode": "--port=9094"}
-    for name, service in read_services(COMPOSE, {"SUPERLINK": "fl.example.org:80"}).items():
-        assert not any(word.startswith("--health-server-address") for word in service.command), name
+    for name, service in services_of(COMPOSE).items():
+        words = service["words"]
+        assert not any(word.startswith("--health-server-address") for word in words), name
         if "superexec" in name:
-            apis = [word.split("=")[1] for word in service.command if word.startswith("--runtime-api-address=")]
-        elif (kind := Path(service.command[service.command[0] == "python"]).name) in ports:
-            assert ports[kind] in service.command, name
+            apis = [word.split("=")[1] for word in words if word.startswith("--runtime-api-address=")]
+        elif (kind := Path(words[words[0] == "python"]).name) in ports:
+            assert ports[kind] in words, name
             apis = [f"{name}:{ports[kind].split('=')[1]}"]
-            apis += ["fl.example.org:80"] if kind == "flower-supernode" else []
+            apis += ["${SUPERLINK:-superlink:8000}"] if kind == "flower-supernode" else []
         else:
-            assert service.health == (), name
+            assert "healthcheck" not in service, name
             continue
         urls = [f"https://{api}/health" for api in apis]
-        assert service.health == ("python", "/app/docker/health.py", "/certs/ca.crt", *urls), name
+        health = ["CMD", "python", "/app/docker/health.py", "/certs/ca.crt", *urls]
+        assert service["healthcheck"]["test"] == health, name
 
 
 def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
     services, networks = content(COMPOSE)["services"], content(COMPOSE)["networks"]
     for name, service in services.items():
-        prefix, n, _ = node_number(name)
+        prefix, n = node_number(name)
         if prefix == "superexec-clientapp-":
             assert service["networks"] == [f"node-{n}", "channel"], name
             reached = {other for other, its in services.items() if {*its["networks"]} & {*service["networks"]}}
@@ -231,35 +242,40 @@ def test_ports_are_published_only_on_loopback_without_an_override() -> None:
 
 
 def test_tls_keys_and_secrets_are_on_everywhere() -> None:
-    services = read_services(COMPOSE, {})
+    services = services_of(COMPOSE)
     for name, service in services.items():
-        assert "--insecure" not in service.command, name
+        assert "--insecure" not in service["words"], name
         if name not in ("register", "cli"):
-            assert "--superexec-auth-secret-file=/certs/superexec.secret" in service.command, name
-    superlink = services["superlink"].command
+            assert "--superexec-auth-secret-file=/certs/superexec.secret" in service["words"], name
+    superlink = services["superlink"]["words"]
     assert {"--enable-supernode-auth", "--isolation=process", "--database=/state/superlink.db"} <= set(superlink)
     for n in NODES:
-        command = services[f"supernode-{n}"].command
+        command = services[f"supernode-{n}"]["words"]
         assert {"--isolation=process", "--auth-supernode-private-key=/certs/node.key"} <= set(command)
 
 
 def test_every_file_a_service_names_is_made_by_make_certs(tmp_path: Path) -> None:
     make_certificates(tmp_path / "certs", len(NODES))
-    for name, service in read_services(COMPOSE, {"CERTS": str(tmp_path / "certs")}).items():
-        for target in ("/certs", "/channel"):
-            said = " ".join((*service.command, *service.health))
+    for name, service in services_of(COMPOSE).items():
+        said = " ".join([*service["words"], *service.get("healthcheck", {}).get("test", [])])
+        mounts = {volume["target"]: volume["source"] for volume in service["volumes"] if isinstance(volume, dict)}
+        for target in {"/certs", "/channel"} & mounts.keys():
+            folder = Path(mounts[target].replace("${CERTS:-./certs}", str(tmp_path / "certs")))
             for file in re.findall(rf"(?<![\w/]){target}/([\w.]+)", said):
-                if target in service.mounts:
-                    assert (Path(service.mounts[target]) / file).is_file(), f"{name}: {target}/{file}"
+                assert (folder / file).is_file(), f"{name}: {target}/{file}"
 
 
-def test_order_and_conditions() -> None:
-    services = read_services(COMPOSE, {})
-    order = [service.name for service in start_order(services)]
-    for service in services.values():
-        for needed, condition in service.needs.items():
-            assert order.index(needed) < order.index(service.name)
-            assert condition == ("service_completed_successfully" if needed == "register" else "service_healthy")
+def test_a_service_starts_after_those_that_answer_it() -> None:
+    services = content(COMPOSE)["services"]
+    needed = {name: service.get("depends_on", {}) for name, service in services.items()}
+    for name, needs in needed.items():
+        for other, how in needs.items():
+            ends = other == "register"
+            assert how["condition"] == ("service_completed_successfully" if ends else "service_healthy"), name
+    assert needed["superlink"] == {}
+    assert needed["superexec-clientapp-1"].keys() == {"supernode-1"}
+    assert needed["supernode-1"].keys() == {"register"}
+    assert needed["register"].keys() == needed["superexec-serverapp"].keys() == {"superlink"}
 
 
 def test_the_image() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from apps.local_federation import LocalFederation
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.engines.flower_run import running
-from fedbn_flwr.lab.deployment import Federation
-from fedbn_flwr.lab.deployment.runs import Outcome, nodes_online
+from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.files import read_metrics
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
@@ -30,9 +30,9 @@ ROUNDS = 4
 class Run:
     """A run in a thread."""
 
-    def __init__(self, federation: Federation, out: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, federation: LocalFederation, out: Path, settings: dict[str, Any]) -> None:
         self.out = out
-        self._outcome: list[Outcome] = []
+        self._error = ""
         given: dict[str, Any] = {
             "num-server-rounds": ROUNDS,
             "local-steps": 2,
@@ -43,7 +43,10 @@ class Run:
         self.num_rounds = given["num-server-rounds"]
 
         def work() -> None:
-            self._outcome.append(federation.run({**given, "out": str(out)}))
+            try:
+                federation.run({**given, "out": str(out)})
+            except EngineError as error:
+                self._error = str(error)
 
         self._thread = threading.Thread(target=work)
         self._thread.start()
@@ -61,14 +64,14 @@ class Run:
     def lines(self) -> list[dict[str, Any]]:
         return read_metrics(self.out / "metrics.jsonl")
 
-    def outcome(self) -> Outcome:
-        """Wait for the end, with or without an error."""
+    def error(self) -> str:
+        """Wait for the end, and return the end of the log; "" if the run completed."""
         self._thread.join()
-        return self._outcome[0]
+        return self._error
 
     def end(self) -> dict[str, Any]:
         """Wait for the end, which must be without error; return the summary."""
-        self.outcome().check()
+        assert self.error() == ""
         assert len(self.lines()) == self.num_rounds
         summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
         return summary
@@ -78,7 +81,7 @@ Begin = Callable[..., Run]
 
 
 @pytest.fixture
-def begin(federation: Federation, tmp_path: Path) -> Iterator[Begin]:
+def begin(federation: LocalFederation, tmp_path: Path) -> Iterator[Begin]:
     runs: list[Run] = []
 
     def do(**settings: Any) -> Run:
@@ -90,12 +93,19 @@ def begin(federation: Federation, tmp_path: Path) -> Iterator[Begin]:
         run._thread.join()
 
 
-def bring_back(federation: Federation) -> None:
+def bring_back(federation: LocalFederation) -> None:
     """Restart the killed services until all nodes are online, for later tests."""
     deadline = time.monotonic() + 300
-    while federation.restart_dead() or federation.ended() or nodes_online(federation.layout) < NODES:
+    while federation.restart_dead() or nodes_online(federation) < NODES:
         assert time.monotonic() < deadline, "the nodes do not come back"
         time.sleep(2)
+
+
+def nodes_online(federation: LocalFederation) -> int:
+    """Return how many nodes are online, says the SuperLink."""
+    command = ["flwr", "supernode", "list", "federation", "--format", "json"]
+    answer = subprocess.run(command, env=federation.environment, capture_output=True, text=True, check=False)
+    return sum(node["status"] == "online" for node in json.loads(answer.stdout).get("nodes", []))
 
 
 def children(*parents: int) -> set[int]:
@@ -104,12 +114,12 @@ def children(*parents: int) -> set[int]:
     return {int(pid) for path in found if path.exists() for pid in path.read_text().split()}
 
 
-def apps_of(federation: Federation, superexec: str) -> set[int]:
+def apps_of(federation: LocalFederation, superexec: str) -> set[int]:
     """Return the process ids of the apps at a SuperExec that have not ended: children of its two processes."""
-    return children(*children(federation.process(superexec).pid))
+    return children(*children(federation.processes[superexec].pid))
 
 
-def next_client_of(federation: Federation, number: int) -> int:
+def next_client_of(federation: LocalFederation, number: int) -> int:
     """Return the process id of the next ClientApp that a node's SuperExec starts, once it is at work.
 
     At work is what has used 0.3 s of CPU time: one that is killed earlier may not yet have taken its message, and is
@@ -139,7 +149,7 @@ def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(federation,
     """Nothing is lost: the bits are the same as in a run without the fault."""
     run = begin(strategy="fixbn", freeze_at=2)
     run.wait_for_round(1)
-    federation.kill("superlink")
+    federation.processes["superlink"].kill()
     time.sleep(4)
     while not federation.restart_dead():
         time.sleep(0.1)
@@ -164,7 +174,7 @@ def test_a_client_app_that_is_killed(federation, begin) -> None:
 def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
     run = begin(strategy="fedavg", round_timeout=45.0)
     run.wait_for_round(1)
-    superexec = federation.process("superexec-clientapp-3").pid
+    superexec = federation.processes["superexec-clientapp-3"].pid
     pids = [next_client_of(federation, 3), superexec, *children(superexec)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -186,7 +196,7 @@ def test_a_node_that_is_killed_during_a_round_and_does_not_return(exchange: str,
     run.wait_for_round(1)
     next_client_of(federation, 3)
     for name in ("superexec-clientapp-3", "supernode-3"):
-        federation.kill(name)
+        federation.processes[name].kill()
     try:
         run.end()
     finally:
@@ -202,7 +212,7 @@ def test_a_node_that_is_killed_and_restarted_still_has_its_part(federation, begi
     run.wait_for_round(1)
     next_client_of(federation, 3)
     for name in ("superexec-clientapp-3", "supernode-3"):
-        federation.kill(name)
+        federation.processes[name].kill()
     while run.under_way():  # as the restart policy does: Flower refuses the node's key for a while
         federation.restart_dead()
         time.sleep(1)
@@ -211,7 +221,7 @@ def test_a_node_that_is_killed_and_restarted_still_has_its_part(federation, begi
     assert took_part[0] == 1
     assert took_part[-1] == 6
     assert len(took_part) < 6
-    (kept,) = federation.layout.state("superexec-clientapp-3").glob("state/parts/*/partition-2/*.6.safetensors")
+    (kept,) = federation.folder.glob("node-3/*/partition-2/*.6.safetensors")
     entries = [entry for record in read_checked(kept)["kept"].values() for entry in record.items()]
     trained = [int(value) for name, value in entries if name.endswith("num_batches_tracked")]
     # A step whose reply came too late for its round may count too.
@@ -226,7 +236,7 @@ def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) 
     run.wait_for_round(2)
     for app in apps_of(federation, "superexec-serverapp"):
         os.kill(app, signal.SIGKILL)
-    assert run.outcome().status == "finished:failed"
+    assert run.error().endswith(": finished:failed")
     assert 2 <= len(run.lines()) < ROUNDS
     ours = begin(**how, resume=True).end()
     theirs = in_process(**how, num_server_rounds=ROUNDS, local_steps=2)
@@ -274,7 +284,7 @@ def full(folder: Path) -> Iterator[Callable[[], None]]:
 )
 def test_a_state_folder_that_cannot_be_written(fault, reason: str, federation, begin) -> None:
     """Its node is refused by name until it can write; the others continue, and later the node does too."""
-    folder = federation.layout.state("superexec-clientapp-3") / "state/parts"
+    folder = federation.folder / "node-3"
     folder.mkdir(parents=True, exist_ok=True)
     with fault(folder) as heal:
         run = begin(strategy="fedbn")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from apps.local_federation import LocalFederation
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.engines.flower_run import flower_run
-from fedbn_flwr.lab.deployment import Federation
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.ring import FixedPoint
 
@@ -22,14 +22,6 @@ pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("ne
 ROOT = Path(__file__).parents[3]
 APP = ROOT / "tests" / "support" / "masked_app"
 POINT = FixedPoint(65536.0, 34.0)
-
-
-@pytest.fixture(scope="module")
-def federation(scratch: Path) -> Iterator[Federation]:
-    """As the other tests' federation; its apps import this package from here."""
-    environment = {"MPLCONFIGDIR": str(scratch / "matplotlib"), "PYTHONPATH": str(ROOT)}
-    with Federation(ROOT / "docker-compose.yml", 3, folder=scratch / "net", environment=environment) as found:
-        yield found
 
 
 @contextmanager
@@ -41,7 +33,7 @@ def watched(folder: Path) -> Iterator[dict[bytes, None]]:
     def watch() -> None:
         while True:
             done = over.is_set()
-            for path in folder.rglob("*"):
+            for path in folder.glob("superlink.db*"):
                 if path.is_file():
                     data = path.read_bytes()
                     pages.update(dict.fromkeys(data[i : i + 4096] for i in range(0, len(data), 4096)))
@@ -74,14 +66,14 @@ def forms(spy: Path) -> Iterator[bytes]:
                 yield from (piece for piece in pieces if len(piece.strip(b"\0")) > 20)
 
 
-def test_neither_superlink_nor_server_see_a_clients_numbers(federation: Federation, tmp_path: Path) -> None:
+def test_neither_superlink_nor_server_see_a_clients_numbers(federation: LocalFederation, tmp_path: Path) -> None:
     """The same search finds those of a run without masks, which comes after: its pages stay in the database."""
     found = {}
     for masked in (True, False):
         spy = tmp_path / str(masked)
         spy.mkdir()
-        with watched(federation.layout.state("superlink")) as pages:
-            federation.run({"masked": masked, "spy-dir": str(spy)}, app=APP).check()
+        with watched(federation.folder) as pages:
+            federation.run({"masked": masked, "spy-dir": str(spy)}, app=APP)
         assert (spy / "participants").read_text() == "[0, 1, 2]"
         pieces, held, received = set(forms(spy)), b"".join(pages), (spy / "received").read_bytes()
         assert len(held) > 10**5
@@ -92,14 +84,14 @@ def test_neither_superlink_nor_server_see_a_clients_numbers(federation: Federati
 
 @pytest.mark.parametrize("engine", ["network", "ray"])
 def test_a_lost_client_is_recovered_and_too_many_end_the_round(
-    engine: str, federation: Federation, tmp_path: Path
+    engine: str, federation: LocalFederation, tmp_path: Path
 ) -> None:
     def run(name: str, lost: str, masked: bool) -> Path:
         spy = tmp_path / name
         spy.mkdir()
         config = {"masked": masked, "spy-dir": str(spy), "method": "fedavg", "lost": lost}
         if engine == "network":
-            federation.run(config, app=APP).check()
+            federation.run(config, app=APP)
         else:
             nodes = {"num-supernodes": 3, "client-resources-num-cpus": 2, "init-args-num-cpus": 2}
             flower_run(APP, run_config=config, federation_config=nodes)

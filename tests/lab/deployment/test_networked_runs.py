@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from apps.local_federation import LocalFederation
 from fedbn_flwr.engines.flower_run import Process, running
-from fedbn_flwr.lab.deployment import Federation, make_certificates
+from fedbn_flwr.lab.deployment import make_certificates
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
@@ -38,7 +39,7 @@ def test_the_bits_are_those_of_the_run_in_process(strategy, own, networked, in_p
 
 
 def test_fedtan_by_channel_among_intruders(
-    federation: Federation, networked, in_process, same_run, tmp_path: Path
+    federation: LocalFederation, networked, in_process, same_run, tmp_path: Path
 ) -> None:
     """Each intruder is refused with the right message; the run has the same bits as in process."""
     with intruders(federation, tmp_path) as logs:
@@ -49,9 +50,8 @@ def test_fedtan_by_channel_among_intruders(
     for name, path in logs.items():
         assert REFUSED[name] in path.read_text(), name
         assert "Start `flwr-" not in path.read_text(), f"{name}: it was given work"
-    assert (
-        '"POST /v1/runtime/acquire-task HTTP/1.1" 401' in (federation.layout.folder / "logs/superlink.log").read_text()
-    )
+    log = (federation.folder / "superlink.log").read_text()
+    assert '"POST /v1/runtime/acquire-task HTTP/1.1" 401' in log
 
 
 REFUSED = {
@@ -66,43 +66,43 @@ REFUSED = {
 
 
 @contextmanager
-def intruders(federation: Federation, folder: Path) -> Iterator[dict[str, Path]]:
+def intruders(federation: LocalFederation, folder: Path) -> Iterator[dict[str, Path]]:
     """Let the intruders try during the block; yield the log of each."""
-    layout = federation.layout
-    certs, services = layout.folder / "certs", layout.services()
+    certs = federation.certs
     make_certificates(folder / "foreign", 1)
-    block = layout.addresses["superlink"].rpartition(".")[0]
-    superlink, node = layout.addresses["superlink"], layout.addresses["supernode-1"]
+    superlink, node = federation.port, federation.port + 1
     key = "--auth-supernode-private-key="
 
     def supernode(number: int, **changed: str) -> list[str]:
-        """Node 1's command at another address with changed options; an empty value leaves an option out."""
+        """Node 1's command at another port with changed options; an empty value leaves an option out."""
         options = {f"--{option.replace('_', '-')}=": value for option, value in changed.items()}
-        kept = [word for word in services["supernode-1"].command if not word.startswith(tuple(options))]
+        kept = [word for word in federation.commands["supernode-1"] if not word.startswith(tuple(options))]
         kept += [f"{option}{value}" for option, value in options.items() if value]
-        return [f"--host={block}.{number}" if word.startswith("--host=") else word for word in kept]
+        port = f"--port={superlink + number}"
+        return [port if word.startswith("--port=") else word for word in kept]
 
-    def superexec(address: str, *more: str) -> list[str]:
-        return ["flower-superexec", f"--runtime-api-address={address}", f"--root-certificates={certs}/ca/ca.crt", *more]
+    def superexec(port: int, *more: str) -> list[str]:
+        address = f"--runtime-api-address=127.0.0.1:{port}"
+        return ["flower-superexec", address, f"--root-certificates={certs}/ca/ca.crt", *more]
 
     commands = {
-        "a key that is not registered": supernode(201, auth_supernode_private_key=f"{folder}/foreign/node-1/node.key"),
-        "the key of a node that is online": supernode(202, auth_supernode_private_key=f"{certs}/node-1/node.key"),
-        "no key": supernode(203, auth_supernode_private_key=""),
-        "a CA of its own": supernode(204, root_certificates=f"{folder}/foreign/ca/ca.crt"),
-        "a SuperExec without the secret": superexec(f"{superlink}:8000"),
+        "a key that is not registered": supernode(21, auth_supernode_private_key=f"{folder}/foreign/node-1/node.key"),
+        "the key of a node that is online": supernode(22, auth_supernode_private_key=f"{certs}/node-1/node.key"),
+        "no key": supernode(23, auth_supernode_private_key=""),
+        "a CA of its own": supernode(24, root_certificates=f"{folder}/foreign/ca/ca.crt"),
+        "a SuperExec without the secret": superexec(superlink),
         "a SuperExec with another node's secret": superexec(
-            f"{node}:9094", f"--superexec-auth-secret-file={certs}/clientapp-2/superexec.secret"
+            node, f"--superexec-auth-secret-file={certs}/clientapp-2/superexec.secret"
         ),
     }
     assert commands.keys() == REFUSED.keys()
     assert not any(word.startswith(key) for word in commands["no key"])
-    environment = {**layout.environment(services["cli"]), "FLWR_HOME": str(folder / "intruders")}
+    environment = {**federation.environment, "FLWR_HOME": str(folder / "intruders")}
     logs = {name: folder / f"intruder-{i}.log" for i, name in enumerate(commands)}
     started = [Process(command, environment, logs[name], folder) for name, command in commands.items()]
     over = threading.Event()
-    doors = [(superlink, 8000), (node, 9094), (layout.addresses["superexec-serverapp"], 9200)]
-    noise = [threading.Thread(target=send_garbage, args=(*door, over)) for door in doors]
+    ports = (superlink, node, federation.port + 50)  # the last one is FedTAN's channel
+    noise = [threading.Thread(target=send_garbage, args=("127.0.0.1", port, over)) for port in ports]
     for thread in noise:
         thread.start()
     try:

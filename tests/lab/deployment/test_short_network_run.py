@@ -12,11 +12,6 @@ pytestmark = [pytest.mark.network, pytest.mark.xdist_group("network")]
 NODES = 2
 
 
-@pytest.fixture(scope="module")
-def variables(at_once: dict[str, str]) -> dict[str, str]:
-    return {"PATH": at_once["PATH"]}
-
-
 def test_fedbn_keeps_its_part_over_the_network(networked, in_process, same_run) -> None:
     settings = {"strategy": "fedbn", "num_clients": NODES, "num_server_rounds": 2, "eval_every": 2}
     ours, theirs = networked(**settings), in_process(**settings)
