@@ -21,7 +21,6 @@ LEVELS = (
     ("mods", "__init__"),
     # Up to here the core, from here the laboratory.
     ("lab/data", "lab/models", "lab/export", "lab/files", "lab/own_code", "lab/deployment", "lab/__init__"),
-    ("lab/sites",),
     ("lab/config",),
     ("lab/setup", "lab/early_stopping"),
     ("lab/partitioned",),

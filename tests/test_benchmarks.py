@@ -23,18 +23,6 @@ def test_a_block_of_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
         write_block(page, "c", "")
 
 
-def test_the_truth_of_a_simulated_site_is_what_very_many_patients_show() -> None:
-    import numpy as np
-    from site_intervals import TASKS, Site
-
-    for mixed in (False, True):
-        site = Site(6000, 0.08, mixed, np.random.default_rng(int(mixed)))
-        for task in TASKS:
-            for measured, truth in zip(site.measured(task), site.truths(task.score), strict=True):
-                of_groups = measured.statistic()
-                assert of_groups.at(np.ones((1, of_groups.num_groups)))[0] == pytest.approx(truth, abs=0.025)
-
-
 def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
     target = (ROOT / "Makefile").read_text().partition("\nbench:")[2].partition("\nbench-peers:")[0]
     programs = re.findall(r"benchmarks/(\w+)\.py --write docs/performance\.(?:md|yaml)", target)

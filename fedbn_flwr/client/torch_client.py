@@ -41,7 +41,6 @@ from fedbn_flwr.messages.protocol import (
     EXCHANGE,
     MOD,
     NUM_EXAMPLES,
-    OWN,
     PARTITION_ID,
     SERVER_ROUND,
     STEPS,
@@ -120,8 +119,6 @@ class TorchClient(NumPyClient):
         plain_train_data: the training examples in the same order without random transforms, where ``train_data`` is a
             ``Dataset`` that has them. BatchNorm's statistics are measured on these (HBN, FBN and BN-SCAFFOLD by a pass,
             StaticBN, ``recalibrate``). None = ``train_data``.
-        own_metrics: returns further metrics of the test set "own", such as the ends of an interval; called in each test
-            with the model, this set and the task.
         data_report: returns a text on the client's data that the server gets with the answer to its query.
         record_level: train with DP-SGD. Then nothing else of the training data leaves the client but their number:
             no metrics of the training, no tests, no statistics, no report.
@@ -149,7 +146,6 @@ class TorchClient(NumPyClient):
         record_level: RecordLevel | None = None,
         input_scale: Scale | None = None,
         plain_train_data: Dataset[Any] | None = None,
-        own_metrics: Callable[[nn.Module, Any, Task], Mapping[str, float]] | None = None,
     ) -> None:
         self.model = model
         self.train_data = as_batches(train_data, plain_train_data)
@@ -172,7 +168,6 @@ class TorchClient(NumPyClient):
         self.data_report = None if record_level else data_report
         self.record_level = record_level
         self.input_scale = input_scale
-        self._own_metrics = own_metrics
 
     @property
     def _privacy(self) -> RecordPrivacy:
@@ -351,9 +346,6 @@ class TorchClient(NumPyClient):
                     continue
                 result = evaluate(lent.model, self.test_sets[name], task=self.task)
                 metrics |= {**result.named(prefix), count: result.num_examples}
-                if self._own_metrics and name == OWN:
-                    further = self._own_metrics(lent.model, self.test_sets[name], self.task)
-                    metrics |= {prefix + key: value for key, value in further.items()}
                 first = first or (result.loss, result.num_examples)
         loss, num_examples = first or (float("nan"), 0)
         return loss, num_examples, metrics

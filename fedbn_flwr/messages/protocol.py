@@ -162,12 +162,6 @@ EXAMPLES_NOT_FINITE = Key(
     "examples-not-finite", "int: gradients of DP-SGD that were not finite, if any", "client", "server"
 )
 EXAMPLES_TESTED = Key("examples-tested", "int", "client", "server")
-INTERVAL_LOW = Key("interval-low", "float: of a test set, if the node's owner allows it", "client", "server")
-INTERVAL_HIGH = Key("interval-high", "float: the same", "client", "server")
-INTERVAL_GROUPS = Key("interval-groups", "int: groups in the test set, if the owner allows it", "client", "server")
-GROUPS_NEEDED = Key("interval-groups-needed", "int: how many an interval would need", "client", "server")
-INTERVAL = (INTERVAL_LOW, INTERVAL_HIGH, INTERVAL_GROUPS, GROUPS_NEEDED)
-"""What a client says of its main metric's interval, which has no average over clients."""
 
 # --- entries of ReplyInfo and the query -------------------------------------------------------------------------------
 APPLIED = Key("fedbn-flwr.hooks-applied", "str, comma list: client hooks applied", "client", "server")
@@ -188,9 +182,6 @@ NUM_PARTITIONS = Key("num-partitions", "int", "client, node config", "server, cl
 STATE_DIR = Key("state-dir", "str: absolute folder of the kept state", "node config, run config", "client")
 DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
 REPORT_DATA = Key("report-data", "bool: the server may have the data report", "node config", "client")
-REPORT_INTERVALS = Key(
-    "report-intervals", "bool: the server may have the site's interval and number of patients", "node config", "client"
-)
 DATA_CLASSES = Key("data-classes", "str, comma list: classes of the node's own data", "node config", "client")
 ALLOW_PATHS = Key("allow-paths", "str, comma list: folders whose paths a run may name", "node config", "client")
 ALLOW_MODULES = Key("allow-modules", "str, comma list: modules that a run may name", "node config", "client")
@@ -201,7 +192,6 @@ NODE_KEYS = (
     STATE_DIR,
     DATA_PATH,
     REPORT_DATA,
-    REPORT_INTERVALS,
     DATA_CLASSES,
     ALLOW_PATHS,
     ALLOW_MODULES,

@@ -18,7 +18,6 @@ from fedbn_flwr.messages.protocol import (
     EXAMPLES_NOT_FINITE,
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
-    INTERVAL,
     NUM_EXAMPLES,
     STEPS,
 )
@@ -121,7 +120,6 @@ class RoundReport:
 
 _COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_NOT_FINITE, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
 _OF_SET = f"-{NUM_EXAMPLES}"  # of one test set
-_OF_ONE_CLIENT = tuple(f"-{key}" for key in INTERVAL)
 AVERAGED = "averages weighted by examples, counts summed"
 """The result of ``average_metrics`` in words, for the log."""
 
@@ -133,8 +131,7 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
 
     A metric of a test set, ``<test set>-...``, is weighted by ``<test set>-num-examples`` where a client reports that.
     Counts of this package (steps, examples, dropped batches, ``<test set>-num-examples``) are summed instead, if they
-    are whole numbers. A client whose test set does not define a metric of a task (NaN) does not count for it. The
-    ends of a client's own interval have no average.
+    are whole numbers. A client whose test set does not define a metric of a task (NaN) does not count for it.
 
     Flower's own average divides by the weight of all clients, even if only some report the metric. It also fails on
     values of different shapes; here these are left out with a warning.
@@ -146,7 +143,7 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         sizes = {key: value for key, value in record.items() if key.endswith(_OF_SET) and _is_whole(value)}
         sets = {key.removesuffix(NUM_EXAMPLES): float(np.asarray(size)) for key, size in sizes.items()}
         for key, value in record.items():
-            if key != weighted_by_key and not key.endswith(_OF_ONE_CLIENT):
+            if key != weighted_by_key:
                 fitting = [prefix for prefix in sets if key.startswith(prefix)] if sets else []  # mnist, mnist-m
                 values.setdefault(key, []).append((sets[max(fitting, key=len)] if fitting else weight, value))
     averaged = MetricRecord()

@@ -595,8 +595,8 @@ def test_node_config_of(seam: ModuleType) -> None:
         command = importlib.import_module("flwr.supernode.cli.flower_supernode")
         from fedbn_flwr.errors import ConfigError
 
-        text = "partition-id=0 report-intervals=true data-path='/a b/x.csv' share=0.5"
-        expected = {"partition-id": 0, "report-intervals": True, "data-path": "/a b/x.csv", "share": 0.5}
+        text = "partition-id=0 report-data=true data-path='/a b/x.csv' share=0.5"
+        expected = {"partition-id": 0, "report-data": True, "data-path": "/a b/x.csv", "share": 0.5}
         assert seam.node_config_of(text) == command.parse_config_args([text]) == expected
         assert seam.node_config_of("") == {}
         for wrong in ("partition-id 0", "data-path=/data", "data-path='/data", "partition-id=0 more"):

@@ -145,7 +145,7 @@ RANGE = "num-partitions must be a whole number from 1, and partition-id a smalle
             {"partition-id": 0, "num-partitions": 2, "dataset-path": "of another app", "data_path": "/x.npz"},
             "unknown key of the node's config 'data_path'. Did you mean 'data-path'? Allowed: "
             "allow-modules, allow-paths, data-classes, data-path, num-partitions, partition-id, report-data, "
-            "report-intervals, state-dir.",
+            "state-dir.",
         ),
         (
             {"partition-id": 0, "num-partitions": 2, "state-dir": "parts"},

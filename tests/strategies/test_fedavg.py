@@ -23,7 +23,6 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError, NothingTrainedError
-from fedbn_flwr.messages.protocol import INTERVAL
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.report import average_metrics
@@ -273,11 +272,10 @@ def test_a_metric_is_averaged_over_the_clients_that_report_it(caplog) -> None:
     assert caplog.messages == ["metric 'd' has different shapes at different clients and is not averaged"]
 
 
-def test_counts_are_summed_and_stay_counts_and_intervals_stay_with_their_client() -> None:
+def test_counts_are_summed_and_stay_counts() -> None:
     """The average of (19, 19, 19) over three weights was 18.999999999999993."""
-    ends = dict.fromkeys((f"own-{key}" for key in INTERVAL), 0.5)
     counts = {"steps": 19, "examples-processed": 190, "dropped-batches": 1, "own-num-examples": 7}
-    averaged = dict(average_metrics([content(n=n, epochs=2, **counts, **ends) for n in (3, 5, 7)], "n"))
+    averaged = dict(average_metrics([content(n=n, epochs=2, **counts) for n in (3, 5, 7)], "n"))
     assert averaged == {
         "steps": 57,
         "examples-processed": 570,

@@ -25,7 +25,7 @@ def evaluate(
         typer.Option(help="The data; `fedbn-flwr list datasets`. Default: the run's test examples, site by site."),
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Folder of another run: at which site is RUN better, and is that sure?")
+        Path | None, typer.Option(help="Folder of another run on the same split: the difference at each site.")
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="key=value of the data, test-bn-...; repeatable.")
@@ -43,28 +43,31 @@ def evaluate(
         typer.Option(help="Which examples. Default: all of new own data without a split of their own, else test."),
     ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="State folder of this site: its own model.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="New folder for predictions.csv, metrics.json and sites.json.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for predictions.csv and metrics.json.")] = None,
 ) -> None:
-    """Evaluate the model of a run: its metrics, with an interval at each site, and its predictions."""
+    """Evaluate the model of a run on any data, or with an interval at each of its own sites."""
     with exit_codes():
         overrides = read_overrides(set_ or [])
         refuse_no_run(run)
         if against is not None:
             refuse_no_run(against)
     from fedbn_flwr.lab.cli.sites import print_sites
-    from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run, evaluate_sites
+    from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
+    from fedbn_flwr.lab.finished_runs.saved_model import run_config
+    from fedbn_flwr.lab.finished_runs.sites import LEVEL, sites_of_run
 
     with exit_codes():
         if dataset is None:
-            of_data = {"--set": set_, "--bn": bn, "--part": part, "--state-dir": state_dir}
+            of_data = {"--set": set_, "--bn": bn, "--part": part, "--state-dir": state_dir, "--out": out}
             if given := [name for name, value in of_data.items() if value]:
                 raise ConfigError(f"{', '.join(given)}: say which data, with --dataset.")
-            print_sites(evaluate_sites(run, against, out))
+            print_sites(sites_of_run(run, against), run_config(run).learning_task().score)
+            say(f"The ends are those of {LEVEL:.0%} intervals over the groups of a site.")
+        elif against:
+            raise ConfigError("--against compares two runs on their own test examples: leave out --dataset.")
         else:
             data = {**overrides, "dataset": dataset}
-            what, rows, sites = evaluate_run(run, data, bn, part or "", out, state_dir, against)
+            what, rows = evaluate_run(run, data, bn, part or "", out, state_dir)
             say(f"model: {what}")
             metrics = list(rows[0].result.named())
             table = Table("data", "BN statistics", "examples", *metrics, box=None)
@@ -76,7 +79,6 @@ def evaluate(
                 table.add_row(row.data, named, str(row.result.num_examples), *values)
             say(table)
             say("Each figure is pooled: over all these examples together.")
-            print_sites(sites)
         if out:
             say(f"results: {out.absolute()}")
 
@@ -92,9 +94,6 @@ def export(
     fold_bn: Annotated[bool, typer.Option("--fold-bn", help="Fold BN into the layers before it.")] = False,
     normalise: Annotated[bool, typer.Option(help="The model takes pixels 0..255, as the data hold them.")] = True,
     probabilities: Annotated[bool, typer.Option("--probabilities", help="It gives these, not logits.")] = False,
-    threshold: Annotated[
-        str, typer.Option(help="sensitivity:0.9 or specificity:0.9: the card has the threshold, chosen on validation.")
-    ] = "",
 ) -> None:
     """Write a model of a run as one file, checked against the evaluated model, with a model card."""
     with exit_codes():
@@ -112,7 +111,6 @@ def export(
             fold_bn=fold_bn,
             normalise=normalise,
             probabilities=probabilities,
-            threshold=threshold,
         )
         say(f"model: {done.what}")
         for line in done.folding.lines(shown=3) if done.folding else ():

@@ -91,10 +91,11 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
 def _print_results(strategy: str, summary: dict[str, Any], folder: Path) -> None:
     from fedbn_flwr.lab.cli.sites import print_sites
     from fedbn_flwr.lab.output.folder import FLOWER_LOG
+    from fedbn_flwr.training.tasks import quantity_of
 
     say(_summary_table(strategy, summary))
     if sites := summary.get("sites"):
-        print_sites(sites)
+        print_sites(sites, quantity_of(summary["headline"]))
     if note := summary.get("model-note"):
         say(note)
     say(f"results: {folder.absolute()}")

@@ -24,20 +24,15 @@ from fedbn_flwr.lab.finished_runs.new_data import config_of_data, data_for_model
 from fedbn_flwr.lab.finished_runs.new_site import ADAPT, AS_SAVED, OF_A_SITE, Choices, Load, choices
 from fedbn_flwr.lab.finished_runs.predictions import predictions_csv
 from fedbn_flwr.lab.finished_runs.saved_model import BLEND, NEAREST, Choice, load_model
-from fedbn_flwr.lab.finished_runs.sites import Tests, outputs_of_data, sites_of_run, table_of_tests
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.setup import on_device
-from fedbn_flwr.lab.sites.measured import Gathered
-from fedbn_flwr.lab.sites.table import unit_of
 from fedbn_flwr.training.evaluation import EvalResult
-from fedbn_flwr.training.tasks import Task
 
-__all__ = ["ADAPT", "DataPart", "Evaluation", "Row", "evaluate_run", "evaluate_sites"]
+__all__ = ["ADAPT", "DataPart", "Evaluation", "Row", "evaluate_run"]
 
 logger = logging.getLogger("flwr")
 
 _CLIENT = re.compile(r"own:(\d+)")
-_OF_TEST_INPUTS = (*OF_A_SITE, *TEST_BN_MODES)
 _PARTS = {"train": "the training examples", "test": "the test examples", "all": "all examples"}
 
 
@@ -49,13 +44,10 @@ class Evaluation(NamedTuple):
         rows: the results: with all data first, then by group. With ``OF_A_SITE`` or a mode of ``TestBN`` those of the
             statistics as saved come first; of ``OF_A_SITE`` one is chosen, without a look at targets, and the others
             say what it gains or loses.
-        sites: the table by group of the BN that is used, ``sites.table.site_table``; against the other run, or where
-            it is not the BN as saved, against that.
     """
 
     what: str
     rows: list[Row]
-    sites: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,6 @@ def evaluate_run(
     part: DataPart | Literal[""] = "",
     out: Path | None = None,
     state_dir: Path | None = None,
-    against: Path | None = None,
 ) -> Evaluation:
     """Evaluate the model of a run on any data.
 
@@ -90,9 +81,8 @@ def evaluate_run(
             these inputs; or a mode of ``TestBN``: each group of the data then has statistics of its own inputs.
         part: the examples to use; "" = all of own data without a split of their own that are not those of the run, else
             the test examples.
-        out: a new folder for ``predictions.csv``, ``metrics.json`` and ``sites.json``; None = nothing is written.
+        out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing is written.
         state_dir: the state folder of a site, for its own model; "own:CLIENT" chooses where it has several.
-        against: the folder of another run, for the table by site; not with statistics of the test inputs.
 
     Raises:
         ConfigError: the data do not fit the model, or a setting is bad.
@@ -100,7 +90,6 @@ def evaluate_run(
         StateError: the run lacks the model, or a part of it.
         EngineError: the folder cannot be written.
     """
-    _refuse_against(against, bn)
     if part and part not in get_args(DataPart):
         raise unknown_name("part", part, get_args(DataPart))
     if out is not None:
@@ -125,7 +114,6 @@ def evaluate_run(
     views = [(ALL, everyone), *groups.items()]
     rows: list[Row] = []
     predicted: dict[str, Tensor] = {}
-    tested: dict[str, Tests] = {}
     own = {name: value.clone() for name, value in model.state_dict().items()}
     of_site = choices(model, everyone, task, saved, bn) if bn in OF_A_SITE else _as_saved()
     if of_site.why:
@@ -133,81 +121,25 @@ def evaluate_run(
     for statistics, load, by in _tests(model, config, bn, of_site):
         model.load_state_dict(own)
         load(model)
-        tests = [_Test(task, is_site=not groups, predicts=out is not None and not task.by_pixel)]
-        tests += [_Test(task) for _ in groups]
-        for (name, view), test in zip(views, tests, strict=True):
-            result = evaluate_adapted(model, view, by, task, test.add)
-            rows.append(Row(name, statistics, result, statistics == of_site.chosen))
-        if tests[0].predicted:
-            predicted[statistics] = torch.cat(tests[0].predicted)
-        of_sites = [*zip(views, tests, strict=True)][bool(groups) :]
-        tested[statistics] = {name: test.gathered.measured(view) for (name, view), test in of_sites}
+        outputs: list[Tensor] = []
 
-    unit = unit_of(config.group_column, new_data.dataset.test.units is not None)
-    used = next((row.statistics for row in rows if row.chosen), rows[-1].statistics)
-    others = {"the BN as saved": tested[AS_SAVED]} if used != AS_SAVED else {}
-    if against is not None:
-        others = {str(against): outputs_of_data(against, data, _choice(bn, state_dir), examples.part, task.score)}
-    sites = table_of_tests([tested[used]], [*others.values()], examples.data.held_out_names, unit, "".join(others))
-    if bn in _OF_TEST_INPUTS:
-        sites["statistics"] = used
+        def keep(values: Tensor, _: Tensor, kept: list[Tensor] = outputs) -> None:
+            kept.append(values.cpu())
+
+        for name, view in views:
+            predicts = out is not None and name == ALL and not task.by_pixel
+            result = evaluate_adapted(model, view, by, task, keep if predicts else None)
+            rows.append(Row(name, statistics, result, statistics == of_site.chosen))
+        if outputs:
+            predicted[statistics] = torch.cat(outputs)
     if out is not None:
         predictions = ""
         if predicted:
             classes, place = saved.description.classes, examples.place()
             predictions = predictions_csv(predicted, everyone.targets, task, classes, place)
         about = {"model": what, "dataset": config.dataset, "part": examples.part}
-        _write(out, predictions, {**about, "notes": info.notes, "warnings": warnings}, rows, sites)
-    return Evaluation(what, rows, sites)
-
-
-class _Test:
-    """What a test of some examples leaves beside its metrics.
-
-    Attributes:
-        gathered: what the table by site is made of; nothing unless the examples are a site.
-        predicted: the outputs of each batch, on the CPU; nothing unless the test ``predicts``.
-    """
-
-    def __init__(self, task: Task, is_site: bool = True, predicts: bool = False) -> None:
-        self.gathered = Gathered(task)
-        self.predicted: list[Tensor] = []
-        self._is_site, self._predicts = is_site, predicts
-
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
-        """Keep a batch."""
-        if self._is_site:
-            self.gathered.add(outputs, targets)
-        if self._predicts:
-            self.predicted.append(outputs.cpu())
-
-
-def evaluate_sites(run: Path, against: Path | None = None, out: Path | None = None) -> dict[str, Any]:
-    """Return the table by site of a run on its own test examples.
-
-    Args:
-        run: the run's folder.
-        against: that of another run; None = there is none.
-        out: a new folder for ``sites.json``; None = nothing is written.
-
-    Raises:
-        ConfigError: the runs do not test the same examples, or their data have changed.
-        DataError: the data are not here.
-        StateError: a run lacks its model, or a part of it.
-        EngineError: the folder cannot be written.
-    """
-    if out is not None:
-        RunFolder.refuse_used(out)
-    table = sites_of_run(run, against)
-    if out is not None:
-        _write_files(out, {"sites.json": table})
-    return table
-
-
-def _refuse_against(against: Path | None, bn: str) -> None:
-    """Raise ConfigError if another run is to be compared by statistics of the test inputs."""
-    if against is not None and bn in _OF_TEST_INPUTS:
-        raise ConfigError(f"--against compares models with their BN as saved: leave out --bn {bn}.")
+        _write(out, predictions, {**about, "notes": info.notes, "warnings": warnings}, rows)
+    return Evaluation(what, rows)
 
 
 def _choice(bn: str, state_dir: Path | None) -> Choice:
@@ -241,9 +173,7 @@ def _tests(model: nn.Module, config: Config, bn: str, of_site: Choices) -> list[
     return tests + ([(str(by), of_site.models[AS_SAVED], by)] if by else [])
 
 
-def _write(
-    out: Path, predictions: str, about: Mapping[str, Any], rows: Sequence[Row], sites: Mapping[str, Any]
-) -> None:
+def _write(out: Path, predictions: str, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
     chosen = any(row.chosen for row in rows)
     results = [
         {"data": row.data, "statistics": row.statistics, **({"chosen": row.chosen} if chosen else {})}
@@ -251,7 +181,7 @@ def _write(
         for row in rows
     ]
     files = {"predictions.csv": predictions} if predictions else {}
-    _write_files(out, {**files, "metrics.json": {**about, "results": results}, "sites.json": sites})
+    _write_files(out, {**files, "metrics.json": {**about, "results": results}})
 
 
 def _write_files(out: Path, files: Mapping[str, Any]) -> None:

@@ -93,10 +93,6 @@ class ChosenExamples:
                 groups.setdefault(name, []).append(view)
         return {name: _joined(views) for name, views in groups.items()}
 
-    def sites(self) -> dict[str, Subset | _Joined]:
-        """Return the groups; where there are none all examples are one site, "all"."""
-        return self.groups() or {ALL: self.everyone()}
-
     def doubts(self) -> list[str]:
         """Return what looks wrong in the values of the inputs, of the first piece that has such."""
         for piece in self._pieces():

@@ -27,18 +27,10 @@ from fedbn_flwr.lab.export import (
     run_torch_export,
 )
 from fedbn_flwr.lab.export.formats import check_onnx_is_installed
-from fedbn_flwr.lab.finished_runs.calibration import (
-    Calibration,
-    Stated,
-    calibrated,
-    has_probabilities,
-    reliability_png,
-)
-from fedbn_flwr.lab.finished_runs.model_card import CARD, PICTURE, dataset_name, model_card
+from fedbn_flwr.lab.finished_runs.model_card import CARD, dataset_name, model_card
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, count_clients, load_data, partitioned_data
-from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.memory_format import inputs_for
@@ -112,12 +104,8 @@ def export(
     fold_bn: bool = False,
     normalise: bool = True,
     probabilities: bool = False,
-    threshold: str = "",
 ) -> Exported:
     """Write a model of a run as a file, and ``MODEL_CARD.md`` beside it; nothing is written over.
-
-    Where the data of the run are here and no client is protected, the card has the calibration on the test examples of
-    the model (a client's own model: that client's), and ``reliability.png`` is beside it.
 
     The file is loaded again, and its outputs are compared with those of the evaluated model, on test data of the run
     where these are here, else on random inputs.
@@ -130,18 +118,14 @@ def export(
         fold_bn: BatchNorm becomes a part of the layers before it, see ``export.fold``.
         normalise: the model takes what the data hold (pixels 0..255); without, inputs that are normalised already.
         probabilities: the outputs are probabilities; without, logits. A regression has numbers in both cases.
-        threshold: ``sensitivity:0.9`` or ``specificity:0.9``: the card states the probability from which on an example
-            is a yes, chosen on the run's validation examples; "" = none.
 
     Raises:
-        ConfigError: a file exists, the choice or the format does not fit, the file of a user's model has changed, or no
-            threshold can be chosen.
+        ConfigError: a file exists, the choice or the format does not fit, or the file of a user's model has changed.
         StateError: the run lacks the model, or a part of it.
         EngineError: the outputs differ by more than ``BOUND``, or a file cannot be written; no file is left.
     """
-    card, picture = out.parent / CARD, out.parent / PICTURE
-    stated = Stated.read(threshold) if threshold else None
-    _check_places(out, (card, picture), format)
+    card = out.parent / CARD
+    _check_places(out, card, format)
     saved = load_model(run, choice or Choice())
     if changed := saved.description.code_changed():
         raise ConfigError(changed)
@@ -152,7 +136,6 @@ def export(
             "--state-dir DIR), or --no-normalise for inputs that you standardise yourself."
         )
     examples, raw, what, data = _inputs(saved)
-    found = _calibration(saved, data, (choice or Choice()).client, stated)
     model, folding = copied(saved.model).to(memory_format=torch.contiguous_format), None
     if fold_bn:
         model, folding = fold(model, examples[:2])
@@ -166,14 +149,9 @@ def export(
         write_atomically(out, content)
         try:
             check = _check(packed(saved.model, None, last), _LOADERS[format](out), examples, given, what)
-            if found:
-                write_atomically(picture, reliability_png(found))
-            write_atomically(
-                card, model_card(saved, data, out, format, check, folding, normalise, probabilities, found)
-            )
+            write_atomically(card, model_card(saved, data, out, format, check, folding, normalise, probabilities))
         except BaseException:
-            for path in (out, picture):
-                path.unlink(missing_ok=True)
+            out.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
@@ -211,35 +189,11 @@ _LOADERS: dict[str, Callable[[Path], Any]] = {
 """By format, what returns the model of a file."""
 
 
-def _calibration(
-    saved: SavedModel, data: PartitionedData | None, client: int | None, stated: Stated | None
-) -> Calibration | None:
-    """Return the calibration of the evaluated model; None where it cannot be measured, or its data are protected.
-
-    Raises:
-        ConfigError: a threshold is asked for, and cannot be chosen.
-    """
-    task = saved.config.test_task() if data is not None else None
-    usable = data is not None and task is not None and has_probabilities(task) and not saved.config.protected
-    usable = usable and not has_other_data(saved.run, saved.config)
-    tests = data.test_view(client) if usable and data is not None else None
-    if data is None or task is None or not tests:
-        if stated:
-            raise ConfigError(
-                f"threshold={stated.which}:{stated.at_least} needs the run's own data here, with test examples, of a "
-                "task with probabilities, and without privacy. Leave it out."
-            )
-        return None
-    names = saved.description.classes
-    return calibrated(saved.model, tests, data.validation_view(client), task, tuple(names), stated)
-
-
-def _check_places(out: Path, beside: tuple[Path, Path], format: str) -> None:
+def _check_places(out: Path, card: Path, format: str) -> None:
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
     problems = []
-    its = "folder: each exported model has its card and its picture beside it"
-    for path, what in ((out, "file"), *((path, its) for path in beside)):
+    for path, what in ((out, "file"), (card, "folder: each exported model has its card beside it")):
         if path.exists():
             problems.append(f"{path} is there; nothing is written over. Choose another {what}.")
     if out.suffix != SUFFIXES[format]:

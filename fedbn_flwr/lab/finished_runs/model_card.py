@@ -23,12 +23,11 @@ from fedbn_flwr.lab.partitioned.splitting import count_split
 from fedbn_flwr.training.tasks import BINARY
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.finished_runs.calibration import Calibration
     from fedbn_flwr.lab.finished_runs.export import Check
 
-__all__ = ["CARD", "PICTURE", "dataset_name", "model_card"]
+__all__ = ["CARD", "dataset_name", "model_card"]
 
-CARD, PICTURE = "MODEL_CARD.md", "reliability.png"
+CARD = "MODEL_CARD.md"
 
 _PACKAGES = {"torch": (), "torch-export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 _TEMPLATES = Environment(
@@ -48,7 +47,6 @@ def model_card(
     folding: Folding | None,
     normalise: bool,
     probabilities: bool,
-    calibration: Calibration | None = None,
 ) -> str:
     """Return the card of an exported model, Markdown.
 
@@ -61,7 +59,6 @@ def model_card(
         folding: what was folded, if anything.
         normalise: whether the normalisation is in the file.
         probabilities: whether the outputs are probabilities.
-        calibration: of the evaluated model; None = it is not known.
     """
     config, content = saved.config, file.read_bytes()
     about_file = {
@@ -87,12 +84,6 @@ def model_card(
         about_counts=about_counts,
         partition_table=partition_table,
         run=saved.run.name,
-        calibration=calibration,
-        picture=PICTURE,
-        bins=[
-            [f"{one.low:.2f} to {one.high:.2f}", str(one.count), _shown(one.confidence), _shown(one.right)]
-            for one in (calibration.bins if calibration else ())
-        ],
         versions={name: version for name, version in packages.items() if version != "not installed"},
         settings=yaml.safe_dump(_without_places(config), sort_keys=False).strip(),
         **_metrics(saved.run),

@@ -1,75 +1,172 @@
-"""The table by site of finished runs: on their own test examples or on new data, alone or against other runs.
+"""The table by site of a finished run: the main metric with an interval, and the paired difference to another run.
 
-All models are computed where the data are. The table has counts, figures and decisions, and no example.
+The interval is the percentile bootstrap of ``scipy.stats`` over the groups of a site (patients): all examples of a
+group are drawn together. It speaks of other groups of the same site, not of other seeds of the training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED
+from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.data.splits import Indices
-from fedbn_flwr.lab.finished_runs.examples import DataPart, choose_examples
-from fedbn_flwr.lab.finished_runs.new_data import config_of_data, data_for_model
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model, run_config
 from fedbn_flwr.lab.output.folder import agreed_scale_of
 from fedbn_flwr.lab.output.site_tests import site_names
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.setup import on_device
-from fedbn_flwr.lab.sites.measured import Measured, measure
-from fedbn_flwr.lab.sites.table import Site, site_table, unit_of
 from fedbn_flwr.server.params import TEST_BN
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.metrics import confusion, dice, mean_iou
+from fedbn_flwr.training.tasks import Task
 
-__all__ = ["RunTests", "Tests", "compare", "outputs_of", "outputs_of_data", "sites_of_run", "table_of_tests"]
+__all__ = ["LEVEL", "SiteTest", "difference", "interval", "sites_of_run", "test_site"]
 
-Tests = dict[str, Measured]
-"""The outputs of a model by site."""
+LEVEL = 0.95
+_RESAMPLES = 1000
+_SEED = 0
 
 
 @dataclass(frozen=True)
-class RunTests:
-    """The outputs of a run's models for its own test examples.
+class SiteTest:
+    """What a model gives for the test examples of one site.
 
     Attributes:
-        run: its folder.
-        sites: by name, each client with the model that the run has for it, those that were held out at the end.
-        held_out: the names of these.
-        unit: what a group of examples is called.
-        examples: the data set, and the test examples of each site.
+        task: the learning task; its score is the metric.
+        outputs: (N, ...); of a segmentation the confusion matrix of each example in their place.
+        targets: (N, ...).
+        groups: the positions of the examples of each group.
     """
 
-    run: Path
-    sites: Tests
-    held_out: tuple[str, ...]
-    unit: str
-    examples: tuple[str, tuple[Indices, ...]]
+    task: Task
+    outputs: Tensor
+    targets: Tensor
+    groups: list[Indices]
 
-    def has_examples_of(self, other: RunTests) -> bool:
-        """Return whether two runs have the same clients with the same test examples."""
-        (name, mine), (its, theirs) = self.examples, other.examples
-        return name == its and len(mine) == len(theirs) and all(map(np.array_equal, mine, theirs))
+    def metric(self, groups: Indices) -> float:
+        """Return the main metric of these groups together, of which each may be there several times."""
+        rows = torch.from_numpy(np.concatenate([self.groups[group] for group in groups]))
+        outputs, targets, score = self.outputs[rows], self.targets[rows], self.task.score
+        if score == "loss":
+            return float(self.task.loss(outputs, targets))
+        if self.task.by_pixel:
+            counts = outputs.sum(0)
+            of_counts = {"miou": mean_iou, "dice": dice}
+            return of_counts[score](counts) if score in of_counts else float(counts.trace() / counts.sum())
+        if score == "accuracy":
+            return float(self.task.correct(outputs, targets)) / float(self.task.counted(targets))
+        return self.task.measure(outputs, targets)[score]
+
+    def has_examples_of(self, other: SiteTest) -> bool:
+        """Return whether the other test has the same targets in the same groups."""
+        if self.targets.shape != other.targets.shape or len(self.groups) != len(other.groups):
+            return False
+        same_targets = bool(torch.isclose(self.targets, other.targets, 0, 0, equal_nan=True).all())
+        return same_targets and all(map(np.array_equal, self.groups, other.groups))
 
 
-def outputs_of(run: Path, metric: str = "") -> RunTests:
-    """Return the outputs of a run's models for its own test examples.
+def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
+    """Return what the model gives for the examples of a site."""
+    if task.score != "loss":
+        task = replace(task, metrics=(task.score,))
+    outputs, targets = [], []
+
+    def keep(of_batch: Tensor, targets_of_batch: Tensor) -> None:
+        if task.by_pixel and task.score != "loss":
+            rows = range(len(of_batch))
+            counts = [confusion(of_batch[i : i + 1], targets_of_batch[i : i + 1], task.ignore) for i in rows]
+            of_batch = torch.stack(counts)
+            targets_of_batch = of_batch.sum(2)  # the targets of each class
+        outputs.append(of_batch.cpu())
+        targets.append(targets_of_batch.cpu())
+
+    evaluate(model, data, task=task, on_batch=keep)
+    if not outputs:
+        return SiteTest(task, torch.empty(0), torch.empty(0), [])
+    units = np.arange(len(data)) if data.units is None else data.units.cpu().numpy()
+    groups = [np.flatnonzero(units == unit) for unit in np.unique(units)]
+    return SiteTest(task, torch.cat(outputs), torch.cat(targets), groups)
+
+
+test_site.__test__ = False  # type: ignore[attr-defined]  # no test of pytest's
+
+
+def interval(site: SiteTest) -> tuple[float | None, float | None, float | None]:
+    """Return the main metric of a site and the ends of its interval; None where one is not defined."""
+    return _bootstrap(site.metric, len(site.groups))
+
+
+def difference(one: SiteTest, other: SiteTest) -> tuple[float | None, float | None, float | None]:
+    """Return the metric of a model minus that of another one on the same examples, and the ends of its interval."""
+    return _bootstrap(lambda groups: one.metric(groups) - other.metric(groups), len(one.groups))
+
+
+def _bootstrap(metric: Callable[[Indices], float], num_groups: int) -> tuple[float | None, float | None, float | None]:
+    if not num_groups:
+        return None, None, None
+    everyone = np.arange(num_groups)
+    value = metric(everyone)
+    if not np.isfinite(value) or num_groups == 1:
+        return _or_none(value), None, None
+    from scipy import stats
+
+    settings = {"confidence_level": LEVEL, "n_resamples": _RESAMPLES, "method": "percentile"}
+    with np.errstate(all="ignore"):
+        found = stats.bootstrap((everyone,), metric, vectorized=False, rng=np.random.default_rng(_SEED), **settings)
+        ends = found.confidence_interval
+    # With AUROC, say, a draw may lack a class: then the ends are NaN, and there is no interval.
+    return value, _or_none(ends.low), _or_none(ends.high)
+
+
+def _or_none(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]:
+    """Return a row for each site of a run, with its own test examples.
 
     Args:
         run: the run's folder.
-        metric: the main metric; "" = that of the run.
+        against: that of a run with the same test examples, for the difference; None = there is none.
 
     Raises:
-        ConfigError: the data have changed since the run, the task does not have the metric, or the main test has
-            statistics of its inputs.
+        ConfigError: the runs do not test the same examples, their data have changed, or the main test has statistics
+            of its inputs.
         DataError: the data are not here.
-        StateError: the run lacks its model, or a client's own one.
+        StateError: a run lacks its model, or a client's own one.
     """
+    tested = _tests(run, "")
+    others = _tests(against, run_config(run).learning_task().score) if against else {}
+    rows = []
+    for name, site in tested.items():
+        value, low, high = interval(site)
+        row = {"site": name, "examples": len(site.targets), "groups": len(site.groups)}
+        row |= {"value": value, "low": low, "high": high}
+        if against:
+            if name not in others or not site.has_examples_of(others[name]):
+                raise ConfigError(
+                    f"{against} does not test the examples of {run}: its data, number of clients or split (partition, "
+                    "seed, test-share) are others. Compare runs on one split."
+                )
+            names = ("difference", "difference-low", "difference-high")
+            row |= dict(zip(names, difference(site, others[name]), strict=True))
+        rows.append(row)
+    return rows
+
+
+def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
+    """Return the tests of a run's models by site; ``metric`` is the main metric, "" = that of the run."""
     config = run_config(run)
     if has_other_data(run, config):
         raise ConfigError(
@@ -77,10 +174,7 @@ def outputs_of(run: Path, metric: str = "") -> RunTests:
             "examples of the run. Restore the data, or evaluate new data with --dataset."
         )
     if (test := config.evaluations()[0]).endswith(TEST_BN):
-        raise ConfigError(
-            f"{run}: its main test, {test}, has BatchNorm statistics of the test inputs, and the table by site "
-            "compares models with those that they have. Test the run on its data, by --dataset and --bn."
-        )
+        raise ConfigError(f"{run}: its main test, {test}, has BatchNorm statistics of the test inputs.")
     data = partitioned_data(config, count_clients(config))
     if scale := agreed_scale_of(run):
         data = replace(data, dataset=data.dataset.normalised(scale.mean, scale.std))
@@ -89,114 +183,15 @@ def outputs_of(run: Path, metric: str = "") -> RunTests:
     own = personal and (bool(config.methods().local) or config.standardise == "local")
     task = config.test_task()
     task = task.scored_by(metric) if metric else task
-    names = (*site_names(data), *data.held_out_names)
-    views = [data.test_view(client) for client in range(len(data.test))]
-    views += [data.held_out_views(at)[1] for at in range(len(data.held_out))]
-    sites: Tests = {}
-    loaded: Choice | None = None
-    for client, (name, view) in enumerate(zip(names, views, strict=True)):
-        choice = Choice(client=client) if own and client < len(data.test) else Choice()
-        if choice != loaded:
-            loaded, model = choice, on_device(load_model(run, choice).model, config)
-        sites[name] = measure(model, view, task)
-    unit = unit_of(config.group_column, data.dataset.test.units is not None)
-    tests = (*data.test, *(test for _, test in data.held_out))
-    return RunTests(run, sites, data.held_out_names, unit, (data.dataset.name, tests))
 
+    @functools.lru_cache(1)
+    def model_of(choice: Choice) -> nn.Module:
+        return on_device(load_model(run, choice).model, config)
 
-def compare(runs: Sequence[RunTests], against: Sequence[RunTests] = (), name: str = "") -> dict[str, Any]:
-    """Return the table by site of several runs of one method, with other seeds, against as many of another one.
-
-    Args:
-        runs: one or more.
-        against: those of the other method, in the order of the seeds; () = there are none.
-        name: what the other method is called.
-
-    Raises:
-        ConfigError: the runs do not test the same examples.
-    """
-    for other in (*runs, *against):
-        if not other.has_examples_of(runs[0]):
-            raise ConfigError(
-                f"{other.run} does not test the examples of {runs[0].run}: its data, number of clients or split "
-                "(partition, seed, test-share) are others. Compare runs on one split."
-            )
-    first = runs[0]
-    return table_of_tests([one.sites for one in runs], [one.sites for one in against], first.held_out, first.unit, name)
-
-
-def sites_of_run(run: Path, against: Path | None = None) -> dict[str, Any]:
-    """Return the table by site of a run on its own test examples.
-
-    Args:
-        run: the run's folder.
-        against: that of a run on the same data and the same split; None = there is none.
-
-    Raises:
-        ConfigError: the runs do not test the same examples, or the data have changed.
-        DataError: the data are not here.
-        StateError: a run lacks its model, or a client's own one.
-    """
-    tested = outputs_of(run)
-    if against is None:
-        return compare([tested])
-    return compare([tested], [outputs_of(against, run_config(run).learning_task().score)], str(against))
-
-
-def outputs_of_data(run: Path, data: Mapping[str, Any], choice: Choice, part: DataPart, metric: str) -> Tests:
-    """Return the outputs of a run's model for new data, by group; "all" where they have none.
-
-    Args:
-        run: the run's folder.
-        data: the config keys of the data, see ``evaluate_run``.
-        choice: the model, if the run's clients have models of their own; else it is the global one.
-        part: the examples.
-        metric: the main metric.
-
-    Raises:
-        ConfigError: the data do not fit the model, or a setting is bad.
-        DataError: the data are missing, or do not fit the task.
-        StateError: the run lacks the model, or a part of it.
-    """
-    kept = run_config(run)
-    own = kept.strategy != CENTRALIZED and bool(kept.methods().local)
-    saved = load_model(run, choice if own else Choice())
-    config = config_of_data(saved, data, "")
-    new_data, _ = data_for_model(saved, config, {"class-names", "positive-values"} & data.keys())
-    examples = choose_examples(saved, config, new_data, part)
-    task, model = config.test_task().scored_by(metric), on_device(saved.model, config)
-    return {name: measure(model, view, task) for name, view in examples.sites().items()}
-
-
-def _same_examples(one: Measured, other: Measured) -> bool:
-    mine, theirs = (measured.targets.double().numpy() for measured in (one, other))
-    return np.array_equal(mine, theirs, equal_nan=True) and np.array_equal(one.groups, other.groups)
-
-
-def table_of_tests(
-    tested: Sequence[Tests], others: Sequence[Tests], held_out: Collection[str], unit: str, name: str
-) -> dict[str, Any]:
-    """Return the table of sites by name.
-
-    Args:
-        tested: the outputs by site, of each run.
-        others: those of another method, of each run; () = there are none.
-        held_out: the sites that took no part in the training.
-        unit: what a group of examples is called.
-        name: what the other method is called.
-
-    Raises:
-        ConfigError: another run's examples or targets are not those of the first one.
-    """
-    sites = []
-    for site, first in tested[0].items():
-        runs, against = [tests.get(site) for tests in tested], [tests.get(site) for tests in others]
-        for one in (*runs, *against):
-            if one is None or not _same_examples(first, one):
-                raise ConfigError(
-                    f"site {site}: the other run's test examples have other targets, patients or another order. "
-                    "Compare runs on the same data, read with the same keys."
-                )
-        pair = [one for one in runs if one], [one for one in against if one]
-        sites.append(Site(site, *pair, held_out=site in held_out))
-    return site_table(sites, unit, name)
+    tests = {}
+    for client, name in enumerate(site_names(data)):
+        choice = Choice(client=client) if own else Choice()
+        tests[name] = test_site(model_of(choice), data.test_view(client), task)
+    for at, name in enumerate(data.held_out_names):
+        tests[name] = test_site(model_of(Choice()), data.held_out_views(at)[1], task)
+    return tests

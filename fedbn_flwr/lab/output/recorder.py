@@ -26,8 +26,6 @@ from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDesc
 from fedbn_flwr.lab.output.site_tests import table_of_run
 from fedbn_flwr.lab.output.summary import HELD_OUT, contents_of_model, definitions, kept_by_clients, versions
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
-from fedbn_flwr.lab.sites.replies import table_of_replies
-from fedbn_flwr.lab.sites.table import unit_of
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS, VALIDATION
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
 from fedbn_flwr.server.report import RoundReport, Traffic
@@ -195,11 +193,7 @@ class Recorder:
         private = strategy is not None and strategy.protection.hides_clients
         local = strategy.run.kept.hashes if strategy and not private else {}
         summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
-        sites = table_of_run(self._config, self._model, self._data, strategy, state)
-        if not sites and lines:
-            unit = unit_of(self._config.group_column, bool(self._config.group_column))
-            sites = table_of_replies(lines[chosen - 1].get("clients", {}), self._task, unit)
-        if sites:
+        if sites := table_of_run(self._config, self._model, self._data, strategy, state):
             summary["sites"] = sites
         contents = summary["model"] = contents_of_model(strategy)
         clients = self._folder.save_clients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,19 +10,22 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.output.summary import kept_by_clients
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.partitioned.report import client_names
 from fedbn_flwr.lab.setup import on_device
-from fedbn_flwr.lab.sites.measured import measure
-from fedbn_flwr.lab.sites.table import Site, site_table, unit_of
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.server.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
+from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.wrappers import load_state
 
-__all__ = ["site_names", "table_of_run"]
+__all__ = ["HELD_OUT", "site_names", "table_of_run"]
+
+HELD_OUT = "held-out"
+"""The key of a row whose site took no part in the training."""
 
 _MOST_SITES = 50
 """With more clients a row for each says little, and to test them all may cost more than the run."""
@@ -34,8 +38,8 @@ def site_names(data: PartitionedData) -> list[str]:
 
 def table_of_run(
     config: Config, model: nn.Module, data: PartitionedData | None, strategy: Strategy | None, state: State
-) -> dict[str, Any] | None:
-    """Return the table by site of a finished run; None where it cannot be made.
+) -> list[dict[str, Any]]:
+    """Return a row for each site of a finished run, with its main metric; none where that cannot be measured.
 
     That is where the data are not here, there are more than 50 clients, single clients are protected, clients' own
     models are not on this disk, or the main test has statistics of its inputs. The clients that were held out are
@@ -50,23 +54,30 @@ def table_of_run(
     """
     test = config.evaluations()[0]
     if data is None or config.protected or test.endswith(TEST_BN) or not sum(map(len, data.test)):
-        return None
+        return []
     if len(data.test) + len(data.held_out) > _MOST_SITES:
-        return None
+        return []
     own: Mapping[str, State] = {}
     shared: State = completing_entries(strategy.run, test) if strategy else {}
     if strategy and strategy.local and test.startswith("personal"):
         own = {client: entries for client, entries, _ in kept_by_clients(config, strategy, state)}
         if not own:
-            return None
+            return []
     on_device(model, config)
-    task, sites = config.test_task(), []
+    task = config.test_task()
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, view: Subset, held_out: bool) -> None:
+        value = evaluate(model, view, task=task).named()[task.score]
+        row = {"site": name, "examples": len(view), "value": value if math.isfinite(value) else None}
+        rows.append({**row, HELD_OUT: True} if held_out else row)
+
     for client, name in enumerate(site_names(data)):
         load_state(model, tensors({**state, **shared, **own.get(str(client), {})}))
-        sites.append(Site(name, [measure(model, data.test_view(client), task)]))
+        add(name, data.test_view(client), held_out=False)
     if data.held_out:
         load_state(model, tensors(state))  # with the average of the BN parts that clients keep
     for at, name in enumerate(data.held_out_names):
-        sites.append(Site(name, [measure(model, data.held_out_views(at)[1], task)], held_out=True))
+        add(name, data.held_out_views(at)[1], held_out=True)
     model.cpu()
-    return site_table(sites, unit_of(config.group_column, data.dataset.test.units is not None))
+    return rows

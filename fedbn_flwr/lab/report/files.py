@@ -19,7 +19,6 @@ from fedbn_flwr.lab.report.figures import BYTES, EXCHANGES, ROUNDS
 from fedbn_flwr.lab.report.shown import MEBIBYTE
 from fedbn_flwr.lab.studies.one_run import failure_of, of_study
 from fedbn_flwr.lab.studies.results import StudyResults
-from fedbn_flwr.lab.studies.sites import SITES
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.lab.studies.tables import table_rows
 from fedbn_flwr.training.tasks import higher_is_better
@@ -199,12 +198,6 @@ class StudyFiles:
     def rows(self) -> list[dict[str, Any]]:
         """The tidy rows of the runs that ended; see ``StudyResults``."""
         return self._results.rows()
-
-    @functools.cached_property
-    def sites(self) -> dict[str, dict[str, Any]]:
-        """The tables by site, by a title; empty without ``against`` in the study."""
-        tables = read_json(self.folder / SITES).get("tables", [])
-        return {f"{table['method']} against {table['against']}, {table['split']}": table for table in tables}
 
     @functools.cached_property
     def _results(self) -> StudyResults:

@@ -16,7 +16,6 @@ from fedbn_flwr.lab.report.files import RunFiles
 from fedbn_flwr.lab.report.page import Block, Code, Facts, More, Page, Section, Table, Text
 from fedbn_flwr.lab.report.run_figures import clients_section, curves_section, domains_section, split_figures
 from fedbn_flwr.lab.report.shown import duration, metric, setting, size, with_unit, with_unit_of
-from fedbn_flwr.lab.report.sites import sites_section
 from fedbn_flwr.lab.report.statistics import batchnorm_section
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES
 from fedbn_flwr.strategies import STRATEGIES
@@ -38,7 +37,6 @@ def run_page(run: RunFiles, foot: str, live: int = 0) -> Page:
     sections = [
         curves_section(run),
         result_section(run),
-        sites_section({"": run.summary["sites"]} if "sites" in run.summary else {}),
         domains_section(run),
         clients_section(run),
         batchnorm_section(run),

@@ -11,7 +11,6 @@ from fedbn_flwr.lab.report.page import Block, Code, Facts, Listing, More, Page, 
 from fedbn_flwr.lab.report.run import command, method_name, run_warnings
 from fedbn_flwr.lab.report.run_figures import split_figures
 from fedbn_flwr.lab.report.shown import duration, form_of, in_percent, scaled, setting, size, with_unit, with_unit_of
-from fedbn_flwr.lab.report.sites import sites_section
 from fedbn_flwr.lab.report.study_figures import (
     comparison_section,
     curves_section,
@@ -40,7 +39,6 @@ def study_page(files: StudyFiles, foot: str, live: int = 0) -> Page:
         curves_section(files),
         results_section(files),
         comparison_section(files),
-        sites_section(files.sites),
         domains_section(files),
         statistics_section(files),
         split_section(files),

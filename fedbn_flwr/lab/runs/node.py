@@ -6,7 +6,7 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,6 @@ from fedbn_flwr.messages.protocol import (
     NUM_PARTITIONS,
     PARTITION_ID,
     REPORT_DATA,
-    REPORT_INTERVALS,
     REPORTED,
     STATE_DIR,
     num_partitions_of,
@@ -121,7 +120,6 @@ class RunClients:
             data_report=_report(config, context),
             record_level=config.record_level(),
             input_scale=scale,
-            own_metrics=None if config.protected else _own_metrics(context),
         )
 
     def _loss(self, client: int | None, train: Subset) -> LossFn | None:
@@ -277,15 +275,6 @@ def node_report(config: Config, context: Context) -> DataReport:
     split = partitioned_data(config, num_clients)
     alone = replace(split, train=split.train[client : client + 1], test=split.test[client : client + 1])
     return data_report(replace(alone, validation=split.validation[client : client + 1]), config)
-
-
-def _own_metrics(context: Context) -> Callable[..., Mapping[str, float]] | None:
-    """Return what adds the site's interval to its test, if the server may have it."""
-    if not _allows(context, REPORT_INTERVALS):
-        return None
-    from fedbn_flwr.lab.sites.replies import interval_metrics
-
-    return interval_metrics
 
 
 def _allows(context: Context, key: str) -> bool:

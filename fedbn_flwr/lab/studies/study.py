@@ -14,8 +14,6 @@ The tables show the main metric of each run, the first one of ``eval-on``; ``met
 ``summary.json``: ``metrics: [personal-own-auroc, held-out-adapted-auroc]``. A metric that a run does not have is left
 out there.
 
-``against: [Standalone, FedAvg]`` compares every method with these at each site, paired by patient, in ``sites.md``.
-
 The paper's number, with its ± or without, may also be given by domain, ``{amazon: 61.3, average: 66.3 ± 0.7}``: it is
 then shown in the table by domain, a second table for data sets with several domains. The average is shown in the first
 table, too, if the main metric is the average over the domains.
@@ -137,7 +135,6 @@ class Study(BaseModel):
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
     skip: list[str] = Field(default_factory=list)
     metrics: list[str] = Field(default_factory=list)
-    against: list[str] = Field(default_factory=list)
     paper: dict[str, Any] = Field(default_factory=dict)
     overrides: dict[str, StudySettings] = Field(default_factory=dict)
     target: FiniteFloat | dict[str, FiniteFloat] | None = None

@@ -11,7 +11,6 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.output.global_tests import headlines
 from fedbn_flwr.lab.studies.study import Cell, Study
-from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.strategies import FedBS
 from fedbn_flwr.training.tasks import in_percent
 
@@ -99,9 +98,6 @@ def _wrong_names(study: Study) -> Iterator[str]:
     for name in (*study.skip, *study.paper, *study.overrides):
         if name not in study.names():
             yield f"'{name}' names no METHOD/SPLIT"
-    for method in study.against:
-        if method not in study.methods:
-            yield f"against: '{method}' is not one of methods ({', '.join(study.methods)})"
     for split in study.target if isinstance(study.target, dict) else ():
         if split not in study.splits:
             yield f"target: '{split}' is not one of splits ({', '.join(study.splits)})"
@@ -127,11 +123,6 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
             continue
         if config.series:
             tied[cell.name] = config.series
-        if study.against and (test := config.evaluations()[0]).endswith(TEST_BN):
-            yield (
-                f"{cell.name}: against compares models with the BN statistics that they have, and those of "
-                f"eval-on={test} are of the test inputs; leave out against, or take another eval-on"
-            )
         pair = f"{cell.method}/{cell.split}"
         if not cell.trial:
             shares[pair] = config.validation_share

@@ -30,7 +30,6 @@ from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.studies.one_run import changed, do_cell, finished, is_done, summary_of
 from fedbn_flwr.lab.studies.results import StudyResults
 from fedbn_flwr.lab.studies.rows import Pages
-from fedbn_flwr.lab.studies.sites import write_sites
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.lab.studies.study_checks import EVERYTHING, Selection
 from fedbn_flwr.lab.studies.tables import write_tables
@@ -120,7 +119,7 @@ def sweep(
             _tables_now(results)
         _do_all(cells, out, runner, follower, lambda: _tables_now(results))
         with _writing(out):
-            tables = Pages((*write_tables(results), *write_sites(results)))
+            tables = write_tables(results)
     if former := [cell.name for cell in study.cells() if cell not in selection and _is_former(cell, out)]:
         logger.warning(
             "%d finished runs have other settings than the study, and the tables leave them out: %s. Give the command "

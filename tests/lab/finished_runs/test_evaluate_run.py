@@ -68,7 +68,7 @@ def test_groups_and_parts(quick_run) -> None:
     model, data = make_model(config), partitioned_data(config, 5)
     model.load_state_dict(global_state(run))
     expected = {name: evaluate(model, view).accuracy for name, view in data.domain_views().items()}
-    what, rows, _ = evaluate_run(run, {"dataset": "digits-domains"})
+    what, rows = evaluate_run(run, {"dataset": "digits-domains"})
     assert {row.data: row.result.accuracy for row in rows[1:]} == expected
     assert rows[0].result.num_examples == len(data.dataset.test)
     both = evaluate_run(run, {"dataset": "digits-domains"}, part="all")[1]

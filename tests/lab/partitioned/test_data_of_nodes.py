@@ -28,12 +28,9 @@ from fedbn_flwr.lab.runs.node_queries import agreed_scale
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.start_checks import check
-from fedbn_flwr.lab.sites.replies import table_of_replies
-from fedbn_flwr.lab.sites.table import columns
 from fedbn_flwr.messages.protocol import MOMENTS, MOMENTS_QUERY
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.training.input_scale import Scale
-from fedbn_flwr.training.tasks import BINARY
 
 NAMES = ("east", "north", "west")
 SETTINGS = {
@@ -93,45 +90,6 @@ def test_the_bits_of_one_data_set_with_natural_clients(served, tables, tmp_path)
     same = {key: value for key, value in whole["final"].items() if key != "domains"}
     assert alone["final"] == same
     assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
-
-
-def test_a_node_sends_its_interval_if_its_owner_allows_it(served, tables, tmp_path, monkeypatch) -> None:
-    """It is that of a run whose data are in one place; of a node that does not say so the server has no interval."""
-    monkeypatch.setattr("fedbn_flwr.lab.sites.intervals.FEWEST_GROUPS", 5)
-    keys = {"standardise": "local", "group-column": "patient", "strategy": "fedbn", "learning-rate": 0.5}
-    nodes = [*at(tables[:1], **{"report-intervals": "true"}), *at(tables[1:])]
-    summary, lines = served({**TABLE, **keys, "dataset": "csv:"}, nodes)
-    sent = [
-        sorted(key for key in client if "interval" in key and "high" not in key)
-        for client in lines[-1]["clients"].values()
-    ]
-    assert sent == [["own-interval-groups", "own-interval-low"], [], []]
-    rows, whole = summary["sites"]["sites"], together({**TABLE, **keys}, tmp_path)["sites"]["sites"]
-    figures = ("examples", "groups", "value", "low", "high", "decision")
-    assert {key: rows[0][key] for key in figures} == {key: whole[0][key] for key in figures}
-    assert [row["value"] for row in rows] == [row["value"] for row in whole]
-    assert [row["groups"] for row in rows[1:]] == [None, None]  # 6 examples are not 6 patients
-    assert {row["decision"] for row in rows[1:]} == {"undecidable: the node does not report it (report-intervals)"}
-    assert [row[1] for row in columns(summary["sites"])[1]] == ["6", "-", "-"]
-    closed, _ = served({**TABLE, **keys, "dataset": "csv:"}, at(tables), "closed")
-    assert "sites" not in closed
-    masked = {"masked-sums": True, "masked-metrics": "published"}
-    hidden, lines = served(
-        {**TABLE, **keys, **masked, "dataset": "csv:"}, at(tables, **{"report-intervals": "true"}), "masked"
-    )
-    assert "own-accuracy" in lines[-1]["clients"]["0"]
-    assert "own-interval-groups" not in lines[-1]["clients"]["0"], "a protected run sends no interval"
-    assert "sites" not in hidden
-
-
-def test_why_a_node_sends_no_interval_is_not_guessed() -> None:
-    tested = {"own-num-examples": 40, "own-accuracy": 0.5, "own-interval-groups": 30}
-    table = table_of_replies({"0": tested, "1": tested | {"own-interval-groups-needed": 60}}, BINARY, "patients")
-    assert table is not None
-    assert [row["decision"] for row in table["sites"]] == [
-        "undecidable with 30 patients: the node can give no interval",
-        "undecidable with 30 patients, about 60 needed",
-    ]
 
 
 def test_image_folders_of_nodes_have_the_runs_classes(served, tmp_path) -> None:
