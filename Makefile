@@ -48,7 +48,6 @@ bench: bench-simulation
 	$(BIN)/python benchmarks/startup.py --write docs/performance.md
 	$(BIN)/python benchmarks/step_profile.py --write docs/performance.md
 	$(BIN)/python benchmarks/small_steps.py --write docs/performance.md
-	$(BIN)/python benchmarks/images.py --write docs/performance.md
 	$(BIN)/python benchmarks/sweep.py --write docs/performance.md
 	$(BIN)/python benchmarks/methods.py --write docs/performance.md
 	$(BIN)/python benchmarks/inference.py --write docs/performance.md

@@ -171,8 +171,6 @@ ELSEWHERE = {
     "intensity-range": "tests/lab/data/test_image_files.py",
     "test-share": OWN_DATA,
     "data-check": "tests/lab/data/test_data_check.py",
-    "cache-gib": OWN_DATA,
-    "data-workers": OWN_DATA,
     "class-names": "tests/lab/partitioned/test_data_of_nodes.py",
     "held-out-clients": "tests/lab/output/test_held_out.py",
     "min-replies": "tests/server/test_bad_replies.py",

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, ValidationInfo, create_model, field_validator
 from fedbn_flwr.batchnorm.adaptation import TestBNMode
 from fedbn_flwr.lab.config.method_settings import fields_of, method_fields
 from fedbn_flwr.lab.config.reading import refuse_bool
-from fedbn_flwr.lab.data import MAX_BYTES, MISSING_VALUES, Standardise
+from fedbn_flwr.lab.data import MISSING_VALUES, Standardise
 from fedbn_flwr.norms import FeatureScale
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings, RecordDPSettings
 from fedbn_flwr.server.method import Role
@@ -200,19 +200,6 @@ class Fields(MethodSettings):
     )
     test_share: float = _key(
         "own data and models", 0.2, "share of own data that is the test part, where the data have none", gt=0, lt=1
-    )
-    cache_gib: float = _key(
-        "own data and models",
-        MAX_BYTES / 2**30,
-        "GiB of decoded image files in memory; sets that need more stay on the disk",
-        ge=0,
-    )
-    data_workers: int = _key(
-        "own data and models",
-        -1,
-        "processes that decode images on the disk, for each process with clients; -1 = the cores, if the clients are "
-        "in one process, else 0",
-        ge=-1,
     )
     mlp_hidden: str = _key("own data and models", "", "comma list: widths of `model=mlp`'s hidden layers; empty = 30")
     validation_share: float = _key(

@@ -153,8 +153,6 @@ def _of_data(config: Values) -> Conditions:
             not config.data_on_nodes() and not config.shares_nothing(),
             f"{config.title} shares no model" if config.shares_nothing() else "only the nodes have the data",
         ),
-        "cache_gib": (info.by_file or function, "it is for data sets of image files, and for module:function"),
-        "data_workers": (info.by_file, "it is for data sets of image files"),
         "augment": (not info.input_shape, "it is for images"),
         "data_dir": (bool(info.files), f"dataset={config.dataset} needs no files"),
         "num_classes": (task.outputs(2) == 2, f"task {task.name} has one output"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.dataset import Dataset
-from fedbn_flwr.lab.data.loading import DATASETS, MAX_BYTES, DatasetInfo, load_dataset
+from fedbn_flwr.lab.data.loading import DATASETS, DatasetInfo, load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
 from fedbn_flwr.lab.data.names import as_list, listed
 from fedbn_flwr.lab.data.own import FUNCTION, FUNCTION_FORM, KINDS, MISSING_VALUES, OwnData, is_own
@@ -20,7 +20,7 @@ from fedbn_flwr.lab.data.partitioning import (
     split_dataset,
 )
 from fedbn_flwr.lab.data.picture import partition_picture, partition_table
-from fedbn_flwr.lab.data.samples import Examples, Samples, moments_of_inputs
+from fedbn_flwr.lab.data.samples import Samples, moments_of_inputs
 from fedbn_flwr.lab.data.standardise import Standardise, standardised
 from fedbn_flwr.lab.data.subset import Subset
 from fedbn_flwr.lab.data.validation import split_off
@@ -46,13 +46,11 @@ __all__ = [
     "FUNCTION",
     "FUNCTION_FORM",
     "KINDS",
-    "MAX_BYTES",
     "MISSING_VALUES",
     "PARTITIONS",
     "Augment",
     "Dataset",
     "DatasetInfo",
-    "Examples",
     "FeatureMoments",
     "OwnData",
     "OwnRows",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.samples import Examples
+from fedbn_flwr.lab.data.samples import Samples
 
 __all__ = ["Dataset"]
 
@@ -29,8 +29,8 @@ class Dataset:
     """
 
     name: str
-    train: Examples
-    test: Examples
+    train: Samples
+    test: Samples
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]

@@ -76,7 +76,7 @@ def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
         for name, indices in zip(DOMAINS, _split_over_domains(train.targets), strict=True)
     }
     # The transformations are for the published 8x8 pixels. The caller resizes the images if a model needs it.
-    return merged(parts, Shape(3, 8, 8, shape.max_bytes))
+    return merged(parts, Shape(3, 8, 8))
 
 
 def _split_over_domains(targets: Tensor) -> list[Tensor]:

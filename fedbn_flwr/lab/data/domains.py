@@ -17,7 +17,7 @@ import torch
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.folders import Files, files_of_classes, hold_files, root_of
 from fedbn_flwr.lab.data.readers import IDX_FILES, Loaded, Reader, as_samples, is_there, read_idx, read_torchvision
-from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape, reshaped
 from fedbn_flwr.seeds import numpy_generator
 
@@ -73,7 +73,7 @@ def read_domains(names: Sequence[str], domains: Sequence[str], classes: Sequence
         files = {domain: files_of_classes(root / domain, classes) for domain in folders}
         if len(files) == len(domains):
             return _of_files(files, shape)
-        parts: dict[str, tuple[Examples, Examples]] = {}
+        parts: dict[str, tuple[Samples, Samples]] = {}
         for domain in domains:
             if domain in files:
                 parts[domain] = read_class_folders(files[domain], shape)
@@ -93,7 +93,7 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
     Raises:
         DataError: no domain is present, or one is damaged.
     """
-    parts: dict[str, tuple[Examples, Examples]] = {}
+    parts: dict[str, tuple[Samples, Samples]] = {}
     for domain in DIGITS_FIVE:
         archives = sorted((folder / domain.replace("-", "_")).glob("*.npz"))
         if len(archives) > 1:
@@ -110,14 +110,14 @@ def read_digits_five(folder: Path, shape: Shape) -> Loaded:
     return merged(parts, shape)
 
 
-def _split_anew(usps: tuple[Examples, Examples]) -> tuple[Examples, Examples]:
+def _split_anew(usps: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
     """Return USPS with 7,438 training and 1,860 test images: 80 and 20 % of its two published parts together.
 
     So FedBN's authors have it, whose other domains are cut to 7,438 images. Which images are for testing is ours: drawn
     with a fixed seed, the same in every run. Parts of other sizes are returned as they are: somebody's own split.
     """
     train, test = usps
-    if not isinstance(train, Samples) or not isinstance(test, Samples) or (len(train), len(test)) != _USPS_PARTS:
+    if (len(train), len(test)) != _USPS_PARTS:
         return usps
     inputs, targets = torch.cat([train.inputs, test.inputs]), torch.cat([train.targets, test.targets])
     order = torch.from_numpy(numpy_generator(_SEED, "digits-five", "usps").permutation(len(targets)))
@@ -126,7 +126,7 @@ def _split_anew(usps: tuple[Examples, Examples]) -> tuple[Examples, Examples]:
     return new_train, new_test
 
 
-def merged(parts: Mapping[str, tuple[Examples, Examples]], shape: Shape) -> Loaded:
+def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded:
     """Return the (train, test) of all domains as one data set in the requested shape; each domain is a group.
 
     Raises:
@@ -136,13 +136,13 @@ def merged(parts: Mapping[str, tuple[Examples, Examples]], shape: Shape) -> Load
     return Loaded(train, test, tuple(parts))
 
 
-def _joined(parts: Sequence[Examples], shape: Shape) -> Samples:
+def _joined(parts: Sequence[Samples], shape: Shape) -> Samples:
     """Return the samples of all domains as one; each domain is a group."""
-    pieces = [reshaped(samples, shape) for samples in parts if isinstance(samples, Samples)]
-    if len(pieces) < len(parts):
+    pieces = [reshaped(samples, shape) for samples in parts]
+    if not all(piece.in_memory for piece in pieces):
         raise DataError(
-            "some domains are npz files and others are folders of images that do not fit into cache-gib. Use folders "
-            "for all, or a larger cache-gib, and augment without resized-crop."
+            "some domains are npz files and others are folders of images that stay on the disk (more than 4 GiB, or "
+            "augment has resized-crop). Use folders for all."
         )
     sizes = torch.tensor([len(piece) for piece in pieces])
     return Samples(
@@ -164,7 +164,7 @@ def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
     return Loaded(train.regrouped(torch.tensor(groups[0])), test.regrouped(torch.tensor(groups[1])), tuple(files))
 
 
-def read_class_folders(files: Files, shape: Shape) -> tuple[Examples, Examples]:
+def read_class_folders(files: Files, shape: Shape) -> tuple[Samples, Samples]:
     """Return the (train, test) files; every 5th file of a class (the 5th, the 10th, ...) is a test file."""
     train, test = hold_files(_train_and_test(files), shape)
     return train, test

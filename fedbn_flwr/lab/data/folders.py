@@ -9,7 +9,7 @@ from pathlib import Path
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.image_files import hold
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.samples import Examples
+from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 
 __all__ = ["Files", "files_of_classes", "hold_files", "image_files", "read_imagenet", "read_tiny_imagenet", "root_of"]
@@ -45,7 +45,7 @@ def files_of_classes(folder: Path, classes: Sequence[str]) -> Files:
     return [(path, label) for label, name in enumerate(classes) for path in image_files(folder / name)]
 
 
-def hold_files(parts: Sequence[Files], shape: Shape, centre: bool = False) -> list[Examples]:
+def hold_files(parts: Sequence[Files], shape: Shape, centre: bool = False) -> list[Samples]:
     """Return the images of each part; see ``data.image_files.hold``, also for the errors."""
     paths, labels = list[Path](), list[int]()
     for part in parts:

@@ -14,10 +14,7 @@ from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.registry import DATASETS, DatasetInfo
 from fedbn_flwr.lab.data.shapes import Shape, fitted, per_channel
 
-__all__ = ["DATASETS", "MAX_BYTES", "DatasetInfo", "load_dataset"]
-
-MAX_BYTES = 4 * 2**30
-"""The default of ``cache-gib``: image files with more decoded bytes stay on the disk."""
+__all__ = ["DATASETS", "DatasetInfo", "load_dataset"]
 
 # With functools.cache alone, two threads could load the same data set; with this lock the second one waits.
 _LOADING = threading.Lock()
@@ -29,10 +26,8 @@ def load_dataset(
     channels: int | None = None,
     size: int | None = None,
     device: str | torch.device = "cpu",
-    max_bytes: int = MAX_BYTES,
     *,
     originals: bool = False,
-    workers: int = 0,
 ) -> Dataset:
     """Return a data set in the shape that a model needs, on a device.
 
@@ -49,10 +44,7 @@ def load_dataset(
             are resized once, bilinear with antialiasing, and rounded to bytes; mean and std are those of the published
             size.
         device: device of the samples.
-        max_bytes: image files that need more memory after decoding stay on the disk, see ``data.image_files``; so many
-            bytes of them are kept.
         originals: image files stay on the disk, for augmentation of the images as stored (``resized-crop``).
-        workers: processes that decode images on the disk.
 
     Raises:
         ConfigError: the name is unknown, or channels or size are not possible.
@@ -68,7 +60,7 @@ def load_dataset(
             f"data set {info.name!r} with {channels} channels and size {size}: allowed are 1 or 3, size >= 1."
         )
     # The cache must not hold a second copy under other spellings of the arguments, so these get one form first.
-    shape = Shape(channels, size, info.aspect * size, max_bytes, originals, workers)
+    shape = Shape(channels, size, info.aspect * size, originals)
     with _LOADING:
         return _load(info, _folder(info, data_dir), shape, str(torch.device(device)))
 

@@ -12,11 +12,10 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.domains import read_archive, read_class_folders
 from fedbn_flwr.lab.data.folders import Files, image_files
-from fedbn_flwr.lab.data.loading import MAX_BYTES
 from fedbn_flwr.lab.data.names import one_form
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.registry import DATASETS
-from fedbn_flwr.lab.data.samples import Examples
+from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape, fitted, per_channel
 
 __all__ = ["load_local_dataset"]
@@ -53,11 +52,11 @@ def load_local_dataset(
     """
     info = DATASETS[like]
     num_classes = num_classes or info.num_classes
-    shape = Shape(channels, size, info.aspect * size, MAX_BYTES)
+    shape = Shape(channels, size, info.aspect * size)
     if not Path(path).is_absolute():
         raise DataError(f"data-path={path!r} is relative, but apps run in their own folders. Write an absolute path.")
-    train: Examples
-    test: Examples
+    train: Samples
+    test: Samples
     try:
         if Path(path).is_file():
             train, test = read_archive(Path(path), num_classes)
@@ -78,7 +77,7 @@ def load_local_dataset(
     return Dataset(path, train, test, num_classes, per_channel(info.mean, channels), per_channel(info.std, channels))
 
 
-def _read_folders(path: Path, classes: Sequence[str], shape: Shape) -> tuple[Examples, Examples]:
+def _read_folders(path: Path, classes: Sequence[str], shape: Shape) -> tuple[Samples, Samples]:
     """Return training and test examples of the classes that have a folder."""
     if not path.is_dir():
         raise DataError("there is no such file or folder")

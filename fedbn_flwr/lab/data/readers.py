@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.seeds import numpy_generator
 
@@ -41,8 +41,8 @@ __all__ = [
 class Loaded(NamedTuple):
     """The result of a reader: both sets, and the names of the groups if the samples have groups."""
 
-    train: Examples
-    test: Examples
+    train: Samples
+    test: Samples
     group_names: tuple[str, ...] = ()
 
 

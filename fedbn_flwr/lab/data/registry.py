@@ -39,7 +39,6 @@ class DatasetInfo:
         class_names: names of the classes, () = numbers.
         feature_names: names of the features of rows, or ().
         client_names: names of the clients that own data name, or ().
-        by_file: the images are files, which may stay on the disk.
         notes: what a user must know of own data, one text each.
         warnings: what looks wrong in own data, one text each.
         group_names: all groups of the data set as published, if a copy may lack some: a run names those that it lacks.
@@ -65,7 +64,6 @@ class DatasetInfo:
     class_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
     client_names: tuple[str, ...] = ()
-    by_file: bool = False
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     group_names: tuple[str, ...] = ()
@@ -205,7 +203,6 @@ _INFOS = (
         std=(0.3267, 0.3280, 0.3318),
         grouped=True,
         downloads=False,
-        by_file=True,
     ),
     DatasetInfo(
         "domainnet10",
@@ -223,7 +220,6 @@ _INFOS = (
         std=IMAGENET[1],
         grouped=True,
         downloads=False,
-        by_file=True,
     ),
     DatasetInfo(
         "tiny-imagenet",
@@ -237,7 +233,6 @@ _INFOS = (
         mean=(0.4802, 0.4481, 0.3975),
         std=(0.2770, 0.2691, 0.2821),
         downloads=False,
-        by_file=True,
     ),
     DatasetInfo(
         "imagenet",
@@ -251,7 +246,6 @@ _INFOS = (
         mean=IMAGENET[0],
         std=IMAGENET[1],
         downloads=False,
-        by_file=True,
     ),
     DatasetInfo(
         "cityscapes",
@@ -271,7 +265,6 @@ _INFOS = (
         grouped=True,
         task=SEGMENTATION,
         downloads=False,
-        by_file=True,
     ),
 )
 

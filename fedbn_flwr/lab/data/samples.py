@@ -1,11 +1,12 @@
-"""Labelled examples, kept once: images as bytes; features of tables, signals and the like as float32."""
+"""Labelled examples: images as bytes; features of tables, signals and the like as float32."""
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,123 +17,189 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment, Draw
 from fedbn_flwr.training.input_scale import FeatureMoments, FeatureRanges
 
-if TYPE_CHECKING:
-    from fedbn_flwr.lab.data.image_files.file_samples import FileSamples
-    from fedbn_flwr.lab.data.read_samples import ReadSamples
-
-__all__ = ["Examples", "Samples", "moments_of_inputs"]
+__all__ = ["LazyInputs", "Samples", "moments_of_inputs"]
 
 logger = logging.getLogger("flwr")
 
 _CHUNK = 4096  # examples whose inputs are float64 at the same time
 
 
-Examples: TypeAlias = "Samples | FileSamples | ReadSamples"
-"""Labelled examples on one device: in memory, images that stay on the disk, or what a user's data set reads."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Samples:
-    """Labelled examples in memory, on one device.
+class LazyInputs(ABC):
+    """Inputs that are not in memory: each batch reads its own; see ``Samples``.
 
     Attributes:
-        inputs: pixels 0..255, uint8, (N, C, H, W), which may be an expanded (stride 0) tensor over C; or float32
-            (N, ...), features or signals.
-        targets: class of each image, int64 (N,); class of each pixel or voxel, uint8 (N, H, W) or (N, D, H, W), 255 =
-            ignored; or float32 (N,) or (N, K), the target of a regression or labels 0 and 1.
+        shape: (N, ...), of all inputs.
+        dtype: uint8 for images, else float32.
+        by_pixel: whether they are read with a class for each pixel or voxel.
+        device: of what ``read`` returns.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    by_pixel: bool
+    device = torch.device("cpu")
+
+    def __len__(self) -> int:
+        """Return the number of inputs."""
+        return self.shape[0]
+
+    def to(self, device: str | torch.device) -> Self:
+        """Return the same inputs, whose batches come on ``device``."""
+        moved = copy.copy(self)
+        moved.device = torch.device(device)
+        return moved
+
+    @abstractmethod
+    def read(
+        self, numbers: Sequence[int], each: Sequence[str] = (), seeds: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the inputs with these numbers, and the targets that are read with them, if there are some.
+
+        Args:
+            numbers: of the inputs, 0..N-1.
+            each: transforms of single images, see ``data.augment``.
+            seeds: a seed for the transforms of each image, or () for no transform.
+        """
+
+
+class Samples:
+    """Labelled examples on one device.
+
+    Attributes:
+        source: the inputs: pixels 0..255, uint8, (N, C, H, W), which may be an expanded (stride 0) tensor over C; or
+            float32 (N, ...), features or signals; or what reads such inputs for each batch.
         groups: group of each example (a domain, a city, a hospital), int64 (N,); None if there are no groups.
         units: examples with the same number (those of a patient) stay together in a split, int64 (N,); None if every
             example is its own unit.
     """
 
-    inputs: Tensor
-    targets: Tensor
-    groups: Tensor | None = None
-    units: Tensor | None = None
+    __slots__ = ("_targets", "groups", "source", "units")
 
-    def __post_init__(self) -> None:
-        """Raise DataError unless dtypes, shapes and devices are as above."""
-        inputs, count = self.inputs, len(self.inputs)
-        images = inputs.dtype == torch.uint8 and inputs.ndim == 4
-        if not images and not (inputs.dtype == torch.float32 and inputs.ndim >= 2):
+    def __init__(
+        self,
+        inputs: Tensor | LazyInputs,
+        targets: Tensor | None,
+        groups: Tensor | None = None,
+        units: Tensor | None = None,
+    ) -> None:
+        """Create the samples; nothing is copied.
+
+        Args:
+            inputs: the ``source``, see ``Samples``.
+            targets: class of each image, int64 (N,); class of each pixel or voxel, uint8 (N, H, W) or (N, D, H, W),
+                255 = ignored; or float32 (N,) or (N, K), the target of a regression or labels 0 and 1; None if they are
+                read with the inputs.
+            groups: see ``Samples``.
+            units: see ``Samples``.
+
+        Raises:
+            DataError: dtypes, shapes or devices are not as above.
+        """
+        self.source, self._targets, self.groups, self.units = inputs, targets, groups, units
+        images = inputs.dtype == torch.uint8 and len(inputs.shape) == 4
+        if not images and not (inputs.dtype == torch.float32 and len(inputs.shape) >= 2):
             raise DataError(
                 f"sample inputs are {inputs.dtype} of shape {tuple(inputs.shape)}; uint8 (N, C, H, W) needed "
                 "for images, float32 (N, ...) for features and signals."
             )
-        _check_targets(self.targets, count, tuple(inputs.shape[2:]))
-        for what, tensor in {"targets": self.targets, "groups": self.groups, "units": self.units}.items():
+        if targets is not None:
+            _check_targets(targets, len(inputs), tuple(inputs.shape[2:]))
+        for what, tensor in {"targets": targets, "groups": groups, "units": units}.items():
             if tensor is None:
                 continue
-            if what != "targets" and (tensor.dtype, tensor.shape) != (torch.int64, (count,)):
+            if what != "targets" and (tensor.dtype, tensor.shape) != (torch.int64, (len(inputs),)):
                 raise DataError(
-                    f"sample {what} are {tensor.dtype} of shape {tuple(tensor.shape)}; int64 ({count},) needed."
+                    f"sample {what} are {tensor.dtype} of shape {tuple(tensor.shape)}; int64 ({len(inputs)},) needed."
                 )
             if tensor.device != inputs.device:
                 raise DataError(f"sample inputs are on {inputs.device}, {what} on {tensor.device}.")
 
     def __len__(self) -> int:
         """Return the number of examples."""
-        return len(self.targets)
+        return len(self.source)
 
     def to(self, device: str | torch.device) -> Samples:
         """Return the same samples on ``device``; tensors that are there already are not copied."""
-        groups, units = (None if part is None else part.to(device) for part in (self.groups, self.units))
-        grey = self.inputs.ndim == 4 and self.inputs.stride(1) == 0  # channels that share their memory
-        inputs = self.inputs[:, :1].to(device).expand_as(self.inputs) if grey else self.inputs.to(device)
-        return Samples(inputs, self.targets.to(device), groups, units)
+        targets, groups, units = (
+            None if part is None else part.to(device) for part in (self._targets, self.groups, self.units)
+        )
+        inputs = self.source
+        if isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.stride(1) == 0:  # channels share their memory
+            return Samples(inputs[:, :1].to(device).expand_as(inputs), targets, groups, units)
+        return Samples(inputs.to(device), targets, groups, units)
 
     def regrouped(self, groups: Tensor | None, units: Tensor | None = None) -> Samples:
         """Return the same examples with other groups and units."""
-        return Samples(self.inputs, self.targets, groups, units)
+        return Samples(self.source, self._targets, groups, units)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one example, (C, H, W) for images."""
-        return tuple(self.inputs.shape[1:])
+        return tuple(self.source.shape[1:])
+
+    @property
+    def inputs(self) -> Tensor:
+        """The inputs, which are in memory."""
+        if isinstance(self.source, LazyInputs):
+            raise DataError("all inputs are asked for, but they are not in memory: each batch reads its own.")
+        return self.source
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the inputs are in memory."""
+        return isinstance(self.source, Tensor)
 
     @property
     def as_bytes(self) -> bool:
         """Whether examples are images as bytes."""
-        return self.inputs.dtype == torch.uint8
+        return self.source.dtype == torch.uint8
 
     @property
     def device(self) -> torch.device:
         """The device of the samples."""
-        return self.inputs.device
+        return self.source.device
 
     @property
     def by_pixel(self) -> bool:
         """Whether targets are the classes of pixels (segmentation)."""
+        if isinstance(self.source, LazyInputs):
+            return self.source.by_pixel
         return self.targets.dtype == torch.uint8
 
     @property
     def by_class(self) -> bool:
         """Whether every example has one class."""
-        return self.targets.dtype == torch.int64
+        return self._targets is not None and self._targets.dtype == torch.int64
+
+    @property
+    def targets(self) -> Tensor:
+        """Target of each example; reads all examples if targets are read with the inputs."""
+        return self.take(torch.arange(len(self)))[1] if self._targets is None else self._targets
 
     @property
     def labels(self) -> Tensor:
         """The class of each example for splits over clients, int64 (N,); all 0 if an example has not one class."""
-        return self.targets if self.by_class else self.targets.new_zeros(len(self), dtype=torch.int64)
+        return self.targets if self.by_class else torch.zeros(len(self), dtype=torch.int64, device=self.device)
 
     def take(self, chosen: Tensor, augment: Augment | None = None, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
         """Return the examples at these numbers (int64 (B,)) and their targets, augmented by what was drawn."""
-        # index_select, because indexing with [] takes several times as long for a batch.
-        inputs, targets = self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen)
+        if isinstance(self.source, LazyInputs):
+            each = () if augment is None else augment.each
+            seeds = () if draw is None or draw.seeds is None else draw.seeds.tolist()
+            inputs, read = self.source.read(chosen.tolist(), each, seeds)
+            targets = self.targets.index_select(0, chosen) if read is None else read
+        else:
+            # index_select, because indexing with [] takes several times as long for a batch.
+            inputs, targets = self.source.index_select(0, chosen), self.targets.index_select(0, chosen)
+            if augment is not None and draw is not None:
+                inputs, targets = augment.apply_each(inputs, targets, draw)
         if augment is not None and draw is not None:
-            inputs, targets = augment.apply(*augment.apply_each(inputs, targets, draw), draw)
+            inputs, targets = augment.apply(inputs, targets, draw)
         return inputs, targets
-
-    def take_each(
-        self, requests: Iterable[tuple[Tensor, Draw | None]], augment: Augment | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield ``take`` of each request, in order."""
-        for chosen, draw in requests:
-            yield self.take(chosen, augment, draw)
 
 
 def moments_of_inputs(
-    samples: Examples, indices: npt.NDArray[np.int64] | Tensor, ranges: FeatureRanges | None = None
+    samples: Samples, indices: npt.NDArray[np.int64] | Tensor, ranges: FeatureRanges | None = None
 ) -> FeatureMoments:
     """Return the sums of some examples' inputs, from which their mean and std follow; a NaN is missing.
 
@@ -141,10 +208,10 @@ def moments_of_inputs(
     Raises:
         DataError: the examples are images on the disk.
     """
-    if not isinstance(samples, Samples):
+    if not samples.in_memory:
         raise DataError(
             "standardise=federated and local read all training examples before round 1; these stay on the disk. Leave "
-            "standardise empty, or give a larger cache-gib."
+            "standardise empty."
         )
     zeros = torch.zeros(samples.shape[0], dtype=torch.float64)
     total, outside = FeatureMoments(zeros, zeros, zeros), 0

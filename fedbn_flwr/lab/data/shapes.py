@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.samples import Samples
 
 __all__ = ["Shape", "fitted", "per_channel", "reshaped"]
 
@@ -21,18 +21,13 @@ class Shape:
         channels: 1 or 3.
         height: in pixels.
         width: in pixels.
-        max_bytes: sets of image files with more bytes than this stay on the disk; so many decoded bytes are kept.
-        originals: image files stay on the disk, and what is kept of them has the size as stored.
-        workers: processes that decode images on the disk ahead of their use; 0 = the process that uses them decodes;
-            -1 = the cores, or 0 where several processes have clients.
+        originals: image files stay on the disk, for augmentation of the images as stored.
     """
 
     channels: int
     height: int
     width: int
-    max_bytes: int
     originals: bool = False
-    workers: int = 0
 
 
 def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
@@ -41,7 +36,10 @@ def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
     RGB becomes grey by ITU-R 601 luma; grey is repeated over three channels without a copy. Images are resized bilinear
     with antialiasing, pixel targets to the nearest.
     """
-    inputs, targets, size = samples.inputs, samples.targets, (shape.height, shape.width)
+    size = (shape.height, shape.width)
+    if not samples.in_memory:  # they have it
+        return samples
+    inputs, targets = samples.inputs, samples.targets
     if (inputs.shape[1], *inputs.shape[2:]) == (shape.channels, *size):
         return samples
     if shape.channels < inputs.shape[1]:
@@ -53,9 +51,9 @@ def reshaped(samples: Samples, shape: Shape, chunk: int = 4096) -> Samples:
     return Samples(inputs.expand(-1, shape.channels, -1, -1), targets, samples.groups, samples.units)
 
 
-def fitted(samples: Examples, shape: Shape) -> Examples:
+def fitted(samples: Samples, shape: Shape) -> Samples:
     """Return the examples in this shape: images in memory are ``reshaped``, others have it already."""
-    return reshaped(samples, shape) if isinstance(samples, Samples) and samples.as_bytes else samples
+    return reshaped(samples, shape) if samples.as_bytes else samples
 
 
 def per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:

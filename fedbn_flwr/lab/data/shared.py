@@ -56,12 +56,12 @@ _INFOS: dict[DataKey, DatasetInfo] = {}
 
 def in_memory(data: Dataset) -> bool:
     """Return whether all examples are in memory, none in files that stay on the disk."""
-    return isinstance(data.train, Samples) and isinstance(data.test, Samples)
+    return data.train.in_memory and data.test.in_memory
 
 
 def pack(data: Dataset) -> PackedDataset | None:
     """Return a data set for other processes; None unless it is ``in_memory``."""
-    if not isinstance(data.train, Samples) or not isinstance(data.test, Samples):
+    if not in_memory(data):
         return None
     shape = data.train.shape if data.train.as_bytes else ()
     return PackedDataset(shape, _arrays(data.train), _arrays(data.test), data.group_names)

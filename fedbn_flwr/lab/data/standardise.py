@@ -17,7 +17,7 @@ import torch
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.dataset import Dataset
-from fedbn_flwr.lab.data.samples import Examples, Samples, moments_of_inputs
+from fedbn_flwr.lab.data.samples import Samples, moments_of_inputs
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.subset import Subset
 from fedbn_flwr.training.input_scale import FeatureMoments, Scale, scale_of
@@ -74,9 +74,9 @@ def standardised(
     ), scales
 
 
-def _each_by_its_owner(samples: Examples, parts: list[Indices], scales: list[Scale], rest: Scale) -> Samples:
+def _each_by_its_owner(samples: Samples, parts: list[Indices], scales: list[Scale], rest: Scale) -> Samples:
     """Return the samples, each part standardised by its scale, and what is in no part by ``rest``."""
-    if not isinstance(samples, Samples):
+    if not samples.in_memory:
         raise DataError("standardise=local is for examples in memory")
     inputs = samples.inputs.clone()
     left = np.setdiff1d(np.arange(len(samples)), np.concatenate([np.empty(0, np.int64), *parts]))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.augment import Augment, Draw
-from fedbn_flwr.lab.data.samples import Examples, Samples, moments_of_inputs
+from fedbn_flwr.lab.data.augment import Augment
+from fedbn_flwr.lab.data.samples import Samples, moments_of_inputs
 from fedbn_flwr.training.input_scale import FeatureMoments, FeatureRanges
 
 __all__ = ["Subset"]
@@ -29,7 +29,7 @@ class Subset:
 
     def __init__(
         self,
-        samples: Examples,
+        samples: Samples,
         indices: Tensor | npt.NDArray[np.integer[Any]] | None,
         *,
         mean: Sequence[float] = (),
@@ -69,13 +69,13 @@ class Subset:
         return len(self._samples) if self._indices is None else len(self._indices)
 
     @property
-    def samples(self) -> Examples:
+    def samples(self) -> Samples:
         """The shared samples."""
         return self._samples
 
     @property
     def targets(self) -> Tensor:
-        """Targets of the examples, see ``Examples``, on the samples' device."""
+        """Targets of the examples, see ``Samples``, on the samples' device."""
         return self._samples.targets if self._indices is None else self._samples.targets[self._indices]
 
     @property
@@ -123,7 +123,11 @@ class Subset:
         Raises:
             IndexError: a position is outside the subset (on the CPU; on other devices torch reports it differently).
         """
-        chosen, draw = self._request(positions, generator)
+        positions = positions.to(self._samples.device)
+        chosen = positions if self._indices is None else self._indices.index_select(0, positions)
+        draw = None
+        if generator is not None and self._augment is not None:
+            draw = self._augment.draw(len(positions), generator)
         return self._prepared(*self._samples.take(chosen, self._augment, draw))
 
     def batches(
@@ -131,26 +135,17 @@ class Subset:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield ``batch`` of each of the ``positions``, in order.
 
-        Images on the disk are read ahead. Images in memory become floating point several batches at a time, which has
-        the same bits in fewer calls, as long as these take at most ``_BLOCK`` bytes.
+        Images in memory become floating point several batches at a time, which has the same bits in fewer calls, as
+        long as these take at most ``_BLOCK`` bytes.
         """
-        if isinstance(self._samples, Samples) and (generator is None or self._augment is None):
+        if self._samples.in_memory and (generator is None or self._augment is None):
             for block in _blocks(positions, 4 * math.prod(self._samples.shape)):
                 inputs, targets = self.batch(torch.cat(block) if len(block) > 1 else block[0])
                 sizes = [len(batch) for batch in block]
                 yield from zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
             return
-        requests = (self._request(batch, generator) for batch in positions)
-        for inputs, targets in self._samples.take_each(requests, self._augment):
-            yield self._prepared(inputs, targets)
-
-    def _request(self, positions: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Draw | None]:
-        """Return the numbers of a batch's examples, and what is drawn for their augmentation."""
-        positions = positions.to(self._samples.device)
-        chosen = positions if self._indices is None else self._indices.index_select(0, positions)
-        if generator is None or self._augment is None:
-            return chosen, None
-        return chosen, self._augment.draw(len(positions), generator)
+        for batch in positions:
+            yield self.batch(batch, generator)
 
     def _prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if inputs.dtype == torch.uint8:

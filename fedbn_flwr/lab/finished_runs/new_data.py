@@ -53,8 +53,6 @@ _OF_READING = (
     "intensity-range",
     "test-share",
     "input-shape",
-    "cache-gib",
-    "data-workers",
 )
 _OF_TEST_BN = ("test-bn-prior", "test-bn-alpha", "test-bn-tau", "test-bn-batch-size")
 _OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", "test-batch-size", *_OF_TEST_BN, *_OF_READING)

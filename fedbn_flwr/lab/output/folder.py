@@ -57,8 +57,6 @@ PLACES = frozenset(
         "data-dir",
         "round-timeout",
         "tensorboard",
-        "cache-gib",
-        "data-workers",
         "watch-statistics",
         "fedtan-timeout",
         "fedtan-bind",

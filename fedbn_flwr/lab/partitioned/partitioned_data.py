@@ -17,7 +17,7 @@ from fedbn_flwr.lab.data import (
     PARTITIONS,
     Augment,
     Dataset,
-    Examples,
+    Samples,
     Scale,
     Standardise,
     Subset,
@@ -68,7 +68,7 @@ class PartitionedData:
     augment: Augment | None
     validation: tuple[Indices, ...] = ()
     scales: tuple[Scale, ...] = ()  # of each client, under standardise=local
-    raw: Examples | None = None  # training examples as read, under standardise=local
+    raw: Samples | None = None  # training examples as read, under standardise=local
     held_out_names: tuple[str, ...] = ()
     held_out: tuple[tuple[Indices, Indices], ...] = ()  # training and test examples of each held-out client
 
@@ -86,7 +86,7 @@ class PartitionedData:
         """Return a client's own test data; without a partition id all test data but those of held-out clients."""
         return self._view(self.dataset.test, self._tests() if partition_id is None else self.test[partition_id])
 
-    def _view(self, examples: Examples, indices: Any, augment: Augment | None = None) -> Subset:
+    def _view(self, examples: Samples, indices: Any, augment: Augment | None = None) -> Subset:
         return Subset(examples, indices, mean=self.dataset.mean, std=self.dataset.std, augment=augment)
 
     def _tests(self) -> Indices | None:
@@ -214,9 +214,7 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
         channels,
         size,
         pick_device(config.device),
-        int(config.cache_gib * 2**30),
         originals=augment is not None and RESIZED_CROP in augment.each,
-        workers=config.data_workers,
     )
     ranges = config.ranges() if config.standardise == "ranges" else None
     return data if ranges is None else _with_scale(data, ranges.scale())
@@ -317,7 +315,7 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
     return {name: groups.index(name) for name in dict.fromkeys(wanted)}
 
 
-def put_aside(samples: Examples, indices: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
+def put_aside(samples: Samples, indices: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
     """Return a client's training and validation examples, given all of its examples."""
     units = None if samples.units is None else samples.units.cpu().numpy()
     return split_off(indices, samples.labels.cpu().numpy(), share, seed, units)

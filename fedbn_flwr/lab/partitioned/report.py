@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError, NotResumableError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import Examples, Samples, is_own, own_sha256, partition_counts, partition_table, shows_colour
+from fedbn_flwr.lab.data import Samples, is_own, own_sha256, partition_counts, partition_table, shows_colour
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
@@ -121,7 +121,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     warnings += _of_colour(config, data.train.shape)
     columns = info.feature_names or tuple(f"column {at}" for at in range(data.train.shape[0]))
     few = bool(info.feature_names) or len(columns) <= _FEW_COLUMNS  # not the pixels of flattened images
-    if of_user and few and len(data.train.shape) == 1 and isinstance(inputs, Samples):
+    if of_user and few and len(data.train.shape) == 1 and inputs.in_memory:
         figures["features"] = _features(inputs, split, columns)
         warnings += _of_features(figures["features"], figures["examples"]["training"])
     if config.record_dp and data.train.units is not None:
@@ -210,14 +210,14 @@ def client_names(split: PartitionedData) -> list[str]:
     return names if len(set(names)) == len(names) else numbers
 
 
-def doubtful_values(samples: Examples, scaled: bool) -> list[str]:
+def doubtful_values(samples: Samples, scaled: bool) -> list[str]:
     """Return what looks wrong in the values of inputs, one line each; ``scaled``: the model takes them with mean 0."""
     return [*_of_values(_values(samples), samples.as_bytes, scaled)] if len(samples) else []
 
 
 def _values(samples: Any, whole: Indices | None = None) -> dict[str, Any]:
     """Return the range of the values of some inputs, None = all; of images on the disk that of a sample."""
-    sampled = not isinstance(samples, Samples)
+    sampled = not samples.in_memory
     indices = torch.as_tensor(np.arange(len(samples)) if whole is None else whole)
     inputs: Tensor
     if sampled:

@@ -67,7 +67,7 @@ class RaySession:
     def share(self, configs: Sequence[Config]) -> SharedData:
         """Load the data sets of these configs, each once, and put them into Ray's object store.
 
-        Data sets of image files that stay on the disk (``cache-gib``) are not put there: tasks read the files, see
+        Data sets of image files that stay on the disk are not put there: tasks read the files, see
         ``check_files``.
 
         Raises:
@@ -97,9 +97,9 @@ class RaySession:
         on_disk = not (config.data_on_nodes() or config.by_function()) and not in_memory(load_data(config))
         if on_disk and (without := self._without(path)):
             raise ConfigError(
-                f"dataset={config.dataset!r} stays on the disk (its images need more than cache-gib="
-                f"{config.cache_gib:g}, or augment={config.augment!r} needs the originals), and {path} is not on "
-                f"{without}. Put it there, or on a disk that all machines share; or raise cache-gib."
+                f"dataset={config.dataset!r} stays on the disk (its images need more than 4 GiB, or "
+                f"augment={config.augment!r} needs the originals), and {path} is not on "
+                f"{without}. Put it there, or on a disk that all machines share."
             )
         if config.state_dir not in ("", STATE_IN_OUT):
             self.check_shared("state-dir", Path(config.state_dir))

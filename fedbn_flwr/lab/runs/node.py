@@ -206,7 +206,7 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
             f"dataset={config.dataset!r}: it has inputs {info.input_shape} and {info.num_classes} classes or target "
             f"columns; the run's model takes {shape} and has {config.num_outputs()} outputs."
         )
-    data = load_dataset(info, device=pick_device(config.device), max_bytes=int(config.cache_gib * 2**30))
+    data = load_dataset(info, device=pick_device(config.device))
     return whole_data(config, data, client, own_scale=config.standardise == "local")
 
 

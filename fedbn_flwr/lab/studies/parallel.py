@@ -20,7 +20,6 @@ import torch
 
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import Samples
 from fedbn_flwr.lab.files import NewLines
 from fedbn_flwr.lab.output.recorder import OnRound
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
@@ -64,9 +63,7 @@ def memory_need(config: Config) -> float:
     """
     clients = count_clients(config)
     data = partitioned_data(config, clients).dataset
-    held = config.cache_gib * 2**30
-    if isinstance(data.train, Samples) and isinstance(data.test, Samples):
-        held = data.train.inputs.nbytes + data.test.inputs.nbytes
+    held = sum(part.inputs.nbytes for part in (data.train, data.test) if part.in_memory)
     model: int = sum(value.nbytes for value in make_model(config).state_dict().values())
     models = 2 * share_of(config.fraction_train, clients) + 8
     return float(_PROCESS + 2 * held + models * model)

@@ -16,8 +16,6 @@ from fedbn_flwr.lab.data.image_files import decoding
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.shapes import Shape
 
-LIMIT = 2**20
-
 
 def write(path: Path, size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB") -> np.ndarray:
     """Write a random image of (width, height) and return what a reader of it sees, (H, W, 3)."""
@@ -36,7 +34,7 @@ def test_images_of_every_mode_are_decoded_in_order(tmp_path: Path, monkeypatch: 
     modes = ["RGB", "L", "P", "RGBA", "1", "RGB", "L"]
     expected = [write(tmp_path / f"{at}.png", seed=at, mode=mode) for at, mode in enumerate(modes)]
     files = [(path, at) for at, path in enumerate(image_files(tmp_path))]
-    (samples,) = hold_files([files], Shape(3, 6, 8, LIMIT))
+    (samples,) = hold_files([files], Shape(3, 6, 8))
     assert torch.equal(samples.inputs, torch.stack([rows(image) for image in expected]))
     assert samples.targets.tolist() == list(range(7))
 
@@ -53,7 +51,7 @@ def test_jpegs_and_suffixes_in_upper_case(tmp_path: Path) -> None:
 @pytest.mark.parametrize("centre", [False, True])
 def test_images_are_resized_or_cut_to_the_central_square(tmp_path: Path, centre: bool) -> None:
     image = rows(write(tmp_path / "wide.png", size=(9, 4)))
-    (samples,) = hold_files([[(tmp_path / "wide.png", 0)]], Shape(3, 3, 3, LIMIT), centre=centre)
+    (samples,) = hold_files([[(tmp_path / "wide.png", 0)]], Shape(3, 3, 3), centre=centre)
     seen = image[:, :, 2:6] if centre else image
     expected = F.interpolate(seen[None].double(), (3, 3), mode="bilinear", antialias=True)
     assert (samples.inputs.double() - expected).abs().max() <= 0.5 + 1e-4

@@ -24,7 +24,6 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NOT_ALLOWED, ConfigError, DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import own_rows, own_sha256
-from fedbn_flwr.lab.data.read_samples import ReadSamples
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
@@ -62,6 +61,13 @@ def rows(site: int | str, part: str) -> Pairs:
     inputs = torch.randn(12 + number, 3, generator=torch.Generator().manual_seed(2 * number + (part == "test")))
     classes = (inputs[:, 0] > 0).long()
     return Pairs(inputs, classes, targets=classes, groups=[f"p{at // 2}" for at in range(len(inputs))])
+
+
+def tensors(site: int | str, part: str) -> TensorDataset:
+    """The same rows, in memory."""
+    data = TensorDataset(rows(site, part).inputs, rows(site, part).of_each)
+    data.groups = rows(site, part).groups
+    return data
 
 
 def volumes(site: int, part: str) -> TensorDataset:
@@ -114,23 +120,19 @@ def test_a_held_out_client_is_one_site_more() -> None:
     assert split.held_out_views(0)[0].batch(torch.arange(14))[0].equal(rows(2, "train").inputs)
 
 
-@pytest.mark.parametrize("standardise", ["", "federated"])
-def test_what_is_read_each_time_has_the_bits_of_what_is_kept(tmp_path: Path, standardise: str) -> None:
-    """cache-gib=0 reads every example when it is used; federated standardisation needs them in memory."""
-    kept, read = (config_of(num_clients=2, cache_gib=gib, standardise=standardise) for gib in (1.0, 0.0))
-    if standardise:
-        with pytest.raises(DataError):
-            run(read, tmp_path / "read", workers=0)
-        return
-    assert isinstance(load_data(read).train, ReadSamples)
-    digests = [run(config, tmp_path / str(config.cache_gib), workers=0)["sha256"] for config in (kept, read)]
+def test_what_is_read_each_time_has_the_bits_of_what_is_in_memory(module: ModuleType, tmp_path: Path) -> None:
+    """The tensors of a ``TensorDataset`` are in memory; another data set may augment, so that each use reads it."""
+    kept = config_of(dataset=named(module, "tensors", tensors), num_clients=2)
+    read = config_of(num_clients=2)
+    assert (load_data(kept).train.in_memory, load_data(read).train.in_memory) == (True, False)
+    digests = [run(config, tmp_path / str(at), workers=0)["sha256"] for at, config in enumerate((kept, read))]
     assert digests[0] == digests[1]
 
 
 def test_targets_of_the_data_set_are_known_without_reading_an_input(module: ModuleType) -> None:
     sets = {part: rows(0, part) for part in ("train", "test")}
     name = named(module, "counted", lambda site, part: sets[part])
-    data = load_data(config_of(dataset=name, num_clients=1, cache_gib=0))
+    data = load_data(config_of(dataset=name, num_clients=1))
     assert data.train.labels.equal(sets["train"].targets)
     assert sets["train"].reads <= 2  # the first alone: its shape, and the check of each site
 
@@ -209,9 +211,9 @@ def test_the_server_of_a_network_asks_for_no_site(
     """The nodes ask for their own; with standardise=federated they send the sums of their inputs."""
     asked: list[Any] = []
 
-    def everywhere(site: Any, part: str) -> Pairs:
+    def everywhere(site: Any, part: str) -> TensorDataset:
         asked.append(site)
-        return rows(site, part)
+        return tensors(site, part)
 
     stated = {"input-shape": "3", "task": "classification", "num-classes": 2, "eval-on": "personal-own"}
     config = config_of(dataset=named(module, f"everywhere{standardise}", everywhere), standardise=standardise, **stated)

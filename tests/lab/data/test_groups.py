@@ -33,7 +33,7 @@ def segmented(count: int = 2, height: int = 4, width: int = 6) -> Samples:
 def test_groups_follow_the_samples_and_the_subset() -> None:
     samples = grouped([2, 0, 1, 0])
     assert torch.equal(samples.to("cpu").groups, samples.groups)
-    assert torch.equal(reshaped(samples, Shape(3, 5, 5, 0)).groups, samples.groups)
+    assert torch.equal(reshaped(samples, Shape(3, 5, 5)).groups, samples.groups)
     assert Subset(samples, torch.tensor([3, 0]), **STATS).groups.tolist() == [0, 2]
     assert Subset(samples, None, **STATS).groups is samples.groups
     assert torch.equal(samples.labels, samples.targets)
@@ -102,7 +102,7 @@ def test_augmentation_moves_image_and_classes_alike_and_pads_with_255() -> None:
 def test_pixel_targets_are_resized_to_the_nearest() -> None:
     inputs = torch.zeros(1, 1, 2, 4, dtype=torch.uint8)
     targets = torch.tensor([[[0, 1, 2, 255], [3, 4, 5, 6]]], dtype=torch.uint8)
-    larger = reshaped(Samples(inputs, targets), Shape(1, 4, 8, 0))
+    larger = reshaped(Samples(inputs, targets), Shape(1, 4, 8))
     assert torch.equal(larger.targets, targets.repeat_interleave(2, 1).repeat_interleave(2, 2))
-    smaller = reshaped(larger, Shape(1, 2, 4, 0))
+    smaller = reshaped(larger, Shape(1, 2, 4))
     assert torch.equal(smaller.targets, targets)

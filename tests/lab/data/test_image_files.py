@@ -1,13 +1,8 @@
-"""Image files on the disk: the same bits as in memory, for any number of worker processes and any cache."""
+"""Image files on the disk: the same bits as in memory."""
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
 import struct
-import time
-import weakref
 import zlib
 from pathlib import Path
 
@@ -20,9 +15,9 @@ from torchvision.transforms import v2
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data import Augment, OwnData, Subset, load_dataset, own_info
 from fedbn_flwr.lab.data.folders import hold_files
-from fedbn_flwr.lab.data.image_files import FileSamples, FileSet, ImageCache, look_at_files
+from fedbn_flwr.lab.data.image_files import look_at_files
 from fedbn_flwr.lab.data.image_files.decoding import pixels
-from fedbn_flwr.lab.data.samples import Examples
+from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 
 COUNT = 11
@@ -41,13 +36,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     return found
 
 
-def read(files: list[tuple[Path, int]], augment: Augment | None = None, **options: object) -> Examples:
-    options = {"max_bytes": 0, "originals": bool(augment and "resized-crop" in augment.each), **options}
-    (samples,) = hold_files([files], Shape(3, 16, 16, **options))
+@pytest.fixture
+def on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No image is kept in memory."""
+    monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", 0)
+
+
+def read(files: list[tuple[Path, int]], augment: Augment | None = None) -> Samples:
+    originals = bool(augment and "resized-crop" in augment.each)
+    (samples,) = hold_files([files], Shape(3, 16, 16, originals))
     return samples
 
 
-def batches(samples: Examples, augment: Augment | None) -> list[torch.Tensor]:
+def batches(samples: Samples, augment: Augment | None) -> list[torch.Tensor]:
     """Two passes over a part of the images, in batches of unequal size."""
     subset = Subset(samples, np.arange(1, COUNT), mean=(0.5,) * 3, std=(0.2,) * 3, augment=augment)
     orders = [torch.randperm(COUNT - 1, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
@@ -57,20 +58,23 @@ def batches(samples: Examples, augment: Augment | None) -> list[torch.Tensor]:
     return [inputs for inputs, _ in found]
 
 
-AUGMENTS = ["", "crop2,flip", "flip,color-jitter", "resized-crop,flip,crop1", "trivial-augment,resized-crop"]
-
-
-@pytest.mark.parametrize("text", AUGMENTS)
-def test_batches_do_not_depend_on_cache_workers_or_place(files, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "crop2,flip", "flip,color-jitter"])
+def test_batches_from_the_disk_are_those_from_memory(files, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     augment = Augment.parse(text)
-    expected = batches(read(files, augment), augment)
-    others = [read(files, augment, max_bytes=8000), read(files, augment, max_bytes=8000, workers=2)]
-    if "resized-crop" not in text:
-        held = read(files, augment, max_bytes=2**20)
-        assert not isinstance(held, FileSamples)
-        others.append(held)
-    for samples in others:
-        assert all(torch.equal(a, b) for a, b in zip(batches(samples, augment), expected, strict=True))
+    kept = read(files, augment)
+    monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", 0)
+    left = read(files, augment)
+    assert (kept.in_memory, left.in_memory) == (True, False)
+    found = zip(batches(left, augment), batches(kept, augment), strict=True)
+    assert all(torch.equal(a, b) for a, b in found)
+
+
+@pytest.mark.parametrize("text", ["resized-crop,flip,crop1", "trivial-augment,resized-crop"])
+def test_batches_of_the_images_as_stored_repeat(files, text: str) -> None:
+    augment = Augment.parse(text)
+    samples = read(files, augment)
+    assert not samples.in_memory
+    assert all(torch.equal(a, b) for a, b in zip(*(batches(samples, augment) for _ in range(2)), strict=True))
 
 
 def test_augmented_batches_are_torchvisions_and_leave_the_default_generator(files) -> None:
@@ -86,45 +90,25 @@ def test_augmented_batches_are_torchvisions_and_leave_the_default_generator(file
         assert torch.equal(image, v2.RandomResizedCrop((16, 16), antialias=True)(original))
 
 
-def test_the_cache_keeps_what_fits_and_forks_share_it(files) -> None:
-    cache = ImageCache(3, 350)
-    image = np.arange(100, dtype=np.uint8).reshape(1, 10, 10)
-    if not (child := os.fork()):
-        cache.put(1, image)
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert np.array_equal(cache.get(1), image)
-    assert cache.get(0) is None
-    cache.put(0, image)  # 192 bytes are used, 158 are free
-    assert cache.get(0) is None
-    cache.put(2, image[:, :5])
-    assert np.array_equal(cache.get(2), image[:, :5])
-
-
-def test_a_cached_image_is_not_read_again(files, tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
-    kept, again = (FileSet([path], Shape(3, 2, 2, size)) for size in (300, 0))
-    before, _ = kept.read([0])
-    again.read([0])
-    path.unlink()
-    assert np.array_equal(kept.read([0])[0], before)
-    with pytest.raises(DataError, match=r"a\.png cannot be read"):
-        again.read([0])
-
-
-def test_all_damaged_files_are_named(files, tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [2**20, 0])
+def test_all_damaged_files_are_named(files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr("fedbn_flwr.lab.data.image_files.MAX_BYTES", limit)
     whole = files[0][0].read_bytes()
     bad = [(tmp_path / name, 0) for name in ("cut.jpg", "empty.png", "text.png")]
     for (path, _), content in zip(bad, (whole[: len(whole) // 2], b"", b"no image"), strict=True):
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"3 image files cannot be read:\n.*cut.jpg.*\n.*empty.png.*\n.*text.png"):
-        read([*files, *bad], max_bytes=2**20)
-    with pytest.raises(
-        DataError, match=r"3 image files.*\n.*cut.jpg.* truncated.*\n.*it is empty\n.*text.png.*identify"
-    ):
         read([*files, *bad])
     assert list(look_at_files([path for path, _ in [*files, *bad]]).problems) == [COUNT, COUNT + 1, COUNT + 2]
+
+
+def test_a_file_that_is_damaged_later_is_named(files, tmp_path: Path, on_the_disk: None) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(files[1][0].read_bytes())
+    samples = read([(path, 0)])
+    path.unlink()
+    with pytest.raises(DataError, match=r"a\.png cannot be read"):
+        samples.take(torch.tensor([0]))
 
 
 def _picture(depth: int, colour: int) -> bytes:
@@ -216,30 +200,3 @@ def test_pages_and_alpha_that_are_not_used_are_told(tmp_path: Path) -> None:
     image.save(tmp_path / "plain.png")
     found = look_at_files([tmp_path / name for name in ("plain.png", "pages.tif", "alpha.png")])
     assert (found.problems, found.pages, found.alpha) == ({}, [1], [2])
-
-
-def test_a_worker_that_was_killed_ends_the_reading_with_an_error(files) -> None:
-    samples = read(files, workers=1)
-    subset = Subset(samples, None, mean=(0.5,) * 3, std=(0.2,) * 3)
-    reading = subset.batches(torch.arange(COUNT).repeat(40).split(1))
-    next(reading)
-    (process,) = samples.files._workers._started[1]._processes.values()
-    os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(DataError, match="a process that decodes images has ended"):
-        list(reading)
-    assert len(list(subset.batches([torch.tensor([0])]))) == 1  # with a new process
-
-
-def test_workers_end_with_their_files(files) -> None:
-    samples = read(files, workers=1)
-    list(Subset(samples, None, mean=(0.5,) * 3, std=(0.2,) * 3).batches([torch.tensor([0])]))
-    (process,) = samples.files._workers._started[1]._processes.values()
-    gone = weakref.ref(samples.files)
-    del samples
-    gc.collect()
-    assert gone() is None
-    # Not join(): the pool's thread waits for the process, too, and of two that wait one may be told "alive" at its end.
-    until = time.monotonic() + 60
-    while process.is_alive() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not process.is_alive()

@@ -235,9 +235,9 @@ def test_images_are_resized_once_bilinear_with_antialiasing(size: int) -> None:
 
 
 def test_chunks_do_not_change_the_result_and_the_right_shape_stays_as_it_is() -> None:
-    samples, shape = load_dataset("digits").test, Shape(1, 5, 4, 0)
+    samples, shape = load_dataset("digits").test, Shape(1, 5, 4)
     assert torch.equal(reshaped(samples, shape, chunk=7).inputs, reshaped(samples, shape).inputs)
-    assert reshaped(samples, Shape(1, 8, 8, 0)) is samples
+    assert reshaped(samples, Shape(1, 8, 8)) is samples
 
 
 def test_the_registry_is_complete() -> None:

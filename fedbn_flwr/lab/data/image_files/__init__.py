@@ -1,25 +1,27 @@
-"""Image files as examples: decoded when they are needed, by worker processes, and kept while there is room.
+"""Image files as examples.
 
-``hold`` decides: what fits into ``Shape.max_bytes`` is decoded once, into memory; a larger set stays on the disk as
-``FileSamples``. Both give the same bits, for any number of worker processes and any size of the cache.
+``hold`` decides: what fits into ``MAX_BYTES`` is decoded once, into memory; a larger set stays on the disk, and each
+batch decodes its own images. Both give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fedbn_flwr.lab.data.image_files.cache import ImageCache
 from fedbn_flwr.lab.data.image_files.decoding import DEEP, MODES, Bytes, Window, as_bytes
-from fedbn_flwr.lab.data.image_files.file_samples import FileSamples
-from fedbn_flwr.lab.data.image_files.file_set import FileSet
+from fedbn_flwr.lab.data.image_files.files import ImageFiles
 from fedbn_flwr.lab.data.image_files.inspection import look_at_files, refuse_damaged
-from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 
-__all__ = ["DEEP", "MODES", "FileSamples", "FileSet", "ImageCache", "Window", "as_bytes", "hold", "look_at_files"]
+__all__ = ["DEEP", "MAX_BYTES", "MODES", "ImageFiles", "Window", "as_bytes", "hold", "look_at_files"]
+
+MAX_BYTES = 4 * 2**30
+"""Image files with more decoded bytes stay on the disk."""
 
 
 def hold(
@@ -33,14 +35,14 @@ def hold(
     mask_table: Bytes | None = None,
     window: Window | None = None,
     checked: bool = False,
-) -> list[Examples]:
+) -> list[Samples]:
     """Return the images of each part, in the requested shape and in the order of ``paths``.
 
     Args:
         paths: image files. Every colour mode becomes RGB first; grey is computed from RGB.
         labels: class of each image; with ``masks`` its group.
         parts: lengths of the parts, which together are all files: for example training and test files.
-        shape: shape of the images, and how many bytes of them are held in memory.
+        shape: shape of the images.
         centre: cut out the central square before resizing; else the whole image is resized to the shape.
         masks: files with the class of each pixel, one for each image.
         mask_table: 256 bytes, the class of each value in the masks.
@@ -51,16 +53,21 @@ def hold(
         DataError: files are damaged; the message names them. Of a set that stays on the disk headers and ends are
             looked at, see ``look_at_files``.
     """
-    files = FileSet(paths, shape, centre=centre, masks=masks, mask_table=mask_table, window=window)
-    numbers = torch.split(torch.arange(len(files)), list(parts))
+    options: dict[str, Any] = {"centre": centre, "mask_table": mask_table, "window": window}
+    numbers = torch.split(torch.arange(len(paths)), list(parts))
     classes = torch.tensor(labels, dtype=torch.int64)
-    if len(files) * files.image_bytes <= shape.max_bytes and not shape.originals:
-        inputs, targets = files.read_all()
-        if targets is None:
+    channels = shape.channels + bool(masks)
+    if len(paths) * channels * shape.height * shape.width <= MAX_BYTES and not shape.originals:
+        inputs, of_pixels = ImageFiles(paths, shape, masks=masks, **options).read_all()
+        if of_pixels is None:
             return [Samples(inputs[part], classes[part]) for part in numbers]
-        return [Samples(inputs[part], targets[part], classes[part]) for part in numbers]
+        return [Samples(inputs[part], of_pixels[part], classes[part]) for part in numbers]
     if not checked:
         refuse_damaged(look_at_files(paths, window=window).problems)
-    if masks:
-        return [FileSamples(files, part, None, classes[part]) for part in numbers]
-    return [FileSamples(files, part, classes[part]) for part in numbers]
+    samples = []
+    for part in numbers:
+        of_part = [paths[number] for number in part.tolist()]
+        masks_of_part = [masks[number] for number in part.tolist()] if masks else []
+        files = ImageFiles(of_part, shape, masks=masks_of_part, **options)
+        samples.append(Samples(files, None, classes[part]) if masks else Samples(files, classes[part]))
+    return samples

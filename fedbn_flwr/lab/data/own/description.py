@@ -74,7 +74,6 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
         class_names=targets.class_names,
         feature_names=inputs.feature_names,
         client_names=records.client_names,
-        by_file=not isinstance(inputs.values, Tensor),
         notes=(*records.notes, *targets.notes, *inputs.notes, *_note_of_positive(request, targets)),
         warnings=(
             *inputs.warnings,

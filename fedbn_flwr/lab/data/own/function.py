@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.data.own.request import KINDS, OwnData, chosen_task
-from fedbn_flwr.lab.data.read_samples import ReadSamples
+from fedbn_flwr.lab.data.read_samples import ReadInputs
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import DatasetInfo
-from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
 from fedbn_flwr.training.losses import IGNORED_PIXEL
@@ -265,9 +265,9 @@ def _classes_of(site: Site, classes: int) -> Sequence[int]:
 def _load(request: OwnData, shape: tuple[int, ...], task: Task, classes: int, folder: Path, wanted: Shape) -> Loaded:
     """Return the training and the test examples of all sites: a reader of ``data.loading``.
 
-    They are kept in memory if they all fit; else each is read when it is used.
+    Those of a ``TensorDataset`` are in memory; of others each is read when it is used, as a data set may augment.
     """
-    del folder
+    del folder, wanted
     parts = sites_of(request)
     for sites in parts.values():
         for site in sites:
@@ -275,8 +275,7 @@ def _load(request: OwnData, shape: tuple[int, ...], task: Task, classes: int, fo
                 _example(site, 0, task, shape, classes)
     values = [value for sites in parts.values() for site in sites for value in site.groups or ()]
     number = {value: at for at, value in enumerate(dict.fromkeys(values))}
-    size = 4 * math.prod(shape) * sum(len(site) for sites in parts.values() for site in sites)
-    train, test = (_examples(parts[part], task, shape, classes, number, size <= wanted.max_bytes) for part in _PARTS)
+    train, test = (_examples(parts[part], task, shape, classes, number) for part in _PARTS)
     return Loaded(train, test, site_names(request))
 
 
@@ -286,8 +285,7 @@ def _examples(
     shape: tuple[int, ...],
     classes: int,
     number: dict[Any, int],
-    in_memory: bool,
-) -> Examples:
+) -> Samples:
     places = [(site, at) for site in sites for at in range(len(site))]
     groups = torch.tensor([which for which, site in enumerate(sites) for _ in range(len(site))], dtype=torch.int64)
 
@@ -299,14 +297,14 @@ def _examples(
         units = torch.tensor(
             [len(number) + at if site.groups is None else number[site.groups[i]] for at, (site, i) in enumerate(places)]
         )
-    if in_memory and places:
+    if places and all(isinstance(site.data, TensorDataset) for site in sites):
         inputs, targets = zip(*map(read, range(len(places))), strict=True)
         return Samples(torch.stack(inputs), torch.stack(targets), groups, units)
     labels = None
     if task.name in ("classification", "binary"):
         labels = torch.tensor([value for site in sites for value in _classes_of(site, max(classes, 2))])
         labels = labels.to(torch.int64)
-    return ReadSamples(read, len(places), shape, labels, groups, units)
+    return Samples(ReadInputs(read, len(places), shape, task.by_pixel), labels, groups, units)
 
 
 def function_sha256(request: OwnData) -> str:

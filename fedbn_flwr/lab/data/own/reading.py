@@ -23,7 +23,7 @@ from fedbn_flwr.lab.data.own.records import Records
 from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData
 from fedbn_flwr.lab.data.own.table import read_table
 from fedbn_flwr.lab.data.readers import Loaded
-from fedbn_flwr.lab.data.samples import Examples, Samples
+from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.validation import split_off
@@ -95,7 +95,7 @@ def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:
     return None if numbers is None else torch.from_numpy(numbers[part])
 
 
-def _examples(request: OwnData, records: Records, parts: Sequence[Indices], shape: Shape) -> Sequence[Examples]:
+def _examples(request: OwnData, records: Records, parts: Sequence[Indices], shape: Shape) -> Sequence[Samples]:
     """Return the examples of each part: arrays in memory as they are, image files in this shape."""
     inputs, targets = records.inputs.values, records.targets.values
     if isinstance(inputs, Tensor):
