@@ -42,15 +42,10 @@ network: .venv/installed-dev
 # The comparison with other packages alone, with the page's tables and charts:
 # make bench-simulation DATA=DIR PEER_PYTHON=... ARGS="--turns 3 --rounds 2 --only fedbn --only cifar10"
 bench: bench-simulation
-	$(BIN)/python benchmarks/growth.py --write docs/performance.md
 	$(BIN)/python benchmarks/fedtan.py --write docs/performance.md $(if $(DATA),--data-dir "$(DATA)")
 	$(BIN)/python benchmarks/aggregation.py --write docs/performance.md
 	$(BIN)/python benchmarks/startup.py --write docs/performance.md
-	$(BIN)/python benchmarks/step_profile.py --write docs/performance.md
-	$(BIN)/python benchmarks/small_steps.py --write docs/performance.md
-	$(BIN)/python benchmarks/sweep.py --write docs/performance.md
 	$(BIN)/python benchmarks/methods.py --write docs/performance.md
-	$(BIN)/python benchmarks/inference.py --write docs/performance.md
 	$(BIN)/python benchmarks/scale.py --write docs/scale.md
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 		then $(BIN)/python benchmarks/gpu.py --write docs/performance.md; \

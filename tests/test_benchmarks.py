@@ -1,6 +1,5 @@
 """The benchmarks' own arithmetic, their places on the page, and that they still run with this package."""
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
     target = (ROOT / "Makefile").read_text().partition("\nbench:")[2].partition("\nbench-peers:")[0]
     programs = re.findall(r"benchmarks/(\w+)\.py --write docs/performance\.(?:md|yaml)", target)
     page = (ROOT / "docs/performance.md").read_text()
-    assert {"simulation", "growth", "fedtan"} <= set(programs)
+    assert {"simulation", "fedtan", "aggregation"} <= set(programs)
     for program in programs:
         assert page.count(f"<!-- {program} -->\n") == page.count(f"<!-- /{program} -->\n") == 1, program
 
@@ -62,19 +61,9 @@ def test_the_nightly_flower_is_installed_in_place_of_flwr(tmp_path: Path, monkey
     assert ("3.13", "nightly") not in compat.PAIRS, "it runs by name only"
 
 
-def test_a_straight_line_is_found_and_a_bent_one_is_said_to_be_none() -> None:
-    from growth import Column, line
-
-    column = Column("clients", (), "clients", bent="a reason")
-    assert line(column, [1, 10, 1000], [2.1, 3, 102]) == (
-        "Straight line: seconds a later round = 2 + 0.1 n, largest error 0%."
-    )
-    assert line(column, [1, 10, 100], [1, 100, 10_000]).endswith("a reason.")
-
-
-def test_what_is_slower_with_the_same_processes_is_listed(tmp_path: Path) -> None:
+def test_the_ratios_of_the_page_are_those_of_the_figures(tmp_path: Path) -> None:
     import yaml
-    from doc_performance import simulation_tables, slower_list
+    from doc_performance import simulation_tables
     from simulation import BARE, IN_PROCESS, IN_RAY, TWO_WORKERS, Figures
 
     seconds = {BARE: 1.0, IN_PROCESS: 1.5, "fluke": 2.0, TWO_WORKERS: 0.7, f"{BARE}, 2 processes": 0.8, IN_RAY: 9.0}
@@ -83,24 +72,10 @@ def test_what_is_slower_with_the_same_processes_is_listed(tmp_path: Path) -> Non
     (tmp_path / "docs").mkdir()
     data = {"settings": {"fedbn": figures.data("Here.", real_data=True)}}
     (tmp_path / "docs/performance.yaml").write_text(yaml.safe_dump(data))
-    assert slower_list(tmp_path).endswith(f". {IN_PROCESS}: 1.50 times {BARE}.")
-    assert slower_list(tmp_path).count("\n") == 0
     tables = simulation_tables(tmp_path)
     assert f"| fedbn: {IN_PROCESS} / {BARE} | 1.50 | 1.00 | <= 1.08 |" in tables
     assert "| fluke | 1 | 2.00 | 2.00 | 3.00 | 1,000 | 0.500 |" in tables
     assert tables.endswith("\n\nHere.")
-
-
-def test_a_noise_multiplier_is_rounded_up_and_that_of_a_mean_of_rounds_is_smaller() -> None:
-    import numpy as np
-    from leakage import ROUNDS, C, mean_update, noisy, noisy_mean
-    from record_privacy import rounded_up
-
-    assert [rounded_up(z) for z in (1.5712890625, 3.30078125, 8.5)] == ["1.58", "3.31", "8.50"]
-    still = {"x": np.zeros(40_000)}
-    of_rounds = mean_update([noisy([still], 0.1)[0] for _ in range(ROUNDS)])["x"].std()
-    assert of_rounds == pytest.approx(0.1 * C / ROUNDS**0.5, rel=0.02)
-    assert noisy_mean([still], 0.1)[0]["x"].std() == pytest.approx(of_rounds, rel=0.03)
 
 
 @pytest.mark.parametrize("module", ["bare", "ours"])
@@ -115,29 +90,6 @@ def test_a_contender_does_its_rounds(tmp_path: Path, module: str) -> None:
     reached = importlib.import_module(f"peers.{module}").main(Job("mlp-128", str(tmp_path), "", 1), clock)
     assert len(clock.seconds) == 1
     assert 0 < reached < 0.5  # random images
-
-
-def test_a_point_of_growth_is_measured() -> None:
-    from growth import Point, run
-
-    found = run(Point(clients=3, a_round=2, layers=1, rounds=1, buffer=1000))
-    assert min(found["start"], found["round"]) > 0
-    assert found["bytes"] > 4000
-    assert json.dumps(found)
-
-
-def test_errors_between_clients_are_told_from_those_within() -> None:
-    import numpy as np
-    from between_clients import between_clients
-
-    # two clients of classes (0, 1) and (2, 3): each example prefers its class by 2, its client's other class by 1
-    targets = np.arange(4)
-    logits = 2.0 * np.eye(4) + np.eye(4)[[1, 0, 3, 2]]
-    biased = logits + np.array([5.0, 0, 0, 0])
-    found = between_clients(targets, biased, 2)
-    assert (found["accuracy"], found["right client"], found["within"], found["equal means"]) == (0.25, 0.5, 0.75, 1.0)
-    swapped = between_clients(targets[[1, 0, 3, 2]], logits, 2)
-    assert (swapped["accuracy"], swapped["right client"], swapped["within"]) == (0.0, 1.0, 0.0)
 
 
 _REDRAWN = {

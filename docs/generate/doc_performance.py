@@ -1,4 +1,4 @@
-"""The tables of the simulation and the list of what is slower, from ``docs/performance.yaml``."""
+"""The tables of the simulation, from ``docs/performance.yaml``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["BARE", "compared_sentence", "ratios", "simulation_tables", "slower_list"]
+__all__ = ["BARE", "compared_sentence", "ratios", "simulation_tables"]
 
 BARE = "bare torch loop"
 _FIGURES = ("seconds", "cpu-seconds", "memory", "accuracy")
@@ -35,18 +35,6 @@ def compared_sentence(root: Path) -> str:
         f"it is compared with: in {len(found)} comparisons it is faster in {faster}, slower in {slower}, and level in "
         f"{len(found) - faster - slower}.**"
     )
-
-
-def slower_list(root: Path) -> str:
-    """Return the list of what takes longer than another package or the plain bare loop with the same processes."""
-    lines = []
-    for setting in _data(root)["settings"].values():
-        for name, others in setting["compared"].items():
-            found = [(_ratio(setting, name, other, "seconds"), other) for other in others]
-            times = [f"{number(ratio)} times {other}" for ratio, other in found if ratio is not None and ratio > 1]
-            if times:
-                lines.append(f"- {setting['title']}. {name}: {'; '.join(times)}.")
-    return "\n".join(lines) or "Nothing: no other package, and no plain bare loop, takes less time in these settings."
 
 
 def ratios(data: Data) -> Iterator[tuple[str, str, str, float | None, float | None, str]]:

@@ -20,7 +20,7 @@ from doc_at_once import config_table
 from doc_config import config_page
 from doc_methods import method_pages, method_title
 from doc_papers import papers_block
-from doc_performance import compared_sentence, simulation_tables, slower_list
+from doc_performance import compared_sentence, simulation_tables
 from doc_privacy import privacy_table
 from doc_references import references_page
 from doc_refusals import refusals_table
@@ -70,7 +70,6 @@ def derived(root: Path) -> dict[Path, str]:
         "docs/reference/messages.md": {"keys": key_table()},
         "docs/performance.md": {
             "compared": f"\n{compared_sentence(root)}\n",
-            "slower": f"\n{slower_list(root)}\n",
             "simulation": f"\n{simulation_tables(root)}\n",
         },
         "docs/results/papers.md": {"papers": papers_block(root)},
