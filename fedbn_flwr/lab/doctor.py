@@ -360,7 +360,7 @@ def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[st
     notes: list[str] = []
     if (run / "model.safetensors").is_file():
         state, about = read_state(run / "model.safetensors")
-        notes += filter(None, [ModelDescription.saved(config, about).code_changed()])
+        notes += filter(None, [ModelDescription.read(about).code_changed()])
         absent = [part for part in Part if about.get(part) == ABSENT]
         kept = {p.stem.removeprefix("client-"): read_state(p)[0] for p in sorted((run / "clients").glob("client-*"))}
     else:

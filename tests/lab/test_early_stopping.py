@@ -19,7 +19,6 @@ from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.export import export
-from fedbn_flwr.lab.finished_runs.saved_model import Choice
 from fedbn_flwr.lab.runs.app import client_app
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
@@ -102,18 +101,6 @@ def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(t
     assert all("running_" in name for name in changed)
 
 
-def test_the_card_has_the_metrics_of_the_best_round(whole, tmp_path: Path) -> None:
-    out, summary = whole["fedbn"]
-    lines, best = read_metrics(out / "metrics.jsonl"), summary["best-validation"]["round"]
-    tested, last = (line["clients"]["0"]["own-loss"] for line in (lines[best - 1], lines[-1]))
-    assert f"{tested:.4f}" != f"{last:.4f}"
-    card = export(out, tmp_path / "model.safetensors", "torch", Choice(client=0)).card.read_text()
-    assert f"- rounds: {len(lines)}, the model is that of round {best}\n" in card
-    (row,) = (line for line in card.splitlines() if line.startswith("| 0 |"))
-    assert f" {tested:.4f} " in row
-    assert f" {last:.4f} " not in row
-
-
 def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(tmp_path: Path) -> None:
     """Patience runs out in the last round, so the run did not end early."""
     decay = {"lr-decay-at": "4", "lr-decay-factor": 1e30, "num-server-rounds": 7, "on-divergence": "continue"}
@@ -122,7 +109,7 @@ def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(tmp_path: 
     assert summary["best-validation"]["round"] == 4 < summary["diverged-at"]
     assert (summary["rounds"], summary["stopped-early"]) == (7, False)
     assert "diverged-at" not in metadata(out)
-    assert "- diverged:" not in export(out, tmp_path / "model.safetensors", "torch").card.read_text()
+    assert export(out, tmp_path / "model.safetensors", "torch").check.relative <= 1e-5
 
 
 @pytest.mark.parametrize("strategy", METHODS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedbn_flwr.lab.export.folding import Folding, fold
 from fedbn_flwr.lab.export.formats import encode_onnx, encode_torch_export, run_onnx, run_torch_export
-from fedbn_flwr.lab.export.normalise import Normalise, packed
+from fedbn_flwr.lab.export.normalise import Normalise, normalised_inside
 
 __all__ = [
     "Folding",
@@ -12,7 +12,7 @@ __all__ = [
     "encode_onnx",
     "encode_torch_export",
     "fold",
-    "packed",
+    "normalised_inside",
     "run_onnx",
     "run_torch_export",
 ]

@@ -1,4 +1,4 @@
-"""The layers around an exported model: it takes what the data hold, and gives what its user asks for."""
+"""The layer before an exported model: the model takes what the data hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Normalise", "packed"]
+__all__ = ["Normalise", "normalised_inside"]
 
 
 class Normalise(nn.Module):
@@ -44,7 +44,6 @@ class Normalise(nn.Module):
         return torch.where(torch.isnan(x), torch.zeros_like(x), x) if self.missing else x
 
 
-def packed(model: nn.Module, first: Normalise | None, last: nn.Module | None) -> nn.Module:
-    """Return the model between a first and a last layer, in eval mode; without both the model itself."""
-    layers = [layer for layer in (first, model, last) if layer is not None]
-    return (nn.Sequential(*layers) if len(layers) > 1 else model).eval()
+def normalised_inside(model: nn.Module, normalise: nn.Module) -> nn.Module:
+    """Return the model behind the layer that normalises its inputs, in eval mode."""
+    return nn.Sequential(normalise, model).eval()

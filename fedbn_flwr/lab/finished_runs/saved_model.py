@@ -114,7 +114,7 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
             f"--out {run} --resume"
         )
     config, about = run_config(run), metadata(run)
-    description = ModelDescription.saved(config, about)
+    description = ModelDescription.read(about)
     model = description.model()
     parts = _client_parts(run, config, model, choice) if choice.parts else {}
     state, scale, what = _averaged(run, model, parts) if parts else _state(run, config, model, about, choice)

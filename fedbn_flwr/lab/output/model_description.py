@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
+from fedbn_flwr.errors import StateError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import Dataset
 from fedbn_flwr.lab.export import Normalise
 from fedbn_flwr.lab.models import build_model, code_changed, code_sha256
 from fedbn_flwr.lab.setup import build_options
-from fedbn_flwr.training.tasks import BINARY, TASKS
+from fedbn_flwr.training.tasks import BINARY
 
 __all__ = ["MODEL_DESCRIPTION", "ModelDescription"]
 
@@ -41,7 +42,7 @@ class ModelDescription:
         scale: 255 for pixels 0..255, 1 for other numbers, among which a NaN becomes the mean.
         classes: names of the classes 0, 1, ...; () if they have none.
         features: names of the features of rows, in order; () if they have none.
-        code: ``code_sha256`` of the model; "" of a run of an older version.
+        code: ``code_sha256`` of the model.
     """
 
     build: Mapping[str, Any]
@@ -77,13 +78,14 @@ class ModelDescription:
         )
 
     @classmethod
-    def saved(cls, config: Config, about: Mapping[str, str]) -> ModelDescription:
-        """Return that of the metadata of ``model.safetensors``; for a file of an older version that of the config."""
-        return cls.read(about) if MODEL_DESCRIPTION in about else replace(cls.of(config, None), code="")
-
-    @classmethod
     def read(cls, about: Mapping[str, str]) -> ModelDescription:
-        """Return that of the metadata of a file."""
+        """Return that of the metadata of ``model.safetensors`` or of an exported file.
+
+        Raises:
+            StateError: the file has none.
+        """
+        if MODEL_DESCRIPTION not in about:
+            raise StateError("the file of the model does not say what model it is: no run of this version wrote it.")
         values: dict[str, Any] = json.loads(about[MODEL_DESCRIPTION])
         values |= {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
         return cls(**values)
@@ -114,7 +116,3 @@ class ModelDescription:
         """Return the layer that normalises inputs."""
         missing = not self.as_bytes and bool(self.mean)
         return Normalise(self.mean, self.std, self.scale, len(self.shape) - 1, missing=missing)
-
-    def probabilities(self) -> nn.Module:
-        """Return the layer that makes probabilities of the outputs."""
-        return TASKS[self.task].probabilities()

@@ -21,7 +21,6 @@ from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.finished_runs.export import export
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.node_queries import agreed_scale
@@ -312,12 +311,3 @@ def test_data_of_the_server_and_of_the_nodes_have_no_common_mean(served, tables,
     settings = {**TABLE, "dataset": f"csv:{tmp_path / 'all.csv'}", "client-column": ""}
     with pytest.raises(ConfigError, match=r"names data of the server.*dataset='csv:', or with standardise=local"):
         served(settings, at(tables))
-
-
-def test_the_card_of_such_a_model_says_whose_data_they_are_and_which_class_is_positive(
-    served, tables, tmp_path
-) -> None:
-    served({**TABLE, "dataset": "csv:", "standardise": "federated"}, at(tables))
-    card = export(tmp_path / "out", tmp_path / "home/model.safetensors", "torch").card.read_text()
-    assert "- split over the clients: each has its own data\n" in card
-    assert "- positive class: positive, positive-values=>0; its probability is the sigmoid of the output\n" in card
