@@ -62,7 +62,6 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "image-size": (80, {"model": "alexnet-bn-small"}),
     "partition": ("iid", {}),
     "partition-alpha": (9.0, {"partition": "dirichlet"}),
-    "num-shards": (30, {"partition": "unbalanced-shards"}),
     "shards-per-client": (1, {"partition": "shards"}),
     "domain-share": (0.5, {"dataset": "digits-domains", "partition": "domain", "num-clients": 5, "model": "lenet"}),
     "classes-per-client": (3, {}),

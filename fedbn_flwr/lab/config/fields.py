@@ -91,7 +91,6 @@ class Fields(MethodSettings):
         "other own data, else classes",
     )
     partition_alpha: float = _key("what", 0.5, "concentration of `partition=dirichlet`", gt=0)
-    num_shards: int = _key("what", 0, "shards of `partition=shards`, `unbalanced-shards`; 0 = the natural number", ge=0)
     shards_per_client: int = _key("what", 0, "shards of a client (`unbalanced-shards`: at most); 0 = 2, or 30", ge=0)
     domain_share: float = _key("what", 1.0, "`partition=domain`: share of a domain used; above 1 a number", gt=0)
     classes_per_client: int = _key("what", 2, "classes each client holds under `partition=classes`", ge=1)

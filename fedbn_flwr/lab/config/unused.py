@@ -160,7 +160,6 @@ def _of_data(config: Values) -> Conditions:
         "main_metric": (config.main_metric != config.plain_task().score, f"it is that of task {task.name} already"),
         "partition_alpha": (partition.startswith("dirichlet"), "it is for partition=dirichlet[-equal]"),
         "classes_per_client": (partition == "classes", "it is for partition=classes"),
-        "num_shards": ("shards" in partition, "it is for partition=shards and unbalanced-shards"),
         "shards_per_client": ("shards" in partition, "it is for partition=shards and unbalanced-shards"),
         "domain_share": (partition == "domain", "it is for partition=domain"),
     }

@@ -70,7 +70,6 @@ def make_partition(
     alpha: float = 0.5,
     classes_per_client: int = 2,
     min_size: int = 10,
-    num_shards: int = 0,
     shards_per_client: int = 0,
     domain_share: float = 1.0,
     groups: Indices | None = None,
@@ -87,8 +86,6 @@ def make_partition(
         alpha: ``dirichlet``, ``dirichlet-equal``: concentration; with small values clients have few classes.
         classes_per_client: ``classes``: number of consecutive classes of each client.
         min_size: ``dirichlet``: draw again until every client has this many examples (default as in flwr-datasets).
-        num_shards: ``shards``: must be clients times shards-per-client, 0 = this product; ``unbalanced-shards``: any
-            number, 0 = shards of 50 examples.
         shards_per_client: ``shards``: for each client, 0 = 2; ``unbalanced-shards``: maximum for a client, 0 = 30.
         domain_share: ``domain``: fraction (up to 1) or number (above 1) of each domain's examples.
         groups: ``domain``, ``natural``: group of each training example, int64 (N,); other splits ignore it.
@@ -113,7 +110,6 @@ def make_partition(
         alpha=alpha,
         classes_per_client=classes_per_client,
         min_size=min_size,
-        num_shards=num_shards,
         shards_per_client=shards_per_client,
         domain_share=domain_share,
         groups=None if groups is None else np.asarray(groups, dtype=np.int64),
@@ -137,9 +133,8 @@ def _check(request: PartitionRequest) -> None:
         raise DataError(
             f"labels run from {labels.min()} to {labels.max()}; num-classes={classes} allows 0 to {classes - 1}."
         )
-    for key, value in (("num-shards", request.num_shards), ("shards-per-client", request.shards_per_client)):
-        if value < 0:
-            raise ConfigError(f"{key}={value}: 0 (not set) or more needed.")
+    if request.shards_per_client < 0:
+        raise ConfigError(f"shards-per-client={request.shards_per_client}: 0 (not set) or more needed.")
     if groups is not None and groups.shape != labels.shape:
         raise DataError(f"groups of shape {groups.shape} for {len(labels)} training examples: one each needed.")
 
@@ -240,14 +235,14 @@ _INFOS = (
     ),
     PartitionInfo(
         "shards",
-        "sorted by class, cut into num-shards equal shards, shards-per-client random ones per client",
+        "sorted by class, cut into equal shards, shards-per-client random ones per client",
         "McMahan et al. 2017; FedBS, balanced label distribution skew",
         split_shards,
         by_class=True,
     ),
     PartitionInfo(
         "unbalanced-shards",
-        "sorted by class, cut into num-shards equal shards, 1 to shards-per-client random ones per client, all used",
+        "sorted by class, cut into shards of 50, 1 to shards-per-client random ones per client, all used",
         "FedBS, unbalanced label distribution skew",
         split_unbalanced_shards,
         by_class=True,

@@ -7,58 +7,37 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.splits import Indices
 
 __all__ = ["partition_picture", "partition_table"]
 
-_MOST_LABELS = 400
 _MOST_COLUMNS = 20
 
 
 def partition_picture(counts: Indices, title: str = "", names: Sequence[str] = ()) -> bytes:
-    """Return a PNG: a column per client, a row per class (class 0 at the bottom), darker for more examples.
-
-    With at most 400 cells, each cell shows its count; empty cells stay white. Equal arguments give equal bytes on one
-    machine.
+    """Return a PNG with a bar for each client, made of its examples of each class; equal arguments give equal bytes.
 
     Args:
         counts: examples, int64 (clients, classes) from ``partition_counts``; or (clients, groups).
         title: text above the picture.
-        names: names of the rows; if empty, their numbers.
-
-    Raises:
-        DataError: counts are not a table, or the names do not fit it.
+        names: names of the classes; if empty, their numbers.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    _check(counts, names)
-    clients, classes = counts.shape
-    size = (min(16.0, 2.5 + 0.45 * clients), min(16.0, 1.8 + 0.35 * classes))
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    classes = list(names) or [str(label) for label in range(counts.shape[1])]
+    figure = Figure(figsize=(min(16.0, 4 + 0.2 * len(counts)), 4), layout="constrained")
     axis = figure.subplots()
-    image = axis.imshow(
-        np.ma.masked_equal(counts.T, 0),
-        cmap="Blues",
-        origin="lower",
-        aspect="auto",
-        interpolation="nearest",
-        vmin=0,
-        vmax=max(1, int(counts.max(initial=0))),
-    )
-    figure.colorbar(image, ax=axis, label="training examples")
-    if counts.size <= _MOST_LABELS:
-        for client, label in np.argwhere(counts > 0).tolist():
-            value = int(counts[client, label])
-            colour = "white" if 2 * value > counts.max() else "black"
-            axis.text(client, label, str(value), ha="center", va="center", fontsize=6, color=colour)
-    axis.set(xlabel="client", ylabel="" if names else "class", title=title)
-    axis.set_xticks(range(0, clients, -(-clients // 25)))
-    axis.set_yticks(range(0, classes, -(-classes // 25)))
-    if names:
-        axis.set_yticks(range(classes), list(names))
+    few = len(classes) <= _MOST_COLUMNS
+    colours = colormaps["tab20" if few else "viridis"].resampled(len(classes))
+    clients, bottom = np.arange(len(counts)), np.zeros(len(counts), np.int64)
+    for label, of_class in enumerate(counts.T):
+        axis.bar(clients, of_class, 0.9, bottom, color=colours(label), label=classes[label])
+        bottom = bottom + of_class
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set(xlabel="client", ylabel="training examples", title=title)
+    if few:
+        axis.legend(bbox_to_anchor=(1, 1), fontsize="small")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
@@ -72,24 +51,13 @@ def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
     Args:
         counts: examples, int64 (clients, classes) from ``partition_counts``; or (clients, groups).
         names: names of the classes; if empty, their numbers.
-
-    Raises:
-        DataError: counts are not a table, or the names do not fit it.
     """
-    _check(counts, names)
-    columns = list(names) or [str(label) for label in range(counts.shape[1])]
-    lines = [["client", *columns, "all"] if len(columns) <= _MOST_COLUMNS else ["client", "classes", "largest", "all"]]
-    whole = np.vstack([counts, counts.sum(0, keepdims=True)])
-    for client, row in enumerate(whole.tolist()):
-        cells = [str(count) for count in row]
-        if len(columns) > _MOST_COLUMNS:
-            cells = [str(sum(map(bool, row))), f"{columns[row.index(max(row))]}: {max(row)}"]
-        lines.append([str(client) if client < len(counts) else "all", *cells, str(sum(row))])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [map(str.rjust, line, widths) for line in lines]
-    return "\n".join("  ".join(line) for line in padded)
+    import pandas as pd
 
-
-def _check(counts: Indices, names: Sequence[str]) -> None:
-    if counts.ndim != 2 or counts.size == 0 or (names and len(names) != counts.shape[1]):
-        raise DataError(f"counts of shape {counts.shape} with {len(names)} names: (clients, classes), a name each.")
+    classes = list(names) or [str(label) for label in range(counts.shape[1])]
+    table = pd.DataFrame(counts, columns=classes).rename_axis("client")
+    table.loc["all"] = table.sum()
+    if len(classes) > _MOST_COLUMNS:
+        shown = pd.DataFrame({"classes": (table > 0).sum(axis=1), "largest": table.idxmax(axis=1)})
+        return shown.assign(all=table.sum(axis=1)).reset_index().to_string(index=False)
+    return table.assign(all=table.sum(axis=1)).reset_index().to_string(index=False)

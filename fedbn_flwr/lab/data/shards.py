@@ -25,26 +25,19 @@ _SHARD_SIZE = 50
 
 
 def split_shards(request: PartitionRequest) -> list[Indices]:
-    """Give each client ``shards_per_client`` (0 = 2) random shards of ``num_shards`` (0 = as many as this uses)."""
+    """Give each client ``shards_per_client`` (0 = 2) random shards, of as many as all clients use."""
     each = request.shards_per_client or _SHARDS_PER_CLIENT
-    used = each * request.num_clients
-    if request.num_shards not in (0, used):
-        raise ConfigError(
-            f"partition 'shards': shards-per-client={each} for num-clients={request.num_clients} uses {used} shards, "
-            f"num-shards={request.num_shards}. Use num-shards={used} (or 0), or other numbers whose product it is."
-        )
     return _split_shards(request, [each] * request.num_clients, "shards")
 
 
 def split_unbalanced_shards(request: PartitionRequest) -> list[Indices]:
-    """Split ``num_shards`` (0 = shards of 50 examples) over the clients, 1 to ``shards_per_client`` (0 = 30) each."""
+    """Split shards of 50 examples over the clients, 1 to ``shards_per_client`` (0 = 30) each."""
     clients, most = request.num_clients, request.shards_per_client or _MOST_SHARDS_PER_CLIENT
-    shards = request.num_shards or len(request.labels) // _SHARD_SIZE
+    shards = len(request.labels) // _SHARD_SIZE
     if not clients <= shards <= clients * most:
         raise ConfigError(
-            f"partition 'unbalanced-shards': {shards} shards cannot be split over {clients} clients, 1 to {most} each. "
-            f"Use num-shards={clients} to {clients * most}"
-            + (f", or {-(-shards // most)} to {shards} clients." if shards else ".")
+            f"partition 'unbalanced-shards': {shards} shards of {_SHARD_SIZE} examples cannot be split over {clients} "
+            f"clients, 1 to {most} each. Use another num-clients or shards-per-client."
         )
     rng = numpy_generator(request.seed, "partition", "unbalanced-shards-sizes")
     return _split_shards(request, _drawn_sizes(clients, shards, most, rng), "unbalanced-shards")
@@ -73,8 +66,10 @@ def _drawn_sizes(clients: int, shards: int, most: int, rng: np.random.Generator)
 def _split_shards(request: PartitionRequest, sizes: list[int], purpose: str) -> list[Indices]:
     """Return each client's examples: ``sizes`` random shards of nearly equal size, cut from the examples by class."""
     count = sum(sizes)
-    if not 1 <= count <= len(request.labels):
-        raise ConfigError(f"num-shards={count}: 1 to {len(request.labels)} allowed, the number of training examples.")
+    if count > len(request.labels):
+        raise ConfigError(
+            f"shards-per-client={sizes[0]} needs {count} shards, more than the {len(request.labels)} training examples."
+        )
     rng = numpy_generator(request.seed, "partition", purpose)
     shuffled = rng.permutation(len(request.labels)).astype(np.int64)
     by_class = shuffled[np.argsort(request.labels[shuffled], kind="stable")]

@@ -58,7 +58,6 @@ class PartitionRequest:
     alpha: float
     classes_per_client: int
     min_size: int
-    num_shards: int = 0
     shards_per_client: int = 0
     domain_share: float = 1.0
     groups: Indices | None = None

@@ -50,7 +50,6 @@ _SPLIT_KEYS = (
     "partition",
     "partition_alpha",
     "classes_per_client",
-    "num_shards",
     "shards_per_client",
     "domain_share",
     "standardise",
