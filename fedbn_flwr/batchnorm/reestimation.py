@@ -1,4 +1,8 @@
-"""Re-estimation ("precise BN"): BatchNorm statistics from one pass over data under fixed weights. Torch only.
+"""BatchNorm statistics from data: of one batch, and of all batches of a pass ("precise BN"). Torch only.
+
+Everything that computes statistics does it here: the clients' answers to the server's re-estimation (``recalibrate``,
+StaticBN, FBN), the statistics of methods that take over BatchNorm's forward pass, test-time BatchNorm, the doctor, and
+``evaluate --bn adapt``.
 
 Each batch gives (count, mean, M2) per channel, M2 = sum of squared deviations from the mean. Many batches are merged at
 once (Chan, Golub, LeVeque 1979), without cancellation. Running statistics are the mean and M2 / (n - 1), the unbiased
@@ -17,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.training.batches import Batches, join_last, with_positions
-from fedbn_flwr.training.channels import other_axes
+from fedbn_flwr.training.channels import batch_mean_and_variance, other_axes, per_channel
+from fedbn_flwr.training.checkpointing import is_recomputed
 from fedbn_flwr.training.freezing import left_in_eval
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.modes import kept_modes
@@ -26,8 +31,10 @@ from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.single_examples import named_error, takes_one_example
 
 __all__ = [
-    "GatheredMoments",
+    "MomentSums",
     "Moments",
+    "batch_statistics",
+    "gathered_inputs",
     "load_statistics",
     "merge",
     "mixture",
@@ -96,7 +103,7 @@ def merge(moments: Sequence[Moments]) -> Moments:
     return Moments(count, first + shift, m2)
 
 
-class GatheredMoments:
+class MomentSums:
     """The moments of layers' inputs, of all calls. Many are merged together: few operations, few kept."""
 
     def __init__(self) -> None:
@@ -111,12 +118,66 @@ class GatheredMoments:
         if len(waiting) == _KEPT:
             waiting[:] = [merge(waiting)]
 
+    def add(self, layer: nn.Module, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> None:
+        """Add the input ``x`` (N, C, *) of a call; that of a call which activation checkpointing repeats is known.
+
+        Args:
+            layer: the layer that was called.
+            x: its input.
+            statistics: its ``batch_statistics`` if they are known.
+        """
+        if is_recomputed():
+            return
+        with torch.no_grad():
+            mean, var = statistics or batch_statistics(x)
+            count = x.numel() // x.shape[1]
+            moments = Moments(count, mean.detach().double(), var.detach().double() * count)
+        self.gather(layer, moments)
+
     def by_path(self, model: nn.Module) -> dict[str, Moments]:
         """Return the moments by layer path or paths; layers without a call are left out."""
         merged = {layer: merge(moments) for layer, moments in self._moments.items()}
         return {
             path: merged[module] for path, module in model.named_modules(remove_duplicate=False) if module in merged
         }
+
+
+def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance (C,) of a batch (N, C, *), in float32 or wider; gradients flow through both.
+
+    One value per channel has variance 0.
+    """
+    mean, var = _BatchStatistics.apply(x)
+    return mean, var
+
+
+class _BatchStatistics(torch.autograd.Function):
+    """Mean and biased variance, with n values per channel: d mean / d x = 1 / n, and d var / d x = 2 (x - mean) / n.
+
+    Autograd's own way keeps two more copies of x and is slower.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return batch_mean_and_variance(_wide(x))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs, output[0])
+
+    @staticmethod
+    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> Tensor:
+        x, mean = ctx.saved_tensors
+        count = x.numel() // x.shape[1]
+        deviations = _wide(x) - per_channel(mean, x)
+        gradient = torch.addcmul(per_channel(of_mean / count, x), deviations, per_channel(2 * of_var / count, x))
+        return gradient.to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def pool(moments: Sequence[Moments], weights: Sequence[float] | None = None) -> Moments:
@@ -219,11 +280,6 @@ def reestimate_statistics(
         NormLayerError: TorchScript holds a layer.
     """
     refuse_scripted(model, "re-estimated statistics")
-    gathered = GatheredMoments()
-
-    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        gathered.gather(layer, moments_of(args[0] if args else kwargs["input"]))
-
     in_eval = left_in_eval(model).values()
     with kept_modes(model), torch.no_grad():
         model.train(layers is None)
@@ -233,7 +289,8 @@ def reestimate_statistics(
             layer.training = True  # also a layer that ``train`` leaves in eval mode
         prepared = inputs_for(model)
         batches = _positions(model if forward is None else None, data, batch_size, prepared)
-        with _watched(tracking_layers(model) if layers is None else layers, note), seeded(seed):
+        watched = tracking_layers(model) if layers is None else layers
+        with gathered_inputs(watched) as gathered, _not_tracking(watched), seeded(seed):
             for positions, (inputs, _) in with_positions(data, batches):
                 try:
                     (forward or model)(prepared(inputs))
@@ -269,13 +326,26 @@ def _positions(model: nn.Module | None, data: Batches, batch_size: int, prepared
 
 
 @contextmanager
-def _watched(layers: Collection[_BatchNorm], note: Any) -> Iterator[None]:
-    """Call ``note`` before every call of these layers; they do not track inside the block."""
+def gathered_inputs(layers: Collection[_BatchNorm]) -> Iterator[MomentSums]:
+    """Gather the moments of the inputs of these layers, of all calls in the block."""
+    sums = MomentSums()
+
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sums.gather(layer, moments_of(args[0] if args else kwargs["input"]))
+
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _not_tracking(layers: Collection[_BatchNorm]) -> Iterator[None]:
+    """Let the layers keep their running statistics in the block."""
     track_again = stop_tracking(layers)
     try:
         yield
     finally:
         track_again()
-        for handle in handles:
-            handle.remove()

@@ -1,7 +1,7 @@
 """A BatchNorm layer's forward pass, taken over by a method for the training of a round. Torch only.
 
-What a method needs to write such a forward pass: a batch's statistics, normalisation by any statistics, and the moments
-of all batches of the round, merged. Gradients flow through everything but the moments.
+What a method needs to write such a forward pass, beside the statistics of ``reestimation``: normalisation by any
+statistics, through which gradients flow.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.reestimation import GatheredMoments, Moments, tracking_layers
+from fedbn_flwr.batchnorm.reestimation import tracking_layers
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.own_forward import has_own_forward
-from fedbn_flwr.training.channels import batch_mean_and_variance, per_channel
-from fedbn_flwr.training.checkpointing import is_recomputed
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.modes import kept_modes
 from fedbn_flwr.training.replaced_method import replace_method
@@ -28,8 +25,6 @@ from fedbn_flwr.training.wrappers import not_compiled
 
 __all__ = [
     "ForwardFunction",
-    "MomentSums",
-    "batch_statistics",
     "layers_in_training",
     "normalise",
     "take_forward",
@@ -146,40 +141,6 @@ def watch_inputs(layer: _BatchNorm, note: Callable[[_BatchNorm, Tensor], None]) 
     return replace_method(layer, "forward", _Forward(layer, forward))
 
 
-def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance (C,) of a batch (N, C, *), in float32 or wider; gradients flow through both.
-
-    One value per channel has variance 0.
-    """
-    mean, var = _BatchStatistics.apply(x)
-    return mean, var
-
-
-class _BatchStatistics(torch.autograd.Function):
-    """Mean and biased variance, with n values per channel: d mean / d x = 1 / n, and d var / d x = 2 (x - mean) / n.
-
-    Autograd's own way keeps two more copies of x and is slower.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
-        return batch_mean_and_variance(_wide(x))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs, output[0])
-
-    @staticmethod
-    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> Tensor:
-        x, mean = ctx.saved_tensors
-        count = x.numel() // x.shape[1]
-        deviations = _wide(x) - per_channel(mean, x)
-        gradient = torch.addcmul(per_channel(of_mean / count, x), deviations, per_channel(2 * of_var / count, x))
-        return gradient.to(x.dtype)
-
-
 def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     """Return gamma (x - mean) / sqrt(var + eps) + beta, in x's dtype, with the layer's gamma, beta (if any) and eps.
 
@@ -198,27 +159,3 @@ def normalise(layer: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tensor
     if layer.bias is not None:
         bias = bias + layer.bias
     return functional.batch_norm(x, m, v, weight, bias, training=False, eps=layer.eps)
-
-
-class MomentSums(GatheredMoments):
-    """The moments of layers' inputs over their calls and steps, from statistics that a step may have computed."""
-
-    def add(self, layer: nn.Module, x: Tensor, statistics: tuple[Tensor, Tensor] | None = None) -> None:
-        """Add the input ``x`` (N, C, *) of a call; that of a call which activation checkpointing repeats is known.
-
-        Args:
-            layer: the layer that was called.
-            x: its input.
-            statistics: its ``batch_statistics`` if they are known.
-        """
-        if is_recomputed():
-            return
-        with torch.no_grad():
-            mean, var = statistics or batch_statistics(x)
-            count = x.numel() // x.shape[1]
-            moments = Moments(count, mean.detach().double(), var.detach().double() * count)
-        self.gather(layer, moments)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

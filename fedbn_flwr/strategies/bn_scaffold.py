@@ -78,10 +78,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.averaging import Variance
 from fedbn_flwr.batchnorm.parts import entry_name
-from fedbn_flwr.batchnorm.reestimation import Moments, mixture
+from fedbn_flwr.batchnorm.reestimation import Moments, MomentSums, batch_statistics, mixture
 from fedbn_flwr.batchnorm.taken_forward import (
-    MomentSums,
-    batch_statistics,
     layers_in_training,
     normalise,
     take_forward,

@@ -79,8 +79,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.reestimation import Moments, pool, reestimate_statistics, stop_tracking
-from fedbn_flwr.batchnorm.taken_forward import MomentSums, layers_in_training, watch_inputs
+from fedbn_flwr.batchnorm.reestimation import Moments, MomentSums, pool, reestimate_statistics, stop_tracking
+from fedbn_flwr.batchnorm.taken_forward import layers_in_training, watch_inputs
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings

@@ -77,8 +77,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import entry_name
-from fedbn_flwr.batchnorm.reestimation import Moments, pool
-from fedbn_flwr.batchnorm.taken_forward import batch_statistics, normalise, replaceable_layers, take_forward
+from fedbn_flwr.batchnorm.reestimation import Moments, batch_statistics, pool
+from fedbn_flwr.batchnorm.taken_forward import normalise, replaceable_layers, take_forward
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Replies

@@ -10,24 +10,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.adaptation import TestBN, adapted, evaluate_adapted, try_batches
+from fedbn_flwr.batchnorm import adaptation
+from fedbn_flwr.batchnorm.adaptation import TestBNMode, adapted, evaluate_adapted, try_batches
 from fedbn_flwr.batchnorm.reestimation import moments_of
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
 from fedbn_flwr.training.freezing import hold_eval
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 IMAGES = (3, 32, 32)
 
 
-def outputs(model: nn.Module, data: Any, by: TestBN | None, batch: int) -> Tensor:
+def batches_of(size: int) -> Task:
+    """The task with test batches of this size."""
+    return replace(CLASSIFICATION, test_batch=size)
+
+
+def outputs(model: nn.Module, data: Any, mode: TestBNMode, batch: int) -> Tensor:
     """The outputs of a test over all data, batch after batch."""
     model.eval()
     parts = torch.arange(len(data)).split(batch)
-    with torch.no_grad():
-        if by is None:
-            return torch.cat([model(data.batch(part)[0]) for part in parts])
-        with adapted(model, data, by):
-            return torch.cat([model(data.batch(part)[0]) for part in parts])
+    with torch.no_grad(), adapted(model, mode):
+        return torch.cat([model(data.batch(part)[0]) for part in parts])
 
 
 def in_train_mode(model: nn.Module, data: Any, batch: int) -> Tensor:
@@ -57,50 +61,32 @@ def trained(torchvision_net: Any, points: Any) -> tuple[nn.Module, Any]:
 CLOSE = {"rtol": 1e-13, "atol": 1e-13}
 
 
-def test_batch_is_the_batchs_own_statistics_and_mix_without_weight_is_batch(trained: Any) -> None:
+def test_batch_is_the_batchs_own_statistics_and_mix_without_weight_is_batch(
+    trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, data = trained
-    batch = outputs(model, data, TestBN("batch"), 4)
+    batch = outputs(model, data, "batch", 4)
     torch.testing.assert_close(batch, in_train_mode(model, data, 4), **CLOSE)
-    for none in (TestBN("mix", prior=0.0), TestBN("mix", alpha=0.0), TestBN("momentum", tau=0.0)):
-        torch.testing.assert_close(outputs(model, data, none, 4), batch, **CLOSE)
-    assert not torch.allclose(batch, outputs(model, data, None, 4), atol=1e-3)
+    plain = outputs(model, data, "", 4)
+    assert not torch.allclose(batch, plain, atol=1e-3)
+    monkeypatch.setattr(adaptation, "PRIOR", 0)
+    torch.testing.assert_close(outputs(model, data, "mix", 4), batch, **CLOSE)
+    monkeypatch.setattr(adaptation, "PRIOR", 2.0**80)
+    assert torch.equal(outputs(model, data, "mix", 4), plain), "bit for bit"
 
 
-def test_mix_with_all_weight_is_the_plain_test_bit_for_bit(trained: Any) -> None:
-    model, data = trained
-    assert torch.equal(outputs(model, data, TestBN("mix", alpha=1.0), 4), outputs(model, data, None, 4))
-
-
-def test_one_batch_of_everything_is_the_same_in_three_modes(trained: Any) -> None:
-    model, data = trained
-    batch = outputs(model, data, TestBN("batch"), len(data))
-    for other in (TestBN("momentum"), TestBN("full")):
-        torch.testing.assert_close(outputs(model, data, other, len(data)), batch, **CLOSE)
-
-
-def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(points: Any) -> None:
-    """Dropout does not act in any mode, and a layer that training keeps in eval mode is adapted in all of them."""
+def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(
+    points: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout does not act in any mode, and a layer that training keeps in eval mode is adapted in both."""
     layers = [nn.Linear(5, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)]
     model, data = nn.Sequential(*layers).double(), points(9)
     hold_eval(model[2])
-    batch = outputs(model, data, TestBN("batch"), len(data))
-    assert not torch.allclose(batch, outputs(model, data, None, len(data)), atol=1e-2)
-    model.train()
-    modes = [module.training for module in model.modules()]
-    for other in (TestBN("momentum"), TestBN("full"), TestBN("mix", prior=0.0)):
-        torch.testing.assert_close(outputs(model, data, other, len(data)), batch, **CLOSE)
-        model.train()
-    with adapted(model, data, TestBN("full")):
-        assert [module.training for module in model.modules()] == modes
+    batch = outputs(model, data, "batch", len(data))
+    assert not torch.allclose(batch, outputs(model, data, "", len(data)), atol=1e-2)
+    monkeypatch.setattr(adaptation, "PRIOR", 0)
+    torch.testing.assert_close(outputs(model, data, "mix", len(data)), batch, **CLOSE)
     assert all(layer.track_running_stats for layer in (model[2], model[4]))
-
-
-def test_the_order_of_the_batches_matters_to_momentum_alone(trained: Any) -> None:
-    model, data = trained
-    turned = type(data)(data.inputs.flip(0), data.targets.flip(0))
-    for by, same in ((TestBN("momentum"), False), (TestBN("mix"), True), (TestBN("momentum", tau=0.0), True)):
-        forth, back = outputs(model, data, by, 5), outputs(model, turned, by, 5).flip(0)
-        assert torch.allclose(forth, back, atol=1e-9) == same
 
 
 @pytest.mark.parametrize(
@@ -112,7 +98,7 @@ def test_the_order_of_the_batches_matters_to_momentum_alone(trained: Any) -> Non
         (nn.BatchNorm3d(3), (6, 3, 2, 2, 2)),
     ],
 )
-@pytest.mark.parametrize("mode", ["batch", "mix", "momentum", "full"])
+@pytest.mark.parametrize("mode", ["batch", "mix"])
 def test_a_layer_of_every_kind_against_numbers_by_hand(layer: nn.Module, shape: tuple[int, ...], mode: Any) -> None:
     """Over one batch of everything: with all of its own statistics, or with 6 parts of them to 16 of the stored ones.
 
@@ -130,70 +116,34 @@ def test_a_layer_of_every_kind_against_numbers_by_hand(layer: nn.Module, shape: 
         mean, var = (1 - w) * own.mean, w * 1 + (1 - w) * own.m2 / count
         return (x - mean.view(column)) / (var.view(column) + 1e-5).sqrt()
 
-    with torch.no_grad(), adapted(model, All(x), TestBN(mode)):
+    with torch.no_grad(), adapted(model, mode):
         torch.testing.assert_close(model(x), expected(own.count), rtol=1e-13, atol=1e-13)
     if own.count == 6:
         assert (expected(own.count) - expected(own.count - 1)).abs().max() > 0.05
 
 
-class All:
-    """All examples in one batch, without targets that matter."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        return self.x[positions], positions
-
-
-@pytest.mark.parametrize("mode", ["batch", "mix", "momentum", "full"])
+@pytest.mark.parametrize("mode", ["batch", "mix"])
 def test_a_model_in_bfloat16_has_the_outputs_of_the_wide_one(trained: Any, mode: Any) -> None:
     model, data = trained
-    wide = outputs(model, data, TestBN(mode), 5)
+    wide = outputs(model, data, mode, 5)
     narrow = copy.deepcopy(model).to(torch.bfloat16)
     small = type(data)(data.inputs.to(torch.bfloat16), data.targets)
-    found = outputs(narrow, small, TestBN(mode), 5)
+    found = outputs(narrow, small, mode, 5)
     assert found.dtype == torch.bfloat16
     off = (found.double() - wide).abs().mean()
-    assert off < 0.1 * (outputs(model, data, None, 5) - wide).abs().mean(), "rounding alone"
+    assert off < 0.1 * (outputs(model, data, "", 5) - wide).abs().mean(), "rounding alone"
 
 
-def test_momentum_follows_the_batches(points: Any) -> None:
-    model, data = nn.Sequential(nn.BatchNorm1d(5)).double(), points(9, 2)
-    found = outputs(model, data, TestBN("momentum", tau=0.75), 3)
-    mean = var = None
-    for first in (0, 3, 6):
-        own = moments_of(data.inputs[first : first + 3])
-        biased = own.m2 / own.count
-        mean = own.mean if mean is None else 0.75 * mean + 0.25 * own.mean
-        var = biased if var is None else 0.75 * var + 0.25 * biased
-        expected = (data.inputs[first : first + 3] - mean) / (var + 1e-5).sqrt()
-        torch.testing.assert_close(found[first : first + 3], expected, rtol=1e-12, atol=1e-12)
-
-
-def test_momentum_sees_each_batch_once(points: Any) -> None:
-    """Also where a layer without running statistics makes a last example alone a question."""
-    seen: list[int] = []
-    model = nn.Sequential(nn.Unflatten(1, (5, 1, 1)), nn.Upsample(2), nn.BatchNorm2d(5, track_running_stats=False))
-    model.extend([nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(20, 3)])
-    model[3].register_forward_hook(lambda layer, args, output: seen.append(len(output)))
-    evaluate_adapted(model.double(), points(9, 2), TestBN("momentum", batch_size=4))
-    assert seen == [4, 4, 1]
-
-
-@pytest.mark.parametrize("by", [TestBN("batch"), TestBN("mix"), TestBN("momentum"), TestBN("full")])
-def test_the_model_is_restored_bit_for_bit_also_after_an_error(trained: Any, by: TestBN) -> None:
+@pytest.mark.parametrize("mode", ["batch", "mix"])
+def test_the_model_is_restored_bit_for_bit_also_after_an_error(trained: Any, mode: TestBNMode) -> None:
     model, data = trained
     before = {name: value.clone() for name, value in model.state_dict().items()}
     places = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    evaluate_in = outputs(model, data, by, 5)
+    evaluate_in = outputs(model, data, mode, 5)
     assert evaluate_in.isfinite().all()
 
     def fails() -> None:
-        with adapted(model, data, by):
+        with adapted(model, mode):
             model(data.batch(torch.arange(4))[0])
             raise RuntimeError("planted")
 
@@ -206,16 +156,13 @@ def test_the_model_is_restored_bit_for_bit_also_after_an_error(trained: Any, by:
 
 def test_a_test_in_the_block_uses_them(trained: Any) -> None:
     model, data = trained
-    with adapted(model, data, TestBN("batch")):
+    with adapted(model, "batch"):
         found = evaluate(model, data, batch_size=5)
     with without_running_statistics(model):
         assert found.loss == evaluate(model, data, batch_size=5).loss, "bit for bit"
-    again = evaluate_adapted(model, data, TestBN("batch", batch_size=5))
+    again = evaluate_adapted(model, data, "batch", batches_of(5))
     assert again.loss == found.loss != evaluate(model, data, batch_size=5).loss
-    assert evaluate_adapted(model, data, None).loss == evaluate(model, data).loss
-    full = evaluate_adapted(model, data, TestBN("full"))
-    with adapted(model, data, TestBN("full")):
-        assert full.loss == evaluate(model, data).loss
+    assert evaluate_adapted(model, data, "").loss == evaluate(model, data).loss
 
 
 def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(mlp: Any, points: Any) -> None:
@@ -223,65 +170,26 @@ def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(mlp
     model, data = mlp(), points(10, 1)
     compiled = torch.compile(model, backend="eager")
     plain = evaluate(compiled, data, batch_size=5)  # batches of the size that follows
-    for mode in ("batch", "mix", "momentum", "full"):
-        by = TestBN(mode, batch_size=5)
-        found = evaluate_adapted(compiled, data, by)
-        assert found.loss == pytest.approx(evaluate_adapted(model, data, by).loss, rel=1e-12)
+    modes: tuple[TestBNMode, ...] = ("batch", "mix")
+    for mode in modes:
+        found = evaluate_adapted(compiled, data, mode, batches_of(5))
+        assert found.loss == pytest.approx(evaluate_adapted(model, data, mode, batches_of(5)).loss, rel=1e-12)
         assert found.loss != pytest.approx(plain.loss, rel=1e-3)
-        with adapted(compiled, data, by):
+        with adapted(compiled, mode):
             assert evaluate(compiled, data, batch_size=5).loss == pytest.approx(found.loss, rel=1e-12)
 
 
 def test_a_batch_of_one_is_refused_by_the_layers_name_where_nothing_is_mixed(points: Any) -> None:
     model, data = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(), points(3)
-    for by in (TestBN("batch"), TestBN("momentum")):
-        with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
-            outputs(model, data, by, 1)
-        with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
-            try_batches(model, data, replace(by, batch_size=1))
-    assert outputs(model, data, TestBN("mix"), 1).isfinite().all()
     with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
-        try_batches(model, data, TestBN("batch", batch_size=2))
-    with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
-        evaluate_adapted(model, data, TestBN("batch", batch_size=2))
+        outputs(model, data, "batch", 1)
+    assert outputs(model, data, "mix", 1).isfinite().all()
+    for test in (try_batches, evaluate_adapted):
+        with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
+            test(model, data, "batch", batches_of(2))
     model.train()
-    for fits in (TestBN("momentum", batch_size=2), TestBN("batch"), TestBN("mix", batch_size=1), None):
-        try_batches(model, data, fits)
-    try_batches(model, points(0), TestBN("batch"))
+    try_batches(model, data, "batch")
+    try_batches(model, data, "mix", batches_of(1))
+    try_batches(model, data, "")
+    try_batches(model, points(0), "batch")
     assert model.training, "the mode is that of before"
-
-
-def test_momentum_without_memory_refuses_every_batch_of_one(points: Any) -> None:
-    model, data = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(), points(3)
-    assert outputs(model, data, TestBN("momentum"), 2).isfinite().all(), "the batches before give a variance"
-    with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
-        outputs(model, data, TestBN("momentum", tau=0.0), 2)
-    with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
-        try_batches(model, data, TestBN("momentum", tau=0.0, batch_size=2))
-
-
-def test_a_pass_over_everything_needs_batches_of_two(points: Any) -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double()
-    for data, by in ((points(1), TestBN("full")), (points(3), TestBN("full", batch_size=1))):
-        with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
-            evaluate_adapted(model, data, by)
-        with pytest.raises(NormLayerError, match="layer '1' gets one value per channel"):
-            try_batches(model, data, by)
-    try_batches(model, points(3), TestBN("full", batch_size=2))
-    assert evaluate_adapted(model, points(3), TestBN("full", batch_size=2)).num_examples == 3, "the last one joins"
-    assert evaluate_adapted(model, points(0), TestBN("full")).num_examples == 0
-
-
-def test_the_words_beside_a_result() -> None:
-    assert str(TestBN("mix", prior=8, batch_size=50)) == "test-bn=mix (prior 8), batches of 50"
-    assert str(TestBN("mix", alpha=0.3)) == "test-bn=mix (alpha 0.3), batches of the default size"
-    assert str(TestBN("momentum", batch_size=2)) == "test-bn=momentum (tau 0.9), batches of 2"
-    assert str(TestBN("full", batch_size=2)) == "test-bn=full, batches of 2"
-
-
-@pytest.mark.parametrize(
-    ("values", "words"), [({"prior": -1.0}, "prior"), ({"alpha": 1.5}, "alpha"), ({"tau": 1.0}, "tau")]
-)
-def test_numbers_out_of_range_are_refused(values: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"{words}="):
-        TestBN("mix", **values)

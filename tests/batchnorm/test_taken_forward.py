@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm import reestimation
-from fedbn_flwr.batchnorm.reestimation import moments_of, pool, reestimate_statistics
+from fedbn_flwr.batchnorm.reestimation import MomentSums, batch_statistics, moments_of, pool, reestimate_statistics
 from fedbn_flwr.batchnorm.taken_forward import (
-    MomentSums,
-    batch_statistics,
     layers_in_training,
     normalise,
     take_forward,

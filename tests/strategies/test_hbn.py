@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.reestimation import merge, moments_of
-from fedbn_flwr.batchnorm.taken_forward import MomentSums, batch_statistics, normalise
+from fedbn_flwr.batchnorm.reestimation import MomentSums, batch_statistics, merge, moments_of
+from fedbn_flwr.batchnorm.taken_forward import normalise
 from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN, evaluate_adapted
+from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, evaluate_adapted
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.taken_forward import layers_in_training
 from fedbn_flwr.errors import NormLayerError
@@ -37,10 +37,7 @@ def without(model: nn.Module, data: Any) -> None:
 
 
 ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
-    **{
-        f"test-bn={mode}": lambda model, data, mode=mode: evaluate_adapted(model, data, TestBN(mode))
-        for mode in TEST_BN_MODES
-    },
+    **{f"test-bn={mode}": lambda model, data, mode=mode: evaluate_adapted(model, data, mode) for mode in TEST_BN_MODES},
     **{
         kind: lambda model, data, kind=kind: replace_norm(model, kind)
         for kind in NORMS

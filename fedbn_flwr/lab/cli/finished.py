@@ -27,16 +27,10 @@ def evaluate(
     against: Annotated[
         Path | None, typer.Option(help="Folder of another run on the same split: the difference at each site.")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value of the data, test-bn-...; repeatable.")
-    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the data; repeatable.")] = None,
     bn: Annotated[
         str,
-        typer.Option(
-            help="averaged; own:CLIENT; adapt: statistics of the new inputs, unless another class mix makes them; "
-            "nearest, blend: the clients' BN parts by these statistics; or test-time BatchNorm, for each group by "
-            "itself: batch, mix, momentum, full. Default: the global BN."
-        ),
+        typer.Option(help="averaged; own:CLIENT; adapt: statistics of the new inputs. Default: the global BN."),
     ] = "",
     part: Annotated[
         PartChoice | None,
@@ -75,8 +69,7 @@ def evaluate(
                 column.overflow = "fold"
             for row in rows:
                 values = [f"{value:.4f}" for value in row.result.named().values()]
-                named = f"{row.statistics} (chosen)" if row.chosen else row.statistics
-                table.add_row(row.data, named, str(row.result.num_examples), *values)
+                table.add_row(row.data, row.statistics, str(row.result.num_examples), *values)
             say(table)
             say("Each figure is pooled: over all these examples together.")
         if out:

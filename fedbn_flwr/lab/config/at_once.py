@@ -197,7 +197,7 @@ class Known:
     def decays(self) -> None:
         """Do nothing: what has another value is not told; so the next ones."""
 
-    hidden = test_bn_settings = augmentation = weights_of_classes = decays
+    hidden = augmentation = weights_of_classes = decays
 
     def ranges(self) -> None:
         """Return nothing: a config with ranges is read later."""

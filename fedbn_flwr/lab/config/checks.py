@@ -82,7 +82,6 @@ def _of_data(config: Values | Known) -> list[str]:
         _noted(problems, config.weights_of_classes)
     for name in split(config.eval_on):
         _noted(problems, check_known, "eval-on", name, config.known("eval-on"))
-    _noted(problems, config.test_bn_settings)
     if info and info.input_shape:
         _noted(problems, config.ranges)
     asked = ",".join(config.adapted_tests())

@@ -251,25 +251,12 @@ class Fields(MethodSettings):
     num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
     fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)
     fraction_evaluate: float = _key("rounds", 1.0, "share of the clients that evaluate", gt=0, le=1)
-    test_bn: Literal["", TestBNMode] = _key(
+    test_bn: TestBNMode = _key(
         "rounds",
         "",
         "BatchNorm statistics of the tests of eval-on that end in -test-bn, and of one more test of held-out clients, "
-        "each from its own test inputs: batch = each test batch's, mix = these with the stored ones, momentum = a "
-        "moving average of theirs, full = of all test inputs; empty = no such test",
-    )
-    test_bn_prior: float = _key(
-        "rounds", 16.0, "test-bn=mix: N, the stored statistics weigh as much as so many examples", ge=0
-    )
-    test_bn_alpha: float = _key(
-        "rounds", -1.0, "test-bn=mix: share of the stored statistics, in [0, 1]; -1 = by test-bn-prior", ge=-1, le=1
-    )
-    test_bn_tau: float = _key("rounds", 0.9, "test-bn=momentum: share of the batches before", ge=0, lt=1)
-    test_bn_batch_size: int = _key(
-        "rounds",
-        0,
-        "examples per batch of these tests, on which their figures depend; 0 = 500, of segmentation 8",
-        ge=0,
+        "each from its own test inputs: batch = each test batch's, mix = these with the stored ones, which weigh as "
+        "much as 16 examples; empty = no such test",
     )
     test_batch_size: int = _key(
         "rounds",

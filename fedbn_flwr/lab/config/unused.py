@@ -81,7 +81,7 @@ def _of_model(config: Values) -> Conditions:
     """Return whether the keys of the model and its norms have an effect, and what they need."""
     info = config.data_info()
     size = config.example_shape()[1] if not info.input_shape else 0
-    mixes, adapts = config.test_bn == "mix", any(name.endswith(TEST_BN) for name in config.evaluations())
+    adapts = any(name.endswith(TEST_BN) for name in config.evaluations())
     tracks = _tracks(config)
     for_adapted = "it is for tests of eval-on that end in -test-bn, and for held-out-clients"
     return {
@@ -97,13 +97,6 @@ def _of_model(config: Values) -> Conditions:
             tracks and (adapts or bool(config.held_out_clients)),
             for_adapted if tracks else _FOR_BATCHNORM,
         ),
-        "test_bn_prior": (
-            mixes and config.test_bn_alpha == -1,
-            "test-bn-alpha takes its place" if mixes else "it is for test-bn=mix",
-        ),
-        "test_bn_alpha": (mixes, "it is for test-bn=mix"),
-        "test_bn_tau": (config.test_bn == "momentum", "it is for test-bn=momentum"),
-        "test_bn_batch_size": (bool(config.test_bn), "it is for test-bn"),
         "init_prefix": (bool(config.init), "it is for init"),
         "frozen_bn": (bool(config.train_only) and tracks, "it is for train-only, with norm=batch and batch-renorm"),
         "mlp_hidden": (config.model == "mlp", "it is for model=mlp"),

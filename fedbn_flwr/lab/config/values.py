@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN
+from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.fields import Fields
@@ -332,18 +332,6 @@ class Values(Fields):
         if asked := tests_in(self.eval_on):
             return asked
         return ("personal-own",) if self.strategy != CENTRALIZED and self.methods().local else ("global",)
-
-    def test_bn_settings(self) -> TestBN | None:
-        """Return the BatchNorm statistics of tests that end in -test-bn; None without ``test-bn``.
-
-        Raises:
-            ConfigError: ``test-bn-alpha`` is between -1 and 0.
-        """
-        if not self.test_bn:
-            return None
-        alpha = None if self.test_bn_alpha == -1 else self.test_bn_alpha
-        size = self.test_bn_batch_size or self.learning_task().test_batch
-        return TestBN(self.test_bn, self.test_bn_prior, alpha, self.test_bn_tau, size)
 
     def dp_settings(self) -> DPSettings:
         """Return the settings of client-level differential privacy; with record-dp the budget is not the clients'."""

@@ -14,23 +14,26 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBN, evaluate_adapted
-from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, EngineError, unknown_name
-from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.finished_runs.examples import ALL, DataPart, choose_examples, overlap
 from fedbn_flwr.lab.finished_runs.new_data import config_of_data, data_for_model
-from fedbn_flwr.lab.finished_runs.new_site import ADAPT, AS_SAVED, OF_A_SITE, Choices, Load, choices
 from fedbn_flwr.lab.finished_runs.predictions import predictions_csv
-from fedbn_flwr.lab.finished_runs.saved_model import BLEND, NEAREST, Choice, load_model
+from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.setup import on_device
-from fedbn_flwr.training.evaluation import EvalResult
+from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.evaluation import EvalResult, evaluate
+from fedbn_flwr.training.tasks import Task
 
 __all__ = ["ADAPT", "DataPart", "Evaluation", "Row", "evaluate_run"]
 
 logger = logging.getLogger("flwr")
+
+ADAPT = "adapt"
+"""The BN whose statistics are re-estimated on the new inputs; no target is used."""
+AS_SAVED, REESTIMATED = "as saved", "re-estimated"
 
 _CLIENT = re.compile(r"own:(\d+)")
 _PARTS = {"train": "the training examples", "test": "the test examples", "all": "all examples"}
@@ -41,9 +44,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
         what: what model it is, and how the data become its inputs and targets.
-        rows: the results: with all data first, then by group. With ``OF_A_SITE`` or a mode of ``TestBN`` those of the
-            statistics as saved come first; of ``OF_A_SITE`` one is chosen, without a look at targets, and the others
-            say what it gains or loses.
+        rows: the results: with all data first, then by group. With ``ADAPT`` those of the statistics as saved come
+            first, and those of the re-estimated ones follow.
     """
 
     what: str
@@ -52,12 +54,11 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """The result on some of the data, all or one group; with which BN, and whether this is the one to use."""
+    """The result on some of the data, all or one group; with which BN."""
 
     data: str
     statistics: str
     result: EvalResult
-    chosen: bool = False
 
 
 def evaluate_run(
@@ -75,10 +76,9 @@ def evaluate_run(
 
     Args:
         run: the run's folder.
-        data: config keys of the data, at least ``dataset``; for own data those of the run are the defaults. Beside a
-            mode of test-time BatchNorm its ``test-bn-...``, too.
-        bn: "" for the global model, "averaged" or "own:CLIENT" for that BN; ``OF_A_SITE``: BN by statistics of all
-            these inputs; or a mode of ``TestBN``: each group of the data then has statistics of its own inputs.
+        data: config keys of the data, at least ``dataset``; for own data those of the run are the defaults.
+        bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, ``ADAPT`` for statistics that are
+            re-estimated on all these inputs.
         part: the examples to use; "" = all of own data without a split of their own that are not those of the run, else
             the test examples.
         out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing is written.
@@ -95,7 +95,7 @@ def evaluate_run(
     if out is not None:
         RunFolder.refuse_used(out)
     saved = load_model(run, _choice(bn, state_dir))
-    config = config_of_data(saved, data, bn)
+    config = config_of_data(saved, data)
     new_data, notes = data_for_model(saved, config, {"class-names", "positive-values"} & data.keys())
     examples = choose_examples(saved, config, new_data, part)
     if names := examples.data.held_out_names:
@@ -114,13 +114,9 @@ def evaluate_run(
     views = [(ALL, everyone), *groups.items()]
     rows: list[Row] = []
     predicted: dict[str, Tensor] = {}
-    own = {name: value.clone() for name, value in model.state_dict().items()}
-    of_site = choices(model, everyone, task, saved, bn) if bn in OF_A_SITE else _as_saved()
-    if of_site.why:
-        what = f"{what}; {of_site.why}"
-    for statistics, load, by in _tests(model, config, bn, of_site):
-        model.load_state_dict(own)
-        load(model)
+    for statistics in (AS_SAVED, REESTIMATED) if bn == ADAPT else (AS_SAVED,):
+        if statistics == REESTIMATED:
+            _reestimate(model, everyone, task, saved)
         outputs: list[Tensor] = []
 
         def keep(values: Tensor, _: Tensor, kept: list[Tensor] = outputs) -> None:
@@ -128,8 +124,8 @@ def evaluate_run(
 
         for name, view in views:
             predicts = out is not None and name == ALL and not task.by_pixel
-            result = evaluate_adapted(model, view, by, task, keep if predicts else None)
-            rows.append(Row(name, statistics, result, statistics == of_site.chosen))
+            result = evaluate(model, view, task=task, on_batch=keep if predicts else None)
+            rows.append(Row(name, statistics, result))
         if outputs:
             predicted[statistics] = torch.cat(outputs)
     if out is not None:
@@ -143,43 +139,32 @@ def evaluate_run(
 
 
 def _choice(bn: str, state_dir: Path | None) -> Choice:
-    if bn in ("", ADAPT, *TEST_BN_MODES):
+    if bn in ("", ADAPT):
         return Choice(state_dir=state_dir)
-    if bn in (NEAREST, BLEND):
-        return Choice(state_dir=state_dir, parts=True)
     if client := _CLIENT.fullmatch(bn):
         return Choice(client=int(client[1]), state_dir=state_dir)
     if bn != "averaged":
-        others = ", ".join([*OF_A_SITE, *TEST_BN_MODES])
-        raise ConfigError(f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2), {others}, or no bn.")
+        raise ConfigError(f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2), {ADAPT}, or no bn.")
     return Choice(averaged=True, state_dir=state_dir)
 
 
-def _as_saved() -> Choices:
-    """Return the choice of a test that has none."""
-    return Choices({AS_SAVED: lambda model: None}, "", "")
-
-
-def _tests(model: nn.Module, config: Config, bn: str, of_site: Choices) -> list[tuple[str, Load, TestBN | None]]:
-    """Return the tests: their names in the results, what loads the BN of each, and test-time statistics.
+def _reestimate(model: nn.Module, data: Batches, task: Task, saved: SavedModel) -> None:
+    """Give the model the BN statistics of these inputs.
 
     Raises:
-        ConfigError: the model has no statistics to replace with those of the test inputs.
+        ConfigError: they cannot be re-estimated: there is no BatchNorm, or one example.
     """
-    by = config.test_bn_settings()
-    if by and Part.STATISTICS not in split_state(model).part_of.values():
-        raise ConfigError(f"bn={bn} needs BatchNorm with running statistics, and the model has none. Leave bn out.")
-    tests: list[tuple[str, Load, TestBN | None]] = [(name, load, None) for name, load in of_site.models.items()]
-    return tests + ([(str(by), of_site.models[AS_SAVED], by)] if by else [])
+    moments = reestimate_statistics(model, data, batch_size=task.test_batch)
+    if not moments:
+        raise ConfigError(
+            f"bn={ADAPT} re-estimates BN statistics from two or more examples. The data have {len(data)}, and "
+            f"model={saved.config.model} with norm={saved.config.norm} needs BatchNorm. Leave bn out."
+        )
+    load_statistics(model, moments)
 
 
 def _write(out: Path, predictions: str, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    chosen = any(row.chosen for row in rows)
-    results = [
-        {"data": row.data, "statistics": row.statistics, **({"chosen": row.chosen} if chosen else {})}
-        | _numbers(row.result)
-        for row in rows
-    ]
+    results = [{"data": row.data, "statistics": row.statistics, **_numbers(row.result)} for row in rows]
     files = {"predictions.csv": predictions} if predictions else {}
     _write_files(out, {**files, "metrics.json": {**about, "results": results}})
 

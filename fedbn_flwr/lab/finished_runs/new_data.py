@@ -7,14 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import FUNCTION, Dataset, OwnData, as_list, is_own, table_columns
 from fedbn_flwr.lab.finished_runs.saved_model import SavedModel
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
-from fedbn_flwr.server.params import TEST_BN
 
 __all__ = ["config_of_data", "data_for_model"]
 
@@ -54,8 +52,7 @@ _OF_READING = (
     "test-share",
     "input-shape",
 )
-_OF_TEST_BN = ("test-bn-prior", "test-bn-alpha", "test-bn-tau", "test-bn-batch-size")
-_OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", "test-batch-size", *_OF_TEST_BN, *_OF_READING)
+_OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", "test-batch-size", *_OF_READING)
 _COLUMNS = ("client-column", "group-column", "split-column")  # a table of another place may lack them
 _OWN_SCALE = (
     "inputs have the mean and std of the training part of these data, since the run standardised each client by its "
@@ -63,8 +60,8 @@ _OWN_SCALE = (
 )
 
 
-def config_of_data(saved: SavedModel, data: Mapping[str, Any], bn: str) -> Config:
-    """Return the settings of the run's model with those of the new data, and of their BatchNorm statistics.
+def config_of_data(saved: SavedModel, data: Mapping[str, Any]) -> Config:
+    """Return the settings of the run's model with those of the new data.
 
     Raises:
         ConfigError: a setting does not describe data, or is bad.
@@ -91,8 +88,6 @@ def config_of_data(saved: SavedModel, data: Mapping[str, Any], bn: str) -> Confi
         shared = {key: value for key, value in shared.items() if key not in absent}
     # A function gives the data of a site: those of the sites of the run, all in one.
     settings = {"partition": "iid", "num-clients": saved.config.num_clients if kind == FUNCTION else 1, **data}
-    if bn in TEST_BN_MODES:
-        settings |= {"test-bn": bn, "eval-on": f"global{TEST_BN}"}
     return Config.make_of_shared(shared, settings)[0]
 
 

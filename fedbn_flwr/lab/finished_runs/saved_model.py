@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.client_parts import blended
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.client.saved_state import (
     AVERAGED,
@@ -19,7 +16,6 @@ from fedbn_flwr.client.saved_state import (
     global_state,
     metadata,
     personal_state,
-    read_state,
     site_state,
 )
 from fedbn_flwr.errors import ConfigError, StateError
@@ -31,10 +27,7 @@ from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.setup import in_memory_format
 from fedbn_flwr.training.input_scale import Scale
 
-__all__ = ["BLEND", "NEAREST", "Choice", "SavedModel", "load_model", "run_config"]
-
-NEAREST, BLEND = "nearest", "blend"
-"""BN chosen among the parts of the clients by statistics of the new inputs."""
+__all__ = ["Choice", "SavedModel", "load_model", "run_config"]
 
 GLOBAL = "global"  # the metadata of a part that is the server's
 
@@ -47,13 +40,11 @@ class Choice:
         client: the own model of the client with this partition id.
         averaged: the global model with the average of the clients' BN entries.
         state_dir: the own model of a site, with what its node kept in this state folder.
-        parts: the global model with the plain average of the BN parts of the clients whose files are in the run.
     """
 
     client: int | None = None
     averaged: bool = False
     state_dir: Path | None = None
-    parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,6 @@ class SavedModel:
         description: what it is built from, takes and gives.
         about: the metadata of ``model.safetensors``.
         what: which model it is, and where its BN entries and the mean and std of its inputs are from.
-        client_parts: the BN entries of each client, by partition id, where ``Choice.parts`` asked for them.
     """
 
     run: Path
@@ -76,7 +66,6 @@ class SavedModel:
     description: ModelDescription
     about: Mapping[str, str]
     what: str
-    client_parts: Mapping[int, State] = field(default_factory=dict)
 
     @property
     def lacks_scale(self) -> bool:
@@ -116,8 +105,7 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
     config, about = run_config(run), metadata(run)
     description = ModelDescription.read(about)
     model = description.model()
-    parts = _client_parts(run, config, model, choice) if choice.parts else {}
-    state, scale, what = _averaged(run, model, parts) if parts else _state(run, config, model, about, choice)
+    state, scale, what = _state(run, config, model, about, choice)
     if scale:
         description = replace(description, mean=scale.mean, std=scale.std)
     try:
@@ -128,49 +116,7 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
             f"both files from the same run. {error}"
         ) from error
     model = in_memory_format(model.eval(), config)
-    return SavedModel(run, config, model, description, about, what, parts)
-
-
-def _client_parts(run: Path, config: Config, model: nn.Module, choice: Choice) -> dict[int, State]:
-    """Return the BN entries that each client kept, by partition id.
-
-    Raises:
-        ConfigError: the run's clients keep no BN statistics, or more than BN; or the choice names one client, too.
-        StateError: the run's folder has the files of no client.
-    """
-    if choice.client is not None or choice.state_dir is not None:
-        raise ConfigError(f"bn={NEAREST} and bn={BLEND} choose among all clients: leave out the state folder.")
-    local = frozenset() if config.strategy == CENTRALIZED else config.methods().local
-    if Part.STATISTICS not in local or Part.REST in local:
-        kept = ", ".join(part for part in Part if part in local) or "nothing"
-        raise ConfigError(
-            f"{run}: bn={NEAREST} and bn={BLEND} need the BN parts of the clients, and with strategy={config.strategy} "
-            f"they keep {kept}. They are for methods whose clients keep BN alone (fedbn, silobn); use bn=adapt here."
-        )
-    entries = {*split_state(model).select([Part.AFFINE, Part.STATISTICS])}
-    files = {client: client_file(run, client) for client in range(config.num_clients)}
-    found: dict[int, State] = {
-        client: {name: value.numpy() for name, value in read_state(file)[0].items() if name in entries}
-        for client, file in files.items()
-        if file.is_file()
-    }
-    if not found:
-        raise StateError(
-            f"{run}: bn={NEAREST} and bn={BLEND} need clients/client-N.safetensors, the BN parts of the clients, and "
-            "none is here. A run in simulation with checkpoints writes them (state-dir=out); over a network they stay "
-            "on the nodes."
-        )
-    return found
-
-
-def _averaged(run: Path, model: nn.Module, parts: Mapping[int, State]) -> tuple[dict[str, Tensor], None, str]:
-    """Return the shared entries with the plain average of the clients' BN parts, and what it is."""
-    shared, kinds = read_state(run / "model.safetensors")[0], model.state_dict()
-    average = blended(parts, dict.fromkeys(parts, 1 / len(parts)), split_state(model))
-    entries = {name: torch.from_numpy(value).to(kinds[name].dtype) for name, value in average.items()}
-    counters = {name: kinds[name] for name in split_state(model).counters}
-    what = f"the global model; its BN entries: plain average of the parts of the {len(parts)} clients here"
-    return {**counters, **shared, **entries}, None, what
+    return SavedModel(run, config, model, description, about, what)
 
 
 def _personal_state(run: Path, config: Config, client: int) -> dict[str, Tensor]:

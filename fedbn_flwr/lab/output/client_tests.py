@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted, try_batches
+from fedbn_flwr.batchnorm.adaptation import TestBNMode, evaluate_adapted, try_batches
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.client_parts import distance
-from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.output.summary import CLIENTS, HELD_OUT
@@ -129,18 +127,17 @@ class HeldOut:
 
     Each is tested after every tested round: with the global BN (``global``), or the average of the clients' BN parts
     where these stay with the clients (``averaged``); with statistics re-estimated on its own training inputs, no target
-    used (``adapted``); with the BN parts of the client whose running statistics are nearest to these (``nearest``);
-    and, where the config has ``test-bn``, with statistics of its own test inputs (``test-bn``, see
+    used (``adapted``); and, where the config has ``test-bn``, with statistics of its own test inputs (``test-bn``, see
     ``batchnorm.adaptation``).
 
     Args:
         data: the run's data, with held-out clients.
         task: the learning task.
-        by: the statistics of one more test; None = there is none.
+        mode: ``test-bn``, of one more test; "" = there is none.
     """
 
-    def __init__(self, data: PartitionedData, task: Task, by: TestBN | None = None) -> None:
-        self._task, self._by = task, by
+    def __init__(self, data: PartitionedData, task: Task, mode: TestBNMode = "") -> None:
+        self._task, self._mode = task, mode
         self._clients = {name: data.held_out_views(at) for at, name in enumerate(data.held_out_names)}
 
     def try_batches(self, model: nn.Module) -> None:
@@ -150,7 +147,7 @@ class HeldOut:
             NormLayerError: a layer gets one value per channel.
         """
         for _, tests in self._clients.values():
-            try_batches(model, tests, self._by, self._task)
+            try_batches(model, tests, self._mode, self._task)
 
     def test(self, model: nn.Module, state: State, strategy: Strategy | None) -> dict[str, Any]:
         """Return ``held-out`` (the tests of each client by name) and the plain mean over the clients of each metric.
@@ -162,22 +159,16 @@ class HeldOut:
         """
         entries = completing_entries(strategy.run, SHARED_BN) if strategy else {}
         which = "averaged" if entries else "global"
-        shared = _shared_parts(strategy)
         results: dict[str, dict[str, Any]] = {}
         for name, (inputs, tests) in self._clients.items():
             load_state(model, tensors({**state, **entries}))
             metrics: dict[str, Any] = {NUM_EXAMPLES: len(tests), **self._tested(model, tests, which)}
-            if self._by:
-                metrics |= evaluate_adapted(model, tests, self._by, self._task).named(f"{TEST_BN.strip('-')}-")
+            if self._mode:
+                metrics |= evaluate_adapted(model, tests, self._mode, self._task).named(f"{TEST_BN.strip('-')}-")
             moments = reestimate_statistics(model, inputs, batch_size=self._task.test_batch)
             if moments:
                 load_statistics(model, moments)
                 metrics |= self._tested(model, tests, "adapted")
-            if moments and shared:
-                apart = {client: distance(part, moments) for client, part in shared.items()}
-                nearest = min(apart, key=lambda client: apart[client])
-                load_state(model, tensors({**state, **entries, **shared[nearest]}))
-                metrics |= {"nearest-client": nearest, **self._tested(model, tests, "nearest")}
             results[name] = metrics
         return {HELD_OUT: results, **_means(results)}
 
@@ -185,19 +176,12 @@ class HeldOut:
         return evaluate(model, tests, task=self._task).named(f"{which}-")
 
 
-def _shared_parts(strategy: Strategy | None) -> dict[int, State]:
-    """Return the BN parts that each client shared last, by partition id; empty if they are global."""
-    if strategy is None or Part.STATISTICS not in strategy.local:
-        return {}
-    return {number: state for silent, number, state, _ in strategy.run.kept.shared.tree if not silent}
-
-
 def _means(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the plain mean over the clients of each metric that is defined, and the number of clients if not all."""
     values: dict[str, list[float]] = {}
     for metrics in results.values():
         for name, value in metrics.items():
-            if name not in (NUM_EXAMPLES, "nearest-client"):
+            if name != NUM_EXAMPLES:
                 defined = values.setdefault(name, [])
                 if not math.isnan(value):
                     defined.append(value)

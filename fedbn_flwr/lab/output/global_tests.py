@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted, try_batches
+from fedbn_flwr.batchnorm.adaptation import TestBNMode, evaluate_adapted, try_batches
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import Subset
@@ -97,7 +97,7 @@ class GlobalTests:
             if name == self._first:
                 views.append(self._validation)
             for view in filter(None, views):
-                try_batches(self._model, view, self._statistics(name), self._task)
+                try_batches(self._model, view, self._mode(name), self._task)
 
     def run(self, state: State | None) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
         """Return the metrics of all tests, and each metric by domain.
@@ -117,7 +117,7 @@ class GlobalTests:
             if state is not None:
                 load_state(self._model, tensors({**state, **entries}))
             prefix = GLOBAL_TESTS[name] + "-"
-            test = functools.partial(evaluate_adapted, self._model, by=self._statistics(name), task=self._task)
+            test = functools.partial(evaluate_adapted, self._model, mode=self._mode(name), task=self._task)
             if name == _ON_TRAINING_DATA and self._train:
                 tested |= test(self._train).named(prefix)
                 continue
@@ -130,8 +130,8 @@ class GlobalTests:
                     domains.setdefault(prefix + metric, {})[domain] = metrics[metric]
         return tested, domains
 
-    def _statistics(self, test: str) -> TestBN | None:
-        """Return the BatchNorm statistics of a test; None = the running ones."""
+    def _mode(self, test: str) -> TestBNMode:
+        """Return the BatchNorm statistics of a test; "" = the running ones."""
         if test == "global-batch-statistics":
-            return TestBN("batch")
-        return self._config.test_bn_settings() if test.endswith(TEST_BN) else None
+            return "batch"
+        return self._config.test_bn if test.endswith(TEST_BN) else ""

@@ -65,7 +65,7 @@ class Recorder:
             self._model_description = replace(self._model_description, mean=scale.mean, std=scale.std)
         self._task, self._data = config.test_task(), data
         self._withheld = strategy is not None and not strategy.protection.publishes_metrics
-        self._held_out = HeldOut(data, self._task, config.test_bn_settings()) if data and data.held_out else None
+        self._held_out = HeldOut(data, self._task, config.test_bn) if data and data.held_out else None
         domains = data.domain_views() if data and not self._withheld else {}
         self._domain_of = functools.cache(data.domain_of) if data and domains else lambda client: None
         self._tests = GlobalTests(config, model, data, domains, strategy)
@@ -232,7 +232,8 @@ class Recorder:
         if measured:
             final.setdefault(headline, None)
             self._warn_of_result(final, headline, best_validated or len(lines))
-        by, positive = self._config.test_bn_settings(), self._model_description.positive
+        by = f"test-bn={self._config.test_bn}, batches of {self._task.test_batch}"
+        positive = self._model_description.positive
         figures: dict[str, Any] = {
             "headline": headline,
             "final": final,

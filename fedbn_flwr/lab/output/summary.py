@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.batchnorm.adaptation import TestBN
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client.saved_state import ABSENT, AVERAGED, scale_in
@@ -43,7 +42,7 @@ def definitions(
     line: Mapping[str, Any],
     num_tested: int,
     federated: bool,
-    by: TestBN | None = None,
+    by: str = "",
     positive: str = "",
 ) -> dict[str, str]:
     """Return a sentence for each figure.

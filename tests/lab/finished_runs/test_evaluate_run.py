@@ -15,8 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedbn_flwr import global_state, personal_state
-from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted
-from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
+from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, Subset
@@ -107,21 +106,10 @@ def test_own_bn_and_averaged_bn_are_those_of_the_run(quick_run) -> None:
             evaluate_run(bare, {"dataset": "digits"}, bn)
 
 
-def test_test_time_bn_of_the_averaged_bn_parts(quick_run) -> None:
-    """UniFed's case: the clients kept their BN parts, and a new client has their average."""
-    _, run = quick_run(strategy="fedbn", **{"eval-on": "averaged-bn"})
-    config = Config.load(run / "config.yaml")
-    model, data = make_model(config), partitioned_data(config, 3)
-    model.load_state_dict(global_state(run))
-    plain, adapted = evaluate_run(run, {"dataset": "digits", "test-bn-batch-size": 50}, "momentum")[1]
-    expected = evaluate_adapted(model, data.test_view(), TestBN("momentum", batch_size=50))
-    assert adapted.result.loss == pytest.approx(expected.loss, rel=1e-6) != plain.result.loss
-
-
 def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg) -> None:
     _, run = fedavg
-    plain, adapted, balanced = evaluate_run(run, {"dataset": "digits"}, "adapt")[1]
-    assert [plain.statistics, adapted.statistics, balanced.statistics] == ["as saved", "re-estimated", "balanced"]
+    plain, adapted = evaluate_run(run, {"dataset": "digits"}, "adapt")[1]
+    assert [plain.statistics, adapted.statistics] == ["as saved", "re-estimated"]
     config = Config.load(run / "config.yaml")
     model, view = make_model(config), partitioned_data(config, 3).test_view()
     model.load_state_dict(global_state(run))
@@ -130,41 +118,6 @@ def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg) -> None:
         whole = evaluate(model, view, batch_size=len(view))
     assert adapted.result.loss == pytest.approx(whole.loss, rel=1e-5)
     assert plain.result.loss == pytest.approx(evaluate(model, view).loss, rel=1e-6) != adapted.result.loss
-
-
-def test_test_time_bn_of_each_group_beside_the_saved_statistics(quick_run, tmp_path: Path) -> None:
-    _, run = quick_run(dataset="digits-domains", partition="domain", **{"num-clients": 5})
-    config = Config.load(run / "config.yaml")
-    model, data = make_model(config), partitioned_data(config, 5)
-    model.load_state_dict(global_state(run))
-    views = {"all": data.test_view(), **data.domain_views()}
-    for bn, settings, by in (
-        ("mix", {"test-bn-alpha": 0.25}, TestBN("mix", alpha=0.25, batch_size=500)),
-        ("full", {"test-bn-batch-size": 40}, TestBN("full", batch_size=40)),
-        ("batch", {"test-bn-batch-size": 50}, TestBN("batch", batch_size=50)),
-        ("momentum", {"test-bn-tau": 0.5}, TestBN("momentum", tau=0.5, batch_size=500)),
-    ):
-        rows = evaluate_run(run, {"dataset": "digits-domains", **settings}, bn, out=tmp_path / bn)[1]
-        assert [row.statistics for row in rows] == ["as saved"] * 6 + [str(by)] * 6
-        for row in rows[6:]:
-            expected = evaluate_adapted(model, views[row.data], by)
-            assert row.result.loss == pytest.approx(expected.loss, rel=1e-6)
-        with (tmp_path / bn / "predictions.csv").open() as file:
-            predictions = list(csv.DictReader(file))
-        for row in (rows[0], rows[6]):
-            of_row = [line for line in predictions if line["statistics"] == row.statistics]
-            right = [line["target"] == line["prediction"] for line in of_row]
-            assert (len(right), sum(right) / len(right)) == (len(views["all"]), pytest.approx(row.result.accuracy))
-        groups = [data.dataset.group_names[number] for number in data.dataset.test.groups.tolist()]
-        assert [line["group"] for line in predictions] == groups * 2
-    for settings, words in (
-        ({"test-bn-tau": 0.5}, "test-bn-tau=0.5 has no effect: it is for test-bn=momentum"),
-        ({"test-bn-batch-size": 1}, "layer 'norm' gets one value per channel"),
-    ):
-        with pytest.raises(FedBNError, match=words):
-            evaluate_run(run, {"dataset": "digits-domains", **settings}, "batch")
-    with pytest.raises(ConfigError, match=r"test-bn-prior=3\.0 has no effect: it is for test-bn=mix"):
-        evaluate_run(run, {"dataset": "digits-domains", "test-bn-prior": 3})
 
 
 def test_what_does_not_fit_is_refused(fedavg, quick_run, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sklearn import metrics as sk
 from torch import Tensor, nn
 
 from fedbn_flwr import InProcessGrid, global_state, personal_state
-from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted
+from fedbn_flwr.batchnorm.adaptation import evaluate_adapted
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.lab.cli.console import Bar
@@ -288,28 +288,20 @@ def test_domains_are_tested_beside_another_test_of_data_that_have_some(quick_run
         quick_run(strategy="fedbn", **{"eval-on": "personal-own,personal-domains"})
 
 
-def test_test_time_bn_keeps_its_batches(quick_config) -> None:
-    keys = {"test-bn": "mix", "eval-on": "global-test-bn", "test-batch-size": 7}
-    assert quick_config(**keys).test_bn_settings().batch_size == 500
-    assert quick_config(**keys, **{"test-bn-batch-size": 9}).test_bn_settings().batch_size == 9
-
-
 @pytest.mark.parametrize(
     ("strategy", "test", "prefix"), [("fedavg", "global", "test"), ("fedbn", "averaged-bn", "test-averaged-bn")]
 )
 def test_test_time_bn_is_tested_beside_the_plain_model(quick_run, strategy: str, test: str, prefix: str) -> None:
     """Also where the config does not ask for the plain test, which is what a reader compares with."""
-    settings = {"test-bn": "mix", "test-bn-prior": 40.0, "test-bn-batch-size": 100}
-    summary, out = quick_run(strategy=strategy, **settings, **{"eval-on": f"{test}-test-bn"})
+    summary, out = quick_run(strategy=strategy, **{"test-bn": "mix", "eval-on": f"{test}-test-bn"})
     model, _ = saved(out)
     config = Config.load(out / "config.yaml")
     assert config.evaluations() == (f"{test}-test-bn", test)
     assert summary["headline"] == f"test-{test}-test-bn-accuracy"
     view = partitioned_data(config, 3).test_view()
-    by = TestBN("mix", prior=40, batch_size=100)
-    adapted, plain = evaluate_adapted(model, view, by).loss, evaluate(model, view).loss
+    adapted, plain = evaluate_adapted(model, view, "mix").loss, evaluate(model, view).loss
     assert summary["final"][f"test-{test}-test-bn-loss"] == adapted != plain == summary["final"][f"{prefix}-loss"]
-    text = "; BatchNorm has statistics of the test inputs (test-bn=mix (prior 40), batches of 100)"
+    text = "; BatchNorm has statistics of the test inputs (test-bn=mix, batches of 500)"
     words = summary["definitions"]
     assert words[f"test-{test}-test-bn-loss"] == words[f"{prefix}-loss"] + text
     plain_run, _ = quick_run(strategy=strategy, **{"eval-on": test})
@@ -317,15 +309,14 @@ def test_test_time_bn_is_tested_beside_the_plain_model(quick_run, strategy: str,
 
 
 def test_each_domain_has_statistics_of_its_own_test_inputs(quick_run) -> None:
-    settings = {"test-bn": "full", "eval-on": "global-test-bn", "num-server-rounds": 1, "validation-share": 0.2}
+    settings = {"test-bn": "mix", "eval-on": "global-test-bn", "num-server-rounds": 1, "validation-share": 0.2}
     summary, out = quick_run(strategy="fedavg", **DOMAINS, **settings)
     model, _ = saved(out)
     data = partitioned_data(Config.load(out / "config.yaml"), 5)
-    by = TestBN("full", batch_size=500)
-    expected = {name: evaluate_adapted(model, view, by).accuracy for name, view in data.domain_views().items()}
+    expected = {name: evaluate_adapted(model, view, "mix").accuracy for name, view in data.domain_views().items()}
     assert summary["final"]["domains"]["test-global-test-bn-accuracy"] == expected
     assert summary["final"]["domains"]["test-accuracy"] != expected
-    assert summary["final"]["validation-loss"] == evaluate_adapted(model, data.validation_view(), by).loss
+    assert summary["final"]["validation-loss"] == evaluate_adapted(model, data.validation_view(), "mix").loss
 
 
 def test_the_centralised_reference_has_the_test_too(quick_run) -> None:
@@ -338,7 +329,7 @@ def test_the_centralised_reference_has_the_test_too(quick_run) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"eval-on": "global-test-bn"}, r"eval-on=global-test-bn needs test-bn: batch, mix, momentum, full"),
+        ({"eval-on": "global-test-bn"}, r"eval-on=global-test-bn needs test-bn: batch, mix"),
         (
             {"test-bn": "mix"},
             r"test-bn='mix' has no effect: it is for tests of eval-on that end in -test-bn, ",
@@ -347,18 +338,7 @@ def test_the_centralised_reference_has_the_test_too(quick_run) -> None:
             {"test-bn": "mix", "eval-on": "global-test-bn", "norm": "group"},
             "test-bn='mix' has no effect: .*=batch",
         ),
-        ({"test-bn-prior": 3}, "test-bn-prior=3.0 has no effect: it is for test-bn=mix"),
-        (
-            {"eval-on": "global-test-bn", "test-bn": "mix", "test-bn-alpha": 0.5, "test-bn-prior": 3},
-            "test-bn-prior=3.0 has no effect: test-bn-alpha takes its place",
-        ),
-        (
-            {"eval-on": "global-test-bn", "test-bn": "mix", "test-bn-tau": 0.5},
-            "test-bn-tau=0.5 has no effect: it is for",
-        ),
-        ({"eval-on": "global-test-bn", "test-bn": "mix", "test-bn-alpha": -0.5}, r"alpha=-0.5 must be in \[0, 1\]"),
-        ({"test-bn-batch-size": 3}, "test-bn-batch-size=3 has no effect: it is for test-bn"),
-        ({"eval-on": "averaged-bn-test-bn", "test-bn": "full"}, "eval-on=averaged-bn completes a global model"),
+        ({"eval-on": "averaged-bn-test-bn", "test-bn": "mix"}, "eval-on=averaged-bn completes a global model"),
         ({"test-bn": "mixed"}, "test-bn='mixed'"),
     ],
 )
@@ -373,9 +353,11 @@ def test_a_model_without_bn_has_no_test_time_bn(quick_config) -> None:
         check(quick_config(model="torchvision:squeezenet1_0", **settings))
 
 
-def test_a_test_batch_of_one_is_refused_before_the_first_round(quick_run) -> None:
+def test_a_test_batch_of_one_is_refused_before_the_first_round(quick_run, monkeypatch: pytest.MonkeyPatch) -> None:
     """359 test examples in batches of 358 leave one."""
-    settings = {"test-bn": "batch", "test-bn-batch-size": 358, "eval-on": "global-test-bn"}
+    task = Config.test_task
+    monkeypatch.setattr(Config, "test_task", lambda config: dataclasses.replace(task(config), test_batch=358))
+    settings = {"test-bn": "batch", "eval-on": "global-test-bn"}
     with pytest.raises(NormLayerError, match="layer 'norm' gets one value per channel"):
         quick_run(**settings)
 

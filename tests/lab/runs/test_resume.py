@@ -65,7 +65,7 @@ CASES = {
     "mtfl and fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
     "fedbn, scaffold": {"strategy": "fedbn", "client-hooks": "scaffold", "agc": 0.1},
     "feature norm": {"strategy": "fedavg", "norm": "layer", "feature-norm": True},
-    "test-time BN": {"strategy": "fedbn", "eval-on": "personal-own,averaged-bn-test-bn", "test-bn": "momentum"},
+    "test-time BN": {"strategy": "fedbn", "eval-on": "personal-own,averaged-bn-test-bn", "test-bn": "mix"},
     "centralized": {"strategy": CENTRALIZED, "sgd-momentum": 0.9},
     "centralized with adam": {"strategy": CENTRALIZED, "optimizer": "adam", "learning-rate": 0.01},
     "half of the clients": {"strategy": "fedbn", "fraction-train": 0.5, "num-clients": 4},
