@@ -184,7 +184,6 @@ ELSEWHERE = {
     "out": "tests/lab/output/test_output.py",
     "tensorboard": "tests/lab/output/test_tensorboard.py",
     "checkpoint-every": "tests/lab/output/test_checkpoint.py",
-    "watch-statistics": "tests/lab/output/test_statistics_log.py",
     "state-dir": "tests/client/test_state_folder.py",
     "series": "tests/client/test_state_folder.py",
     "resume": "tests/lab/runs/test_resume.py",

@@ -20,13 +20,13 @@ STUDY: dict[str, Any] = {
     "name": "Five domains of digits",
     "base": {
         **{"dataset": "digits-domains", "partition": "domain", "num-clients": 5, "model": "lenet"},
-        **{"num-server-rounds": 12, "learning-rate": 0.05, "batch-size": 16, "watch-statistics": 1},
+        **{"num-server-rounds": 12, "learning-rate": 0.05, "batch-size": 16},
     },
     "methods": {
         "FedAvg": {"strategy": "fedavg", "eval-on": "personal-own"},
-        "FedBN": {"strategy": "fedbn", "watch-statistics": 0},
-        "SiloBN": {"strategy": "silobn", "watch-statistics": 0},
-        "FedAvg+GN": {"strategy": "fedavg", "norm": "group", "eval-on": "personal-own", "watch-statistics": 0},
+        "FedBN": {"strategy": "fedbn"},
+        "SiloBN": {"strategy": "silobn"},
+        "FedAvg+GN": {"strategy": "fedavg", "norm": "group", "eval-on": "personal-own"},
     },
     "seeds": [0, 1, 2],
     "target": 60,

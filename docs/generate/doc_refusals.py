@@ -35,10 +35,10 @@ _OF_UPDATES: list[Mapping[str, Any]] = [
 ]
 TRIED: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = [
     (_NOISE, [*_OF_METHODS, *_OF_UPDATES, *_REPORTS, {"min-replies": 2}, {"norm": "batch-renorm"}]),
-    (_NOISE, [{"watch-statistics": 1}, {"dp-target-epsilon": 1.0}, {"dp": "client", "dp-clipping": "adaptive"}]),
+    (_NOISE, [{"dp-target-epsilon": 1.0}, {"dp": "client", "dp-clipping": "adaptive"}]),
     (_NOISE, [{"dp-sampling": "secret"}, {**_SECRET, "dp-metrics": "published"}]),
     (_MASKS, [*_OF_METHODS, *_REPORTS, {"strategy": "fedtan", "fedtan-exchanges": "2L+1"}, {"norm": "batch-renorm"}]),
-    (_MASKS, [{"strategy": "silobn", "recalibrate": True}, {"watch-statistics": 1}, {"dp": "server"}]),
+    (_MASKS, [{"strategy": "silobn", "recalibrate": True}, {"dp": "server"}]),
     (_MASKS, [{"num-clients": 1}]),
     (_RECORDS, [{"norm": "batch"}, {"norm": "batch-renorm"}, {"strategy": "fixbn"}]),
     (

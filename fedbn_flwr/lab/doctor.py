@@ -31,9 +31,7 @@ from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.models import code_changed
-from fedbn_flwr.lab.output.folder import STATISTICS_FILE
 from fedbn_flwr.lab.output.model_description import ModelDescription
-from fedbn_flwr.lab.output.statistics_lines import trends
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.report.files import RunFiles
@@ -88,7 +86,6 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         training = training_of(config, run)
         own = kept if config.strategy != CENTRALIZED and config.methods().local else {}
         diagnosis = _with_data(model, config, clients, tests, training=training, state=state, notes=notes, own=own)
-    lines = read_metrics(run / STATISTICS_FILE)
     files = RunFiles.read(run)
     of_clients = _of_clients(model, kept, diagnosis.findings)
     if clients and config.strategy != CENTRALIZED and Part.STATISTICS in config.methods().local:
@@ -99,11 +96,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         numbers = {"round": files.diverged_at}
         findings.insert(0, Finding("diverged", "The run diverged.", evidence, numbers, DIVERGED))
     findings = fitting(findings, config)
-    diagnosis = replace(diagnosis, findings=findings, notes=[*run_warnings(files), *diagnosis.notes])
-    if lines:
-        return replace(diagnosis, measures={**diagnosis.measures, "history": trends(lines)})
-    missing = f"changes from round to round: no statistics.jsonl yet (watch-statistics={config.watch_statistics})."
-    return replace(diagnosis, not_measured=[*diagnosis.not_measured, missing])
+    return replace(diagnosis, findings=findings, notes=[*run_warnings(files), *diagnosis.notes])
 
 
 def examine(folder: Path) -> None:

@@ -32,7 +32,7 @@ from tests.support.versioned import Versioned
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
 FEW = {
-    "label skew, E = 1": {"num-server-rounds": 20, "eval-every": 20, "watch-statistics": 2},
+    "label skew, E = 1": {"num-server-rounds": 20, "eval-every": 20},
     "feature-shifted domains": {"num-server-rounds": 1, "eval-every": 1, "local-steps": 10},
     "batch size 2": {"num-server-rounds": 1, "eval-every": 1, "local-steps": 60},
 }

@@ -623,7 +623,6 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(tmp_path: Path, mon
         ),
         ({"dp-clipping-rate": 0.3}, "dp-clipping-rate=0.3 has no effect: it is for dp-clipping=adaptive"),
         ({"dp": "off", "dp-delta": 1e-6}, "dp-delta=1e-06 has no effect: it is for dp=server"),
-        ({"watch-statistics": 1}, "watch-statistics=1 has no effect: dp=server leaves only an average"),
         ({"dp-noise-multiplier": -1.0}, "dp-noise-multiplier=-1.0"),
     ],
 )

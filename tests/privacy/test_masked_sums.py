@@ -783,7 +783,6 @@ def test_what_is_no_sum_is_refused_by_name(case: str, federate, datasets, mlp) -
         ({"dp": "server"}, r"masked-sums=true hides the updates that dp=server clips; with dp=client the clients clip"),
         ({"strategy": "centralized"}, r"strategy=centralized has no clients"),
         ({"num-clients": 1}, r"masked-sums=true needs at least 2 clients, and num-clients=1"),
-        ({"watch-statistics": 1}, r"masked-sums=true leaves only an average of the clients' statistics"),
         ({"masked-sums": False, "masked-range": 9.0}, r"masked-range=9.0 .* it is for masked-sums=true"),
         ({"masked-threshold": 0.5}, r"masked-threshold=0.5: input should be greater than 0.5"),
     ],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedbn_flwr.lab.config.reading import RENAMED
     from fedbn_flwr.lab.config.table import CENTRALIZED
     from fedbn_flwr.lab.config.texts import number, split
-    from fedbn_flwr.lab.config.unused import why_not_watched, without_effect
+    from fedbn_flwr.lab.config.unused import without_effect
     from fedbn_flwr.lab.config.yaml_text import read_overrides
 else:
     _WHERE = {
@@ -34,7 +34,6 @@ else:
         "read_overrides": "yaml_text",
         "split": "texts",
         "state_in_out": "config",
-        "why_not_watched": "unused",
         "without_effect": "unused",
     }
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
@@ -50,6 +49,5 @@ __all__ = [
     "read_overrides",
     "split",
     "state_in_out",
-    "why_not_watched",
     "without_effect",
 ]

@@ -358,14 +358,6 @@ class Fields(MethodSettings):
         "checkpoint before round 1, every so many rounds or 20 seconds, at the end and at a signal; 0 = none",
         ge=0,
     )
-    watch_statistics: int = _key(
-        "files",
-        -1,
-        "write the BatchNorm statistics of every so many rounds, and of the last, to OUT/statistics.jsonl: how far "
-        "those of each client are from the global ones, and how these change; -1 = of rounds 1, 10, 20, ..., 90, 100, "
-        "200, ... where the server sees those of each client; 0 = none",
-        ge=-1,
-    )
     state_dir: str = _key(
         "files",
         "",

@@ -15,7 +15,7 @@ from fedbn_flwr.privacy.settings import RecordDPSettings, unused_dp, unused_mask
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.strategies import STRATEGIES
 
-__all__ = ["why_not_watched", "without_effect"]
+__all__ = ["without_effect"]
 
 Conditions = dict[str, tuple[bool, str]]
 """By key whether it has an effect, and what it needs for one."""
@@ -35,7 +35,6 @@ _OF_A_FEDERATION = (
     "server_step",
     "state_dir",
     "series",
-    "watch_statistics",
 )
 _FOR_BATCHNORM = "it is for norm=batch and batch-renorm"
 
@@ -162,7 +161,6 @@ def _of_training(config: Values) -> Conditions:
     """Return whether the keys of rounds, local training and its protection have an effect, and what they need."""
     tracks, steps = _tracks(config), config.learning_rate_schedule in ("", "step")
     never_frozen = f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
-    not_watched = why_not_watched(config)
     return {
         "fraction_evaluate": (
             any(name.startswith("personal") for name in config.evaluations()),
@@ -177,7 +175,6 @@ def _of_training(config: Values) -> Conditions:
             bool(config.local_steps) and not config.record_dp,
             "record-dp draws each example with a fixed probability" if config.record_dp else "it is for local-steps",
         ),
-        "watch_statistics": (not not_watched or not config.watch_statistics, not_watched),
         "dp_statistics_scale": (
             tracks and not config.keeps_statistics(),
             f"{config.title} shares no statistics" if tracks else _FOR_BATCHNORM,
@@ -193,19 +190,6 @@ def _of_class_weights(config: Values) -> tuple[bool, str]:
         return False, "record-dp clips the gradient of each example to one norm"
     weighted = ("classification", "binary", "segmentation")
     return config.plain_task().name in weighted, f"it is for task {', '.join(weighted)}"
-
-
-def why_not_watched(config: Values) -> str:
-    """Return why the server sees no statistics of single clients; "" if it does."""
-    if config.dp != "off":
-        return f"dp={config.dp} leaves only an average of the clients' statistics"
-    if config.masked_sums:
-        return "masked-sums=true leaves only an average of the clients' statistics"
-    if not _tracks(config):
-        return _FOR_BATCHNORM
-    if config.keeps_statistics():
-        return f"{config.title} keeps the statistics with its clients, and the server sees none"
-    return ""
 
 
 def _tracks(config: Values) -> bool:

@@ -40,7 +40,6 @@ _ALONE: dict[str, Scalar] = {
     "held-out-clients": "",
     "early-stopping": 0,
     "checkpoint-every": 0,
-    "watch-statistics": 0,
     "init": "",
     "resume": False,
     "series": "",

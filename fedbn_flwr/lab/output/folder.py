@@ -43,7 +43,7 @@ __all__ = [
 
 PRIVACY = "privacy.jsonl"  # see privacy.accounting
 UNTIL_FROZEN = "privacy-until-frozen.jsonl"  # see privacy.record_server
-STATISTICS_FILE = "statistics.jsonl"  # see statistics_lines
+STATISTICS_FILE = "statistics.jsonl"  # see statistics_log
 FLOWER_LOG = "flower.log"  # in the folder of a run in Flower's simulation: the log of its processes
 _SCALE = "scale.json"
 DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
@@ -57,7 +57,6 @@ PLACES = frozenset(
         "data-dir",
         "round-timeout",
         "tensorboard",
-        "watch-statistics",
         "fedtan-timeout",
         "fedtan-bind",
         "fedtan-address",

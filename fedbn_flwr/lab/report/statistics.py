@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
-from fedbn_flwr.lab.output.statistics_lines import MAX_CLIENTS, trends
 from fedbn_flwr.lab.report.figures import ROUNDS, UNITS, Drawing, Mark, Series, curves, heatmap
 from fedbn_flwr.lab.report.files import RunFiles
 from fedbn_flwr.lab.report.page import Block, Figure, Heading, Listing, Section, Table, Text
@@ -28,20 +25,12 @@ Numbers = Sequence[float | None]
 
 
 def batchnorm_section(run: RunFiles) -> Section:
-    """Return the pictures of ``statistics.jsonl``; without the file a line that says how to get it."""
+    """Return the pictures of ``statistics.jsonl``; without the file a line that says why."""
     lines = read_metrics(run.folder / STATISTICS_FILE)
-    pictures = list(_pictures(run, lines)) if lines else [Text(_why_missing(run), "note")]
+    pictures = (
+        list(_pictures(run, lines)) if lines else [Text("The server saw no statistics of single clients.", "note")]
+    )
     return Section("batchnorm", "BatchNorm", [*_findings(run), *pictures])
-
-
-def _why_missing(run: RunFiles) -> str:
-    text = "BatchNorm statistics were not recorded. Repeat the run with --set watch-statistics=1 to see them here."
-    if run.repeatable:
-        try:
-            Config.make({**run.chosen, "watch-statistics": 1})
-        except ConfigError as error:
-            text = f"BatchNorm statistics cannot be recorded in this run: {error}."
-    return text
 
 
 def _findings(run: RunFiles) -> Iterator[Block]:
@@ -73,20 +62,12 @@ def _pictures(run: RunFiles, lines: Sequence[Line]) -> Iterator[Block]:
     )
     local = _l1_of_clients(lines)
     yield _norms(run, lines, local)
-    if variance := _window_variance(run, lines):
-        yield variance
     if any(value is None for row in local for value in row):
         text = (
             "Rounds without values: a layer of the clients tracked no statistics, as after T* of FixBN, or a number is "
             "not finite. Layers that never have a value are in no sum."
         )
         yield Text(text, "note")
-    if any(line["clients"] is None for line in lines):
-        yield Text(
-            f"With more than {MAX_CLIENTS} clients a line has quantiles. The median stands for the mean, and a sum "
-            "over the layers is one of the layers' lowest values, medians or highest values.",
-            "note",
-        )
     layers = list(dict.fromkeys(path for line in lines for path in line["layers"]))
     names = [path or "the model" for path in layers]
     rounds = thinned(lines)
@@ -127,22 +108,6 @@ def _norms(run: RunFiles, lines: Sequence[Line], local: Sequence[Sequence[float 
     return Figure(curves_by_round(series, "L1 norm", marks(run), log=True), label, title, numbers)
 
 
-def _window_variance(run: RunFiles, lines: Sequence[Line]) -> Figure | None:
-    """Return FixBN's Fig. 3 (b): the variance of the clients' statistics over rounds; None without two lines of one."""
-    trend = trends(lines)
-    of_clients = list(zip(*trend["window-variance"].values(), strict=True))
-    rounds, means = trend["rounds"], [_mean(row) for row in of_clients]
-    if not any(mean is not None for mean in means):
-        return None
-    low, high = _bounds(of_clients)
-    series = [Series("clients, mean", dict.fromkeys(UNITS, rounds), means, 0, low, high)]
-    title = f"Variance of the clients' statistics over {trend['window']} recorded rounds (FixBN, Fig. 3 b)"
-    label = f"{title}: the mean over the clients in the last line is {shown(means[-1])}."
-    values = {"clients, mean": means, "lowest": low, "highest": high}
-    numbers = by_round({name: (rounds, column) for name, column in values.items()}, shown)
-    return Figure(curves_by_round(series, "variance", marks(run)), label, title, numbers)
-
-
 def l1_means(lines: Sequence[Line]) -> tuple[list[float | None], list[float | None]]:
     """Return FixBN's Fig. 3 (a) for each line, L1 norms summed over the layers.
 
@@ -177,10 +142,10 @@ def _by_layer(
 
 
 def _of_clients(layer: Layer | None, key: str) -> list[float | None]:
-    """Return a distance for each client; with many clients the lowest, the median and the highest."""
+    """Return a distance for each client."""
     if layer is None:
         return []
-    return list(layer["clients"][key] if "clients" in layer else layer["quantiles"][key][::2])
+    return list(layer["clients"][key])
 
 
 def _is_tracked(layer: Layer) -> bool:
@@ -214,8 +179,8 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def _middle(line: Line, values: Sequence[float | None]) -> float | None:
-    """Return the mean over the clients; with many clients, of whom a line has quantiles, their median."""
-    return _mean(values, statistics.median if line["clients"] is None else statistics.fmean)
+    """Return the mean over the clients."""
+    return _mean(values)
 
 
 def _mean(values: Numbers, mean: Callable[[list[float]], float] = statistics.fmean) -> float | None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import STATISTICS_FILE
-from fedbn_flwr.lab.output.statistics_lines import MAX_CLIENTS
 from fedbn_flwr.lab.report.figures import UNITS, Series
 from fedbn_flwr.lab.report.files import StudyFiles
 from fedbn_flwr.lab.report.page import Block, Figure, Section, Text
@@ -38,7 +37,7 @@ def statistics_section(files: StudyFiles) -> Section | None:
     text = (
         "L1 norms, summed over the layers (FixBN, Fig. 3 a). Far apart, BatchNorm normalises with other numbers in "
         f"training than in tests. Of each method the first run that has recorded them, of seed "
-        f"{', '.join(map(str, seeds))}. With more than {MAX_CLIENTS} clients the median stands for the mean. A round "
+        f"{', '.join(map(str, seeds))}. A round "
         "without a value tracked no statistics, as after T* of FixBN."
     )
     blocks: list[Block] = [Text(text)]

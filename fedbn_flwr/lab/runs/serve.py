@@ -18,7 +18,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import fixed_entries, tied_entries
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, NothingTrainedError
-from fedbn_flwr.lab.config import CENTRALIZED, Config, why_not_watched
+from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.checkpoint import Checkpoints, StartingPoint, starting_point
@@ -26,7 +26,8 @@ from fedbn_flwr.lab.output.checkpoint_manager import CheckpointManager
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder
 from fedbn_flwr.lab.output.global_tests import GLOBAL_TESTS
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
-from fedbn_flwr.lab.output.run_notes import StatisticsLog, log_feature_norm, log_initial, report_data
+from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
+from fedbn_flwr.lab.output.statistics_log import StatisticsLog
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, domain_test, partitioned_data
 from fedbn_flwr.lab.partitioned.report import refuse_no_tests
 from fedbn_flwr.lab.runs.node_queries import REPLY_WAIT, agreed_scale, count_nodes
@@ -107,8 +108,9 @@ def _serve(
         if data:
             data = replace(data, dataset=data.dataset.normalised(scale.mean, scale.std))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
-    watched = config.watch_statistics and not why_not_watched(config)
-    statistics = StatisticsLog(folder, config, model, strategy) if watched else None
+    # Differential privacy and masked sums leave the server an average, and no client's own statistics.
+    watched = config.dp == "off" and not config.masked_sums
+    statistics = StatisticsLog(folder, config.num_server_rounds, model, strategy) if watched else None
     strategy.on_replies = statistics
 
     def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:

@@ -63,7 +63,6 @@ SETTINGS = {
         "batch-size": 8,
         "learning-rate": 0.2,
         "eval-on": "global,personal-own",
-        "watch-statistics": 0,
     },
 }
 
@@ -362,40 +361,27 @@ def test_domains_and_many_clients(folder: Path) -> None:
     check_figures([{**f, "data": [{**t, "marker": {}} for t in f["data"]]} for f in page.figures[2:4]])
 
 
-def recorded(server_round: int, many: bool = False) -> dict[str, Any]:
+def recorded(server_round: int) -> dict[str, Any]:
     """A line of ``statistics.jsonl``; after T* nothing is tracked."""
     frozen = server_round > 2
     change = dict.fromkeys(("l1", "mean", "variance"), 0.0 if frozen else 0.5)
-    values = [None, None] if frozen else [1.5, 2.5]
-    sample = {key: [None if frozen else [float(server_round * at)] for at in (1, 2)] for key in ("mean", "variance")}
-    clients = {
-        "sample": {"channels": [0], **sample},
-        "clients": dict.fromkeys(("l1", "mean", "variance", "weight"), values),
-    }
-    quantiles = {"quantiles": {name: [0.0, 1.0, 2.0, 3.0, 40.0] for name in change}}
-    layers = {path: {"change": change, **(quantiles if many else clients)} for path in ("norm", "")}
-    return {"round": server_round, "phase": "train", "clients": None if many else ["0", "1"], "layers": layers}
+    clients = dict.fromkeys(change, [None, None] if frozen else [1.5, 2.5])
+    layers = {path: {"change": change, "clients": clients} for path in ("norm", "")}
+    return {"round": server_round, "phase": "train", "clients": ["0", "1"], "layers": layers}
 
 
 def test_the_batchnorm_pictures(folder: Path, page: Html) -> None:
-    assert "BatchNorm statistics were not recorded. Repeat the run with --set watch-statistics=1" in page.text
+    assert "The server saw no statistics of single clients." in page.text
     path = folder / "statistics.jsonl"
     path.write_text("".join(json.dumps(recorded(at)) + "\n" for at in (1, 2, 3)))
     found = Html(write_report(folder)).figures[3:-1]
-    assert [figure["data"][-1]["type"] for figure in found] == ["scatter", "scatter", *["heatmap"] * 4]
+    assert [figure["data"][-1]["type"] for figure in found] == ["scatter", *["heatmap"] * 4]
     band, local, change = found[0]["data"]
     assert (local["y"], change["y"]) == ([4.0, 4.0, None], [1.0, 1.0, None]), "summed over the layers"
     assert band["y"] == [5.0, 5.0, 3.0, 3.0]
     assert found[0]["units"]["rounds"]["x"][0] == [1, 2, 2, 1], "there and back, without the round that has no values"
-    assert found[1]["data"][1]["y"] == [None, 1.25, None], "variances 0.5 and 2 of two rounds"
-    assert found[1]["data"][0]["y"] == [2.0, 0.5]
-    assert found[2]["data"][0]["z"] == [[2.0, 2.0, None]] * 2
-    assert found[2]["data"][0]["y"] == ["norm", "the model"]
-    path.write_text(json.dumps(recorded(1, many=True)) + "\n")
-    found = Html(write_report(folder)).figures[3:-1]
-    assert len(found) == 4, "no picture by client"
-    assert found[0]["data"][0]["y"] == [80.0, 0.0], "the highest and the lowest client of each layer"
-    assert (found[0]["data"][1]["y"], found[1]["data"][0]["z"]) == ([4.0], [[2.0]] * 2), "medians"
+    assert found[1]["data"][0]["z"] == [[2.0, 2.0, None]] * 2
+    assert found[1]["data"][0]["y"] == ["norm", "the model"]
 
 
 def test_sums_are_over_the_same_layers_in_every_round(folder: Path) -> None:
@@ -438,7 +424,7 @@ STUDY = f"""
 name: {EVIL!r}
 base:
   {{num-clients: 2, num-server-rounds: 2, local-steps: 1, batch-size: 8, learning-rate: 0.3, partition: iid,
-   watch-statistics: 0}}
+   }}
 methods: {{FedAvg: {{}}, FedBN <b>: {{strategy: fedbn, learning-rate: 0.1}}}}
 seeds: [0, 1]
 target: 1
@@ -502,7 +488,7 @@ def test_links_of_a_study_lead_to_its_runs(swept: Path) -> None:
 def test_a_run_whose_server_sees_no_statistics(swept: Path, tmp_path: Path) -> None:
     (folder,) = swept.glob("FedBN*/all/seed-0")
     text = Html(write_report(folder, tmp_path / "a.html")).text
-    assert "BatchNorm statistics cannot be recorded in this run: watch-statistics=1 has no effect: fedbn" in text
+    assert "The server saw no statistics of single clients." in text
 
 
 def test_paired_differences(study: Path) -> None:

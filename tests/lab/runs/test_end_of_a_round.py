@@ -40,7 +40,7 @@ def test_the_files_of_a_round_are_written_after_its_tests(quick_run, monkeypatch
     monkeypatch.setattr(FedAvg, "start", starting)
     note(RunFolder, "append", lambda name, line: f"{name} {line['round']}")
     note(Checkpoints, "save", lambda checkpoint, _: f"checkpoint {checkpoint.server_round}")
-    _, out = quick_run(**{"watch-statistics": 1, "eval-every": 2, "checkpoint-every": 1})
+    _, out = quick_run(**{"eval-every": 2, "checkpoint-every": 1})
     ends = [[f"tested {n}", f"{STATISTICS_FILE} {n}", f"metrics.jsonl {n}", f"checkpoint {n}"] for n in (1, 2)]
     assert events == ["checkpoint 0", "tested 0", *ends[0], *ends[1]]
     assert returned[0] is None

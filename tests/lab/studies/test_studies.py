@@ -179,7 +179,7 @@ def test_two_rounds_of_a_small_study_run(full: Path, tmp_path: Path) -> None:
     content = yaml.safe_load((tmp_path / path.name).read_text())
     content.pop("tune", None)
     for settings in (content["base"], *content["methods"].values(), *content["splits"].values()):
-        for key in (*LENGTHS, "lr-decay-at", "lr-decay-factor", "watch-statistics"):
+        for key in (*LENGTHS, "lr-decay-at", "lr-decay-factor"):
             settings.pop(key, None)
         settings.update({key: 2 for key in ("num-server-rounds", "local-steps", "eval-every") if key in settings})
     content["base"] |= {"num-server-rounds": 2, "local-steps": 2, "eval-every": 2, "data-dir": DATA}
