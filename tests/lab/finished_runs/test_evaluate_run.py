@@ -214,7 +214,7 @@ def test_adapted_predictions_stand_beside_the_saved_ones_with_patient_and_hospit
     plain, both = found[""], found["adapt"]
     assert list(plain[0])[:4] == ["row", "hospital", "patient", "target"]
     assert [(line["hospital"], line["patient"]) for line in plain] == [("ab"[k % 2], f"p{k // 4}") for k in range(60)]
-    statistics = ["as saved", "re-estimated", "balanced"]
+    statistics = ["as saved", "re-estimated"]
     assert [line["statistics"] for line in both] == [name for name in statistics for _ in range(60)]
     assert [{**line, "statistics": "as saved"} for line in plain] == both[:60]
     adapted = [line["probability-1"] for line in both[60:120]]
