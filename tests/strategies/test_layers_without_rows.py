@@ -6,6 +6,7 @@ The oracle is the same model without such calls: only the counters differ, since
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.adaptation import TestBN, evaluate_adapted
+from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBNMode, evaluate_adapted
 from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of, reestimate_statistics
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedBN, FixBN, StaticBN, Strategy
 from fedbn_flwr.training.single_examples import takes_one_example
+from fedbn_flwr.training.tasks import CLASSIFICATION
 
 
 class Experts(nn.Module):
@@ -116,10 +118,10 @@ def test_batch_renorm_has_finite_gradients(points) -> None:
         assert torch.equal(p.grad, torch.zeros_like(p) if wanted is None else wanted), name
 
 
-@pytest.mark.parametrize("mode", ["batch", "mix", "momentum", "full"])
-def test_a_test_with_statistics_of_its_inputs(mode, points) -> None:
-    by, data = TestBN(mode, batch_size=4), points(24, 3)
-    found, wanted = (evaluate_adapted(built(kind), data, by) for kind in (Experts, Skipping))
+@pytest.mark.parametrize("mode", TEST_BN_MODES)
+def test_a_test_with_statistics_of_its_inputs(mode: TestBNMode, points) -> None:
+    task, data = replace(CLASSIFICATION, test_batch=4), points(24, 3)
+    found, wanted = (evaluate_adapted(built(kind), data, mode, task) for kind in (Experts, Skipping))
     assert found == wanted
     assert found.loss == found.loss, "no NaN"
 

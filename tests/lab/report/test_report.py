@@ -97,6 +97,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a phase change, tests of the global model and of clients."""
     out = tmp_path_factory.mktemp("report") / "run"
     run(Config.make(SETTINGS), out)
+    (out / "statistics.jsonl").unlink()
     return out
 
 
@@ -437,6 +438,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("study") / "study.yaml"
     path.write_text(STUDY)
     sweep(load_study(path), path.parent / "out")
+    for lines in path.parent.glob("out/*/*/*/statistics.jsonl"):
+        lines.unlink()
     return path.parent / "out"
 
 
