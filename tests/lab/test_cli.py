@@ -17,6 +17,7 @@ from PIL import Image
 from typer.models import TyperPath
 from typer.testing import CliRunner
 
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import EngineError, RunFailedError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.cli.before import Kind
@@ -156,8 +157,10 @@ def test_inspect(strategy: str) -> None:
     assert "layer3.2.norm2" in result.output
     assert "271,098" in result.output
     assert "1,376" in result.output
-    kept = result.output.count("stays with the client")
-    assert kept == len(STRATEGIES[strategy]().local)
+    local, words = STRATEGIES[strategy]().local, "stays with the client"
+    (row,) = [line for line in result.output.splitlines() if "layer3.2.norm2" in line]
+    assert row.count(words) == len(local & {Part.AFFINE, Part.STATISTICS})
+    assert result.output.count(words) == 19 * row.count(words) + len(local & {Part.REST, Part.COUNTERS})
 
 
 def test_inspect_shows_the_papers_megabytes() -> None:
@@ -167,8 +170,6 @@ def test_inspect_shows_the_papers_megabytes() -> None:
     assert "6.1734" in result.output
     assert "269,722" in result.output
     assert "fedavg, 2 clients" in call("inspect", "--model", "mlp", "--set", "fraction-train=0.25", *tens).output
-    quiet = call("inspect", "--no-layers").output
-    assert "layer3.2.norm2" not in quiet
 
 
 def test_inspect_takes_strategy_and_clients_by_set_too() -> None:

@@ -10,8 +10,6 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.runs.inspection import inspect_model
-from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.privacy import MaskedSums, MaskSettings
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.strategies import FedAvg, Strategy
@@ -74,16 +72,6 @@ def test_a_warning_comes_before_the_first_training(
     assert len(found) == int(warns)
     if warns:
         assert found[0] < next(at for at, text in enumerate(said) if "[ROUND 2" in text)
-
-
-@pytest.mark.parametrize(
-    ("more", "warns"), [({}, True), ({"cohort-rounds": 5}, False), ({"masked-sums": False}, False)]
-)
-def test_inspect_warns_of_it(more, warns) -> None:
-    asked = {"masked-sums": True, "fraction-train": 0.5, "num-clients": 6, "num-server-rounds": 5, "eval-on": "global"}
-    config = Config.make({**asked, **more})
-    found = inspect_model(make_model(config), "fedavg", 3, config)
-    assert any("3 of 6 clients" in warning for warning in found.warnings) is warns
 
 
 def test_secret_sampling_refuses_clients_that_stay() -> None:

@@ -13,6 +13,7 @@ from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.lab.cli.console import BEFORE, app, exit_codes, report_own_data, say
 
 if TYPE_CHECKING:
+    from fedbn_flwr.batchnorm.parts import Part
     from fedbn_flwr.lab.runs.inspection import Inspection
 
 
@@ -38,7 +39,6 @@ def inspect(
     num_clients: Annotated[int, typer.Option(min=1, help="Clients per round.")] = 5,
     dataset: Annotated[str, typer.Option(help="Data set; gives the model's input and classes.")] = "cifar10",
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the method, rounds, ...")] = None,
-    layers: Annotated[bool, typer.Option(help="List the BN layers by path.")] = True,
 ) -> None:
     """Show a model's BN layers, and what a strategy shares, keeps and sends per round."""
     from fedbn_flwr.lab.config import read_overrides
@@ -64,14 +64,10 @@ def inspect(
         built = make_model(settings)
         loaded = initialise(built, settings)
         inspection = inspect_model(built, strategy, num_clients, settings)
-        layers_of_model = inspection.parts.layers
         named = f"{settings.model} (norm={settings.norm}), {settings.title}, {num_clients} clients"
-        say(f"{named}: {len(layers_of_model)} BN layers")
-        if layers and layers_of_model:
-            say(_layers(inspection))
-        say(_parts(inspection))
-        say(_traffic(inspection))
-        for line in _notes(inspection):
+        say(f"{named}: {len(inspection.parts.layers)} BN layers")
+        say(_layers(inspection))
+        for line in _costs(inspection):
             say(line)
         of_data = settings.data_info().warnings if is_own(settings.dataset) else ()
         for warning in (*inspection.warnings, *of_data):
@@ -81,55 +77,53 @@ def inspect(
 
 
 def _layers(inspection: Inspection) -> Table:
-    """Return the BN layers; where some parameters or statistics are frozen, what of each trains."""
-    table = Table("BN layer", "entries", box=None)
-    if inspection.frozen or inspection.fixed:
-        table.add_column("training")
+    """Return a row for each BN layer and one for all other entries: what happens to them, and how many they are."""
+    from fedbn_flwr.batchnorm.parts import Part
+
+    floats, counters = inspection.floats, inspection.counters
+    use = {part: _use(inspection, part) for part in floats}
+    table = Table("BN layer", "gamma and beta", "running statistics", "floats", box=None)
     for layer in inspection.parts.layers:
-        learns = layer.entries.get("weight") not in {None, *inspection.frozen}
-        training = "trains"
-        if layer.path in inspection.fixed:
-            training = "gamma and beta only, in eval mode" if learns else "frozen, in eval mode"
-        elif layer.entries.get("weight") in inspection.frozen:
-            training = "statistics only"
-        cells = [layer.path or "(the model itself)", " ".join(layer.entries), training]
-        table.add_row(*cells[: len(table.columns)])
+        affine = statistics = "-"
+        if "weight" in layer.entries:
+            trains = layer.entries["weight"] not in inspection.frozen
+            affine = use[Part.AFFINE] if trains else f"{use[Part.AFFINE]}; not trained"
+        if "running_mean" in layer.entries:
+            moves = layer.path not in inspection.fixed
+            statistics = use[Part.STATISTICS] if moves else f"{use[Part.STATISTICS]}; in eval mode"
+        of_layer = [name for name in layer.entries.values() if inspection.parts.part_of[name] != Part.COUNTERS]
+        size = sum(inspection.sizes[name] for name in of_layer)
+        table.add_row(layer.path or "(the model itself)", affine, statistics, f"{size:,}")
+    table.add_row("all other layers", f"({use[Part.REST]})", "", f"{floats[Part.REST]:,}")
+    table.add_row("sum", f"{floats[Part.AFFINE]:,}", f"{floats[Part.STATISTICS]:,}", f"{sum(floats.values()):,}")
+    if counters[Part.COUNTERS]:
+        table.add_row("counters of batches", f"({use[Part.COUNTERS]})", "", f"{counters[Part.COUNTERS]:,} integers")
     return table
 
 
-def _parts(inspection: Inspection) -> Table:
-    table = Table("part", "floats", "integers", "what happens", box=None)
-    for part, floats in inspection.floats.items():
-        use = "stays with the client" if part in inspection.local else "shared"
-        if part in inspection.phases[-1].frozen:
-            use += ", frozen after T*"
-        if inspection.reestimation and part == "statistics":
-            use += "; re-estimated before a test"
-        counters = inspection.counters[part]
-        table.add_row(part.value, f"{floats:,}", f"{counters:,}", use if floats or counters else "-")
-    table.add_row("all", f"{sum(inspection.floats.values()):,}", f"{sum(inspection.counters.values()):,}", "")
-    return table
+def _use(inspection: Inspection, part: Part) -> str:
+    """Return what happens to the entries of a part."""
+    words = ["stays with the client" if part in inspection.local else "shared"]
+    if inspection.synchronised and part == "statistics":
+        words.append("synchronised in each step")
+    if part in inspection.phases[-1].frozen:
+        words.append("frozen after T*")
+    if inspection.reestimation and part == "statistics":
+        words.append("re-estimated before a test")
+    return ", ".join(words)
 
 
-def _traffic(inspection: Inspection) -> Table:
-    table = Table("rounds", "exchanges", "MB of floats", "bytes down", "bytes up", "counters down/up", box=None)
+def _costs(inspection: Inspection) -> Iterator[str]:
+    """Yield what a round of each phase costs, and the whole run."""
     for phase in filter(None, (*inspection.phases, inspection.reestimation)):
         cost, rounds = phase.traffic, "?" if phase.rounds is None else phase.rounds
-        counters = f"{cost.counters_down:,}/{cost.counters_up:,}"
-        numbers = (str(cost.exchanges), f"{cost.megabytes:.4f}", f"{cost.down:,}", f"{cost.up:,}", counters)
-        table.add_row(f"{phase.name} ({rounds})", *numbers)
-    return table
-
-
-def _notes(inspection: Inspection) -> Iterator[str]:
-    known = [phase.rounds for phase in inspection.phases if phase.rounds is not None]
-    if len(known) == len(inspection.phases):
-        total, rounds = inspection.total(), sum(known)
-        line = f"{rounds:,} rounds: {total.exchanges:,} exchanges, {total.megabytes / 1024:.4f} GB of floats"
-        if inspection.synchronised:
-            exchanges, floats = 1 - rounds / total.exchanges, 1 - rounds * inspection.plain.megabytes / total.megabytes
-            line += f"; beyond FedAvg {100 * exchanges:.2f} % of the exchanges, {100 * floats:.4f} % of the floats"
-        yield line
+        yield (
+            f"{phase.name} ({rounds} rounds), each: {cost.exchanges} exchanges, {cost.megabytes:.4f} MB of floats: "
+            f"{cost.down:,} bytes down, {cost.up:,} up; counters {cost.counters_down:,} down, {cost.counters_up:,} up"
+        )
+    if all(phase.rounds is not None for phase in inspection.phases):
+        total = inspection.total()
+        yield f"all rounds: {total.exchanges:,} exchanges, {total.megabytes / 1024:.4f} GB of floats"
     if inspection.frozen:
         number = len(inspection.frozen)
         yield f"{number} parameters are frozen. They are equal on all clients, and sent anyway."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +18,6 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.start_checks import misfits
 from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
-from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, Steps, epsilon_of_steps
-from fedbn_flwr.privacy.masked_sums import changing_sums
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies.fixbn import FreezePlan, freeze_plan, freeze_round
@@ -53,6 +50,7 @@ class Inspection:
 
     Attributes:
         parts: the split of the model's state.
+        sizes: number of elements of each entry.
         floats: number of elements of floating entries by part.
         counters: number of elements of integer entries by part.
         local: the parts that stay with the clients.
@@ -67,6 +65,7 @@ class Inspection:
     """
 
     parts: Parts
+    sizes: Mapping[str, int]
     floats: Mapping[Part, int]
     counters: Mapping[Part, int]
     local: frozenset[Part]
@@ -124,6 +123,7 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
     refused = [f"{fit.text}; the model has {fit.has or 'none'}: a run is refused" for fit in misfits(config, model)]
     return Inspection(
         parts=costs.parts,
+        sizes=costs.sizes,
         floats=costs.elements(floating=True),
         counters=costs.elements(floating=False),
         local=methods.local,
@@ -136,7 +136,6 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
             *partly_without_effect(costs.parts, methods),
             *config.warnings(),
             *_uncounted(config),
-            *_told(config, num_clients),
         ),
         frozen=tuple(name for name, p in model.named_parameters() if not p.requires_grad),
         fixed=tuple(path for path, module in model.named_modules() if module in in_eval),
@@ -151,6 +150,7 @@ class _Costs:
 
     Attributes:
         parts: the split of the model's state.
+        sizes: the number of elements of each entry.
         everything: the bytes of the whole state.
         shared: the bytes of what does not stay with the clients.
     """
@@ -159,6 +159,7 @@ class _Costs:
         self._config, self._num_clients = config, num_clients
         self._travels = config.methods().whole
         self.parts, self._state = split_state(model), to_state(model.state_dict())
+        self.sizes = {name: array.size for name, array in self._state.items()}
         self.everything = num_bytes(to_record(self._state))
         self.shared = num_bytes(to_record({name: a for name, a in self._state.items() if self._sends(name)}))
         self._trained = sum(
@@ -223,34 +224,8 @@ def _uncounted(config: Config) -> Iterator[str]:
     """Yield what a run with these settings sends beyond the traffic of ``inspect_model``."""
     if config.masked_sums:
         yield "masked-sums: its further exchanges, and the 64 bits of each masked float, are not counted here"
-    if config.asks_for_scale() and config.protects_inputs():
-        yield _of_inputs(config)
     if config.fraction_train < 1 and config.methods().local:
         yield "fraction-train: a client first asked after round 1 gets the whole model, which is not counted here"
-
-
-def _of_inputs(config: Config) -> str:
-    """Return what the protected sums of the inputs before round 1 are, and what they cost alone."""
-    ranges, z = config.ranges(), config.standardise_noise_multiplier
-    size = 3 * len(ranges.low) if ranges else 0
-    text = f"standardise=federated: before round 1 each client sends {size} bounded sums of its inputs, once"
-    if not (config.record_dp or config.dp != "off"):
-        return f"{text}, under masks"
-    if config.record_dp:
-        epsilon = epsilon_of_steps([Steps(z, 1.0, 1)], config.dp_delta)
-    else:  # the same with any number of clients, who all are asked
-        epsilon = PrivacyAccountant(config.dp_delta, config.dp_neighbours).epsilon([Release(z, 1, 1)])
-    return f"{text}: alone they cost epsilon = {epsilon:.4g} at delta = {config.dp_delta:g}, and the run counts them"
-
-
-def _told(config: Config, num_clients: int) -> Iterator[str]:
-    """Yield what the sums of a run tell of single clients; ``num_clients``: clients of a round."""
-    if not config.masked_sums:
-        return
-    able = config.num_clients or math.ceil(num_clients / config.fraction_train)
-    told = changing_sums(num_clients, able, config.cohort_rounds, config.num_server_rounds)
-    if told:
-        yield told
 
 
 def _phases(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import Inspection, inspect_model
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
-from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, Steps, epsilon_of_steps
 from fedbn_flwr.server.report import Traffic
 from fedbn_flwr.server.travels import model_needs
 from fedbn_flwr.strategies import STRATEGIES
@@ -165,28 +163,6 @@ def test_warnings_name_what_is_not_counted() -> None:
     assert inspect_model(make_model(config), "fedavg", 2, config).warnings == ()
     (warning,) = inspect_model(make_model(config), "fedbn", 2, config).warnings
     assert warning.startswith("fraction-train: a client first asked after round 1 gets the whole model")
-
-
-def test_the_sums_of_the_inputs_and_what_they_cost_are_named(tmp_path: Path) -> None:
-    pytest.importorskip("dp_accounting")
-    (tmp_path / "t.csv").write_text("a,b,label,site\n" + "".join(f"{i},{i % 7},{i % 2},{i % 3}\n" for i in range(30)))
-    keys = {"dataset": f"csv:{tmp_path / 't.csv'}", "label-column": "label", "client-column": "site", "num-clients": 3}
-    keys |= {"model": "mlp", "task": "binary", "class-names": "0,1", "feature-columns": "a,b", "norm": "layer"}
-    keys |= {"feature-ranges": "*:0:30", "eval-on": "global", "local-steps": 2}
-    noise, record = {"standardise-noise-multiplier": 2.0, "dp-delta": 1e-3}, {"record-dp": True}
-    half = PrivacyAccountant(1e-3, "replace-one", releases=[Release(2.0, 3, 3)]).epsilon()
-    for protection, cost in (
-        ({"masked-sums": True}, ", under masks"),
-        ({"dp": "client", "dp-noise-multiplier": 1.0, "dp-neighbours": "replace-one", **noise}, f"{half:.4g}"),
-        ({**record, "record-dp-noise-multiplier": 1.0, **noise}, f"{epsilon_of_steps([Steps(2, 1, 1)], 1e-3):.4g}"),
-    ):
-        config = Config.make({**keys, **protection})
-        told = [line for line in inspect_model(make_model(config), "fedavg", 3, config).warnings if "inputs" in line]
-        assert len(told) == 1
-        assert "before round 1 each client sends 6 bounded sums of its inputs, once" in told[0]
-        assert cost in told[0]
-    config = Config.make({**keys, "masked-sums": True, "standardise": "ranges"})
-    assert not any("inputs" in line for line in inspect_model(make_model(config), "fedavg", 3, config).warnings)
 
 
 def test_warnings_name_what_a_method_would_not_do() -> None:
