@@ -63,8 +63,6 @@ NOT_RUN = {
     ("docs/reference/output-folder.md", "tests/lab/output/test_tensorboard.py runs it with a stub"),
     ("docs/report.md", "follows a run until it is finished"),
     ("docs/doctor.md", "needs a model trained elsewhere"),
-    *((f"docs/methods/{name}.md", "tests/apps/test_recipes.py runs every recipe") for name in [*STRATEGIES, "options"]),
-    *((f"docs/methods/{name}.md", "needs the grid and the arrays of a ServerApp") for name in STRATEGIES),
 }
 
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()

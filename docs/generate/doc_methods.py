@@ -14,14 +14,13 @@ from doc_config import field_cells
 from doc_travels import cost_of, travels_section
 
 from fedbn_flwr.batchnorm import adaptation
-from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import feature
 from fedbn_flwr.server import momentum, reestimation, shared_bn
 from fedbn_flwr.server.params import Params
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
-__all__ = ["method_pages", "method_title"]
+__all__ = ["method_pages", "method_title", "page_of"]
 
 _OPTIONS = {
     feature: "feature-norm",
@@ -34,9 +33,8 @@ _OPTIONS_HEAD = """# Options of every method
 
 These parts are not methods. Any method may use them; a method that cannot refuses them with a message that says why.
 """
-_COMBINATIONS_HEAD = """<!-- Made by `make generate` from fedbn_flwr/strategies. Do not edit. -->
-
-# Methods in one run
+_COMBINATIONS_HEAD = """
+## Methods in one run
 
 A method changes one of three places of FedAvg, and a run may have a method in each place: what stays with the clients
 (`local-part`), the local training (`client-hooks`, one or several) and the server's step (`server-step`). The method in
@@ -78,14 +76,25 @@ def method_pages(root: Path) -> dict[Path, str]:
     """
     results = yaml.safe_load((root / "docs/results/methods.yaml").read_text(encoding="utf-8"))
     folder = Path("docs/methods")
-    pages = {folder / f"{name}.md": _page(method, root, results) for name, method in STRATEGIES.items()}
-    return pages | {folder / "options.md": _options_page(root), folder / "combinations.md": _combinations_page()}
+    pages = {}
+    for name, method in STRATEGIES.items():
+        if page_of(name) == f"{name}.md":
+            pages[folder / page_of(name)] = _page(method, root, results)
+    return pages | {folder / "options.md": _options_page(root) + _combinations()}
+
+
+def page_of(name: str) -> str:
+    """Return the file of a method's page: the methods of one module share the page of the first."""
+    module = STRATEGIES[name].__module__
+    return next(f"{first}.md" for first, other in STRATEGIES.items() if other.__module__ == module)
 
 
 def method_title(method: StrategyClass) -> str:
-    """Return the paper's name of a method: how its module's docstring begins, or the class, if a module has several."""
-    several = sum(other.__module__ == method.__module__ for other in STRATEGIES.values()) > 1
-    return method.__name__ if several else _docstring(sys.modules[method.__module__])[0].partition(":")[0]
+    """Return the paper's name of a method: how its module's docstring begins, or the classes, if a module has several."""
+    same = [other.__name__ for other in STRATEGIES.values() if other.__module__ == method.__module__]
+    if len(same) > 1:
+        return ", ".join(same)
+    return _docstring(sys.modules[method.__module__])[0].partition(":")[0]
 
 
 def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
@@ -95,7 +104,6 @@ def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
     head, when, body = _with_when(body)
     before, mark, after = body.partition("## Differs from the paper")
     lead = first.partition(": ")[2]
-    kept = ", ".join(part.value for part in Part if part in method().local) or "nothing"
     return "\n".join(
         [
             f"<!-- Made by `make generate` from {file}. Do not edit. -->",
@@ -103,10 +111,6 @@ def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
             f"# {method_title(method)}",
             "",
             f"{lead[0].upper()}{lead[1:]}",
-            "",
-            "| name | class | model entries that stay with the client | file |",
-            "|---|---|---|---|",
-            f"| `{method.name}` | `{method.__name__}` | {kept} | [{file}]({_UP}{file}) |",
             "",
             *_box(method, when, results),
             "",
@@ -121,10 +125,6 @@ def _page(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> str:
             "## Settings",
             "",
             *_settings(method),
-            "",
-            "## How to run it",
-            "",
-            *_how_to_run(method),
             "",
             "## What it reached",
             "",
@@ -156,7 +156,7 @@ def _box(method: StrategyClass, when: list[str], results: Mapping[str, Any]) -> 
     links += [
         f"[code]({_UP}{code})",
         f"[recipe]({_UP}{_recipe(method.name)})",
-        "[diff for your app](../flower-projects.md)",
+        "[lines for your app](../flower-projects.md)",
     ]
     lines.append(f"**Read:** {', '.join(links)}")
     for line in lines:
@@ -203,57 +203,41 @@ def _settings(method: StrategyClass) -> Iterator[str]:
     for name, field in own.items():
         key = name.replace("_", "-")
         yield "| " + " | ".join([f"`{name}`", f"`{key}`", *field_cells(key, field)]) + " |"
-    shared = ", ".join(f"`{name.replace('_', '-')}`" for name in common if name not in own)
+    if not own:
+        yield "The method has no settings of its own."
     yield ""
-    yield "These are the method's own." if own else "The method has no settings of its own."
-    yield f"Every method reads {shared}, and refuses one that has no meaning for it: [config keys](../config.md)"
-    yield "explains them."
+    yield "[Config keys](../config.md) has those of every method."
 
 
 def _recipe(name: str) -> str:
     return f"apps/main/recipes/{name}.yaml"
 
 
-def _run_recipe(name: str) -> Iterator[str]:
-    recipe = _recipe(name)
-    yield f"The recipe [{recipe}]({_UP}{recipe}) runs on embedded data, in seconds:"
-    yield ""
-    yield "```sh no-run: tests/apps/test_recipes.py runs every recipe"
-    yield f"fedbn-flwr run {recipe} --out runs/{name}"
-    yield "```"
-    yield ""
-
-
-def _how_to_run(method: StrategyClass) -> Iterator[str]:
-    yield from _run_recipe(method.name)
-    yield "In a Flower `ServerApp` it takes Flower's arguments and the settings above; `arrays` is the initial model:"
-    yield ""
-    yield "```python no-run: needs the grid and the arrays of a ServerApp"
-    yield f"from fedbn_flwr.strategies import {method.__name__}"
-    yield ""
-    yield f"strategy = {method.__name__}()"
-    yield "result = strategy.start(grid=grid, initial_arrays=arrays, num_rounds=20)"
-    yield "```"
-    yield ""
-    yield "[Flower projects](../flower-projects.md) shows what the client adds."
-
-
 def _reached(method: StrategyClass, root: Path, results: Mapping[str, Any]) -> Iterator[str]:
-    yield "Test accuracy in per cent. [The papers' tables](../results/papers.md) say what differs from the papers."
+    yield "Test accuracy in per cent; behind each link are the settings, the seeds and the commits."
     yield ""
-    yield "| setting | here | paper | how |"
-    yield "|---|---|---|---|"
-    found = _REACHED.search((root / _recipe(method.name)).read_text(encoding="utf-8"))
+    yield "| setting | here | paper |"
+    yield "|---|---|---|"
+    same = [other for other in STRATEGIES.values() if other.__module__ == method.__module__]
+    for other in same:
+        of = f"{other.__name__}: " if len(same) > 1 else ""
+        for row in _rows_reached(other.name, root, results):
+            yield f"| {of}{row}"
+
+
+def _rows_reached(name: str, root: Path, results: Mapping[str, Any]) -> Iterator[str]:
+    found = _REACHED.search((root / _recipe(name)).read_text(encoding="utf-8"))
     if found:
-        yield f"| {found[1]}, on {found[3]} | {found[2]} | - | its recipe, {found[4]} |"
+        yield f"{found[1]}, on {found[3]}: its recipe, {found[4]} | {found[2]} | - |"
     order = list(results["studies"]).index
-    for row in sorted(results["methods"].get(method.name, ()), key=lambda row: order(row["study"])):
+    for row in sorted(results["methods"].get(name, ()), key=lambda row: order(row["study"])):
         study = results["studies"][row["study"]]
-        how = f"[{study['name']}](../results/{study['page']}), {study['how']}" if "how" in study else "-"
-        yield f"| {_setting(row, results)} | {row.get('here', 'not run')} | {row.get('paper', '-')} | {how} |"
+        setting = f"[{study['name']}](../results/{study['page']})" if "page" in study else study["title"]
+        details = [str(row[key]) for key in ("case", "note") if key in row]
+        yield f"{', '.join([setting, *details])} | {row.get('here', 'not run')} | {row.get('paper', '-')} |"
 
 
-def _combinations_page() -> str:
+def _combinations() -> str:
     roles = ("local-part", "client-hooks", "server-step")
     named = [(name, method) for role in roles for name, method in STRATEGIES.items() if METHODS[name].role == role]
     lines = [_COMBINATIONS_HEAD, "| | " + " | ".join(f"`{name}`" for name, _ in named) + " |"]
@@ -282,5 +266,5 @@ def _options_page(root: Path) -> str:
         lines += [f"## {title}", "", f"{lead[0].upper()}{lead[1:]} Config: `{key}`.", ""]
         lines += [re.sub(r"^## ", "### ", body, flags=re.MULTILINE), ""]
         if (root / _recipe(key)).is_file():
-            lines += ["### How to run it", "", *_run_recipe(key)]
+            lines += [f"Recipe: [{_recipe(key)}]({_UP}{_recipe(key)}).", ""]
     return "\n".join(lines)

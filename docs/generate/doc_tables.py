@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from doc_at_once import config_table
 from doc_config import config_page
-from doc_methods import method_pages, method_title
+from doc_methods import method_pages, method_title, page_of
 from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
 from doc_privacy import privacy_table
@@ -132,7 +132,9 @@ def strategy_table() -> str:
     lines = ["| name | what it does | model entries that stay with the client | source |", "|---|---|---|---|"]
     for name, strategy in STRATEGIES.items():
         kept = ", ".join(part.value for part in Part if part in strategy().local) or "nothing"
-        lines.append(f"| [`{name}`]({name}.md) | {METHODS[name].summary_line} | {kept} | {METHODS[name].source} |")
+        lines.append(
+            f"| [`{name}`]({page_of(name)}) | {METHODS[name].summary_line} | {kept} | {METHODS[name].source} |"
+        )
     return "\n".join(line.replace("||", "\\|\\|") for line in lines)
 
 
@@ -140,7 +142,8 @@ def method_menu() -> str:
     """Return the methods' entries in the menu of the site, by group."""
     groups: dict[str, list[str]] = {group: [] for group in _GROUPS}
     for name, strategy in STRATEGIES.items():
-        groups[_group_of(name)].append(f"          - {method_title(strategy)}: methods/{name}.md")
+        if page_of(name) == f"{name}.md":
+            groups[_group_of(name)].append(f"          - {method_title(strategy)}: methods/{name}.md")
     lines = []
     for group, entries in groups.items():
         lines += [f"      - {group}:", *entries]
@@ -174,7 +177,7 @@ def class_list() -> str:
     lines = []
     for name, strategy in STRATEGIES.items():
         lines += ["", f"::: fedbn_flwr.strategies.{strategy.__name__}", "    options:", "      members: false", ""]
-        lines += [f"Formulas, cost and settings: [{method_title(strategy)}](../methods/{name}.md)."]
+        lines += [f"Formulas, cost and settings: [{method_title(strategy)}](../methods/{page_of(name)})."]
     return "\n".join([*lines, ""])
 
 
