@@ -77,7 +77,7 @@ def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
 
 def _users(name: str) -> str:
     methods = [method.name for method in methods_with(STRATEGIES.values(), name)]
-    return ", ".join(f"[{method}](methods/{method}.md)" for method in methods) or "every method"
+    return ", ".join(methods) or "every method"
 
 
 def _type(annotation: Any) -> str:

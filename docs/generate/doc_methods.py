@@ -90,7 +90,7 @@ def page_of(name: str) -> str:
 
 
 def method_title(method: StrategyClass) -> str:
-    """Return the paper's name of a method: how its module's docstring begins, or the classes, if a module has several."""
+    """Return the paper's name of a method, with which its docstring begins, or the classes of a module of several."""
     same = [other.__name__ for other in STRATEGIES.values() if other.__module__ == method.__module__]
     if len(same) > 1:
         return ", ".join(same)

@@ -47,5 +47,5 @@ def privacy_table() -> str:
     lines = [f"| method | {' | '.join(PROTECTIONS)} |", "|---" * (1 + len(PROTECTIONS)) + "|"]
     for name, kind in STRATEGIES.items():
         cells = [cell(kind().methods) for cell in PROTECTIONS.values()]
-        lines.append(f"| [`{name}`](../methods/{name}.md) | {' | '.join(cells)} |")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)

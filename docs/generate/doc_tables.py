@@ -23,7 +23,6 @@ from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
 from doc_privacy import privacy_table
 from doc_references import references_page
-from doc_refusals import refusals_table
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.situations import SITUATIONS
@@ -64,9 +63,8 @@ def derived(root: Path) -> dict[Path, str]:
         "README.md": {"glance": glance_table(root)},
         "docs/choose.md": {"situations": situation_table()},
         "docs/methods/index.md": {"strategies": strategy_table(), "norms": norm_table()},
-        "docs/reference/strategies.md": {"classes": class_list()},
+        "docs/reference/python.md": {"classes": class_list()},
         "docs/guides/privacy.md": {"protections": privacy_table()},
-        "docs/reference/privacy-refusals.md": {"refusals": refusals_table()},
         "docs/reference/messages.md": {"keys": key_table()},
         "docs/performance.md": {
             "compared": f"\n{compared_sentence(root)}\n",
