@@ -5,7 +5,6 @@ A context exists as long as its node's process and its run. The copies in a ``St
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from flwr.app import ConfigRecord, Context, RecordDict
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.client.state_folder import Folder, OpenFolder, StateFolder
+from fedbn_flwr.client.state_folder import StateFolder
 from fedbn_flwr.compat.flower import filled
 from fedbn_flwr.errors import NOT_FINITE, StateError, coded
 from fedbn_flwr.messages.protocol import (
@@ -56,7 +55,7 @@ class LocalState:
         self._context = context
         self._without_context = RecordDict()
         self._parts = parts
-        self._folder: Folder | None = None
+        self._folder: StateFolder | None = None
         self._start_id = start_id
         self._fingerprint = fingerprint
 
@@ -65,10 +64,9 @@ class LocalState:
         """``Context.state``; not stored, because a mod or an app may replace it."""
         return self._without_context if self._context is None else self._context.state
 
-    def attach(self, root: Path | OpenFolder, continuity: Continuity, partition_id: int) -> None:
+    def attach(self, root: Path, continuity: Continuity, partition_id: int) -> None:
         """Write copies to the state folder ``root`` from now on; see ``StateFolder``."""
-        opened = functools.partial(StateFolder, root) if isinstance(root, Path) else root
-        self._folder = opened(continuity, partition_id, self._fingerprint)
+        self._folder = StateFolder(root, continuity, partition_id, self._fingerprint)
 
     def restore(self, expected: str | None, used: str | None = None) -> None:
         """Restore the state that the server expects, and undo a round whose reply it has not used.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from flwr.app import Context
 
@@ -20,7 +20,7 @@ from fedbn_flwr.client.permissions import check_path
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.protocol import STATE_DIR, Continuity
 
-__all__ = ["Folder", "OpenFolder", "StateFolder", "partition_folder", "state_dir"]
+__all__ = ["StateFolder", "partition_folder", "state_dir"]
 
 logger = logging.getLogger("flwr")
 
@@ -58,22 +58,6 @@ class _File(NamedTuple):
     run: str
     server_round: int
     path: Path
-
-
-class Folder(Protocol):
-    """What a client needs of its files; see ``StateFolder``."""
-
-    @property
-    def path(self) -> Path:
-        """Where the files are."""
-
-    def newest(self) -> dict[str, Any] | None: ...  # noqa: D102
-    def find(self, sha256: str) -> dict[str, Any] | None: ...  # noqa: D102
-    def write(self, content: Mapping[str, Any], server_round: int) -> None: ...  # noqa: D102
-
-
-OpenFolder = Callable[[Continuity, int, str], Folder]
-"""Returns a client's folder on another machine, from its run, its partition and the fingerprint of its model."""
 
 
 class StateFolder:

@@ -26,7 +26,7 @@ from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.received import Received, entries_that_stay, load_received
 from fedbn_flwr.client.record_privacy import RecordPrivacy, unchanged_buffers
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
-from fedbn_flwr.client.state_folder import OpenFolder, state_dir
+from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, StateError
 from fedbn_flwr.messages.moments import encode_moments
 from fedbn_flwr.messages.numpy_client import Config
@@ -140,7 +140,7 @@ class TorchClient(NumPyClient):
         seed: int | None = None,
         task: Task = CLASSIFICATION,
         training_loss: LossFn | None = None,
-        state_dir: Path | OpenFolder | None = None,
+        state_dir: Path | None = None,
         validation_data: Batches | Dataset[Any] | None = None,
         data_report: Callable[[], str] | None = None,
         record_level: RecordLevel | None = None,

@@ -25,7 +25,6 @@ from fedbn_flwr.lab.data import (
     is_own,
     listed,
 )
-from fedbn_flwr.lab.data.shared import DataKey, adopted
 from fedbn_flwr.lab.models import MODELS, input_shape, model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.privacy.record_level import RecordLevel
@@ -110,17 +109,10 @@ class Values(Fields):
         """
         if not is_own(self.dataset):
             check_known("dataset", self.dataset, DATASETS)
-        if from_elsewhere := adopted(self.data_key()):
-            return from_elsewhere
-        if not is_own(self.dataset):
             return DATASETS[self.dataset]
         from fedbn_flwr.lab.data import own_info  # with the readers of tables and images
 
         return own_info(self.own_data())
-
-    def data_key(self) -> DataKey:
-        """Return what names the run's data between processes, see ``data.shared``."""
-        return self.own_data() if is_own(self.dataset) else self.dataset, self.data_dir
 
     def example_shape(self) -> tuple[int, ...]:
         """Return the shape of the model's input: (C, H, W) of images, (features,) or another shape of other examples.

@@ -86,7 +86,7 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
 
 def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
     """Return the absolute data folder; an embedded or shared data set ignores it."""
-    if not info.files or info.shared:
+    if not info.files:
         return Path()
     if not str(data_dir):
         raise DataError(

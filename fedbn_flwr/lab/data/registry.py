@@ -42,7 +42,6 @@ class DatasetInfo:
         notes: what a user must know of own data, one text each.
         warnings: what looks wrong in own data, one text each.
         group_names: all groups of the data set as published, if a copy may lack some: a run names those that it lacks.
-        shared: another process has read the data, see ``data.shared``; no file is needed here.
     """
 
     name: str
@@ -67,7 +66,6 @@ class DatasetInfo:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     group_names: tuple[str, ...] = ()
-    shared: bool = False
 
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

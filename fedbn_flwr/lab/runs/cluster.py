@@ -1,147 +1,41 @@
-"""Runs on Ray, on this machine or on a cluster: what they need of their configs goes to the workers, code and data.
+"""Ray for runs: a private one on this machine, or a cluster of machines that is running already.
 
-::
-
-    with cluster(configs, address, num_cpus=2) as session:
-        shared = session.share(configs)  # loads and shares each data set once
-
-        @ray.remote(num_cpus=1)
-        def work(shared, config, out):
-            shared.adopt()  # from now on this process takes the data from Ray, and reads no file
-            return run(config, out, workers=0)
-
-        ray.get(work.remote(shared, config, out))
+The machines of a cluster have the same versions of Python, Ray, Flower and torch, and share the disk on which the data
+and the output folder lie. This package and the user's modules go to them with the job, by Ray's ``runtime_env``.
 """
 
 from __future__ import annotations
 
-import functools
+import atexit
+import logging
+import os
+import signal
+import socket
 import sys
 import sysconfig
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+import time
+import tomllib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.engines.own_folder import own_folder
+from fedbn_flwr.errors import ConfigError, EngineError, needs_package
 from fedbn_flwr.lab import own_code
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config
-from fedbn_flwr.lab.data import KINDS, DatasetInfo, is_own
-from fedbn_flwr.lab.data.shared import DataKey, adopt, in_memory, pack
-from fedbn_flwr.lab.models.initial import FILES
-from fedbn_flwr.lab.models.own import is_own as is_own_model
-from fedbn_flwr.lab.models.own import own_module
-from fedbn_flwr.lab.partitioned.partitioned_data import load_data
-from fedbn_flwr.lab.runs.ray_cluster import connect, on_each
+from fedbn_flwr.lab.data import KINDS
+from fedbn_flwr.lab.models.own import is_own, own_module
+from fedbn_flwr.training.settings import share_of
+from fedbn_flwr.transport.channel_frame import is_loopback
 
-__all__ = ["RaySession", "SharedData", "cluster", "user_modules"]
+__all__ = ["check_cluster", "check_room", "check_shared", "cluster", "join_cluster", "user_modules"]
 
-
-@dataclass(frozen=True)
-class SharedData:
-    """Data sets in Ray's object store; give it to a task as an argument.
-
-    Attributes:
-        entries: key, description, shape and Ray reference of each packed data set.
-    """
-
-    entries: tuple[tuple[DataKey, DatasetInfo, tuple[int, ...], Any], ...] = ()
-
-    def adopt(self) -> None:
-        """Take these data sets from Ray in this process, from now on; to call it again changes nothing."""
-        import ray
-
-        get: Any = ray.get
-        for key, info, shape, reference in self.entries:
-            adopt(key, info, shape, functools.partial(get, reference))
-
-
-class RaySession:
-    """The connection of this process to Ray; see ``cluster``."""
-
-    def __init__(self, address: str | None) -> None:
-        self.address = address
-
-    def share(self, configs: Sequence[Config]) -> SharedData:
-        """Load the data sets of these configs, each once, and put them into Ray's object store.
-
-        Data sets of image files that stay on the disk are not put there: tasks read the files, see
-        ``check_files``.
-
-        Raises:
-            DataError: data are missing.
-        """
-        import ray
-
-        shared: dict[tuple[DataKey, tuple[int, ...]], tuple[DataKey, DatasetInfo, tuple[int, ...], Any]] = {}
-        for config in configs:
-            if config.data_on_nodes():
-                continue
-            data, key = load_data(config), config.data_key()
-            shape = data.train.shape if data.train.as_bytes else ()
-            if (key, shape) not in shared and (packed := pack(data)):
-                shared[key, shape] = (key, config.data_info(), shape, ray.put(packed))
-        return SharedData(tuple(shared.values()))
-
-    def check_files(self, config: Config) -> None:
-        """Check that every machine has the files that a run reads and writes there.
-
-        Raises:
-            ConfigError: a machine lacks the files of a data set that stays on the disk, or the state folder that the
-                run names.
-            DataError: data are missing.
-        """
-        path = Path(config.own_data().path if is_own(config.dataset) else config.data_dir)
-        on_disk = not (config.data_on_nodes() or config.by_function()) and not in_memory(load_data(config))
-        if on_disk and (without := self._without(path)):
-            raise ConfigError(
-                f"dataset={config.dataset!r} stays on the disk (its images need more than 4 GiB, or "
-                f"augment={config.augment!r} needs the originals), and {path} is not on "
-                f"{without}. Put it there, or on a disk that all machines share."
-            )
-        if config.state_dir not in ("", STATE_IN_OUT):
-            self.check_shared("state-dir", Path(config.state_dir))
-
-    def check_files_of_run(self, config: Config) -> None:
-        """Check that every machine has the files of a whole run: also the server's.
-
-        Raises:
-            ConfigError: as ``check_files``; a machine lacks the initial weights.
-            DataError: data are missing.
-        """
-        self.check_files(config)
-        if config.init.endswith(FILES) and (without := self._without(Path(config.init))):
-            raise ConfigError(
-                f"init={config.init!r} is not on {without}: a run reads it there. Put it on a disk that all machines "
-                "share."
-            )
-
-    def check_shared(self, setting: str, folder: Path) -> None:
-        """Check that every machine sees what this one writes into a folder, which is made if it is absent.
-
-        Raises:
-            ConfigError: a machine does not; ``setting`` is what the message calls the folder.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        mark = folder / f".{uuid.uuid4().hex}"
-        mark.touch()
-        try:
-            without = self._without(mark)
-        finally:
-            mark.unlink()
-        if without:
-            raise ConfigError(
-                f"{setting}={str(folder)!r} is not one folder for all machines: {without} does not see what this "
-                "machine writes there. Name a folder that all machines share."
-            )
-
-    def _without(self, path: Path) -> str:
-        """Return the machines on which there is no such path, as text."""
-        if self.address is None:
-            return ""
-        return ", ".join(machine.address for machine, there in on_each(Path.exists, path.absolute()) if not there)
+_ANSWER_SECONDS = 5.0  # of the address; ``ray.init`` would wait for minutes
+_WORK_SECONDS = 120.0  # of a machine: it gets the code and starts a Python process
+_PACKAGE = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -151,55 +45,47 @@ def cluster(
     *,
     num_cpus: int | None = None,
     memory_gib: float | None = None,
-    **options: Any,
-) -> Iterator[RaySession]:
-    """Connect to Ray for runs of these configs; within the block ``ray.remote`` tasks can do them.
+    log_to_driver: bool = False,
+) -> Iterator[None]:
+    """Connect this process to Ray for runs of these configs; a private Ray ends with the block.
 
     Args:
-        configs: the settings; modules of the user that they name go to the other machines.
-        address: ``host:port`` of a running cluster; None = a private Ray on this machine, which ends with
-            the block.
+        configs: the settings; modules of the user that they name go to the machines of a cluster.
+        address: ``host:port`` of a running cluster, of which this machine is one; None = a private Ray here.
         num_cpus: CPUs of a private Ray; None = the cores.
-        memory_gib: memory of a private Ray, in GiB, see ``ray_cluster.connect``.
-        options: further arguments of ``ray_cluster.connect``.
-
-    Raises:
-        ConfigError: the address has a wrong form, or a module cannot be imported.
-        EngineError: Ray does not start, the cluster does not answer, or its machines have other versions.
+        memory_gib: what the tasks of a private Ray may ask for together, in GiB; None = Ray's choice.
+        log_to_driver: print what the tasks print.
     """
-    modules = user_modules(configs) if address is not None else ()
-    with connect(address, num_cpus=num_cpus, memory_gib=memory_gib, modules=modules, **options):
-        yield RaySession(address)
+    with needs_package("ray", "runs on a cluster"):
+        import ray
+    if ray.is_initialized():
+        raise EngineError("this process is connected to Ray already. Call ray.shutdown() first.")
+    runtime: dict[str, Any] = {"env_vars": {"FLWR_TELEMETRY_ENABLED": "0"}}
+    options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
+    with ExitStack() as stack:
+        if address is None:
+            folder = stack.enter_context(own_folder("ray-"))  # short: paths of sockets have 107 characters
+            options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": folder}
+            if memory_gib is not None:
+                options["_memory"] = int(memory_gib * 2**30)
+        else:
+            _check_address(address)
+            options["address"] = address
+            runtime["py_modules"] = [str(path) for path in (_PACKAGE, *user_modules(configs))]
+        _init({**options, "runtime_env": runtime})
+        stack.callback(ray.shutdown)
+        yield
 
 
 def user_modules(configs: Sequence[Config]) -> list[Path]:
-    """Return the files and folders of the modules with the user's models and data, and of those that they import.
-
-    Installed packages are not among them: every machine has its own.
-
-    Raises:
-        ConfigError: a module cannot be imported.
-    """
+    """Return the files and folders of the user's modules, and of those beside them that they import."""
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-    files: dict[Path, None] = {}
-    named = [own_module(config.model) for config in configs if is_own_model(config.model)]
+    named = [own_module(config.model) for config in configs if is_own(config.model)]
     named += [own_code.own_module("dataset", config.dataset, KINDS) for config in configs if config.by_function()]
-    for module in dict.fromkeys(named):
-        home = _home(module.__name__)
-        if any(home.is_relative_to(folder) for folder in installed):
-            continue
-        for other in list(sys.modules):
-            if "." not in other and other != "__main__" and (path := _location(other)) and path.parent == home:
-                files[path] = None
-    return list(files)
-
-
-def _home(module: str) -> Path:
-    """Return the folder in which a module, or the package that it is in, was found."""
-    path = _location(module.partition(".")[0])
-    if path is None:
-        raise ConfigError(f"module {module!r} is not a file: it cannot go to other machines")
-    return path.parent
+    homes = {path.parent for module in named if (path := _location(module.__name__.partition(".")[0]))}
+    own = {home for home in homes if not any(home.is_relative_to(folder) for folder in installed)}
+    imported = [_location(name) for name in list(sys.modules) if "." not in name and name != "__main__"]
+    return sorted({path for path in imported if path and path.parent in own})
 
 
 def _location(module: str) -> Path | None:
@@ -207,3 +93,108 @@ def _location(module: str) -> Path | None:
     imported = sys.modules.get(module)
     paths = [*getattr(imported, "__path__", []), getattr(imported, "__file__", None)]
     return Path(paths[0]).resolve() if paths[0] else None
+
+
+def check_cluster(config: Config, out: Path, address: str) -> None:
+    """Check, before a run, that its clients have room on a cluster, and see the files that they keep."""
+    with cluster([config], address):
+        check_room(config, [(node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0)) for node in _nodes()])
+        if config.state_dir:
+            check_shared("state-dir", out if config.state_dir == STATE_IN_OUT else Path(config.state_dir))
+
+
+def check_room(config: Config, machines: Sequence[tuple[str, float]]) -> None:
+    """Check that clients that wait for one another have room on machines, by address and CPUs, and reach the server."""
+    if not config.methods().whole.needs_all_at_once:
+        return
+    clients = share_of(config.fraction_train, config.num_clients)
+    places = sum(int(cpus // config.torch_threads) for _, cpus in machines)
+    if places < clients:
+        raise ConfigError(
+            f"the {clients} clients of a round wait for one another in the channel, and the cluster has room for "
+            f"{places} (torch-threads={config.torch_threads}). Set fedtan-transport=messages."
+        )
+    bind = str(getattr(config.params(), "fedtan_bind", ""))
+    if len({address for address, _ in machines}) > 1 and is_loopback(bind):
+        raise ConfigError(
+            f"fedtan-bind={bind!r} is this machine only. Set fedtan-transport=messages; or fedtan-bind to an address "
+            "that all machines reach, with fedtan-tls-dir."
+        )
+
+
+def check_shared(setting: str, folder: Path) -> None:
+    """Check that every machine of the cluster sees what this one writes into a folder, made if it is absent."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = folder.absolute() / f".{os.getpid()}.{time.time_ns()}"
+    mark.touch()
+    task, nodes = ray.remote(num_cpus=0)(Path.exists), _nodes()
+    on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    try:
+        there = ray.get([task.options(scheduling_strategy=place).remote(mark) for place in on], timeout=_WORK_SECONDS)
+    except ray.exceptions.RayError as error:  # also that it takes too long
+        raise EngineError(f"a machine of the cluster failed at its first task: {error}") from error
+    finally:
+        mark.unlink()
+    if without := ", ".join(node["NodeManagerAddress"] for node, seen in zip(nodes, there, strict=True) if not seen):
+        raise ConfigError(
+            f"{setting}={str(folder)!r} is not one folder for all machines: {without} does not see what this machine "
+            "writes there. Name a folder that all machines share."
+        )
+
+
+def join_cluster(address: str, pyproject: Path) -> None:
+    """Connect this process to a cluster until it ends: Flower's simulation uses the Ray that it finds connected."""
+    values = tomllib.loads(pyproject.read_text())["tool"]["flwr"]["app"]["config"]
+    stack = ExitStack()
+    atexit.register(stack.close)
+    stack.enter_context(cluster([Config.make(values, complete=True)], address, log_to_driver=True))
+
+
+def _nodes() -> list[dict[str, Any]]:
+    """Return what Ray tells of the machines of the cluster."""
+    import ray
+
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in nodes if node["Alive"]]
+
+
+def _check_address(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise ConfigError(
+            f"ray-address={address!r} must be HOST:PORT of a running cluster, as `ray start --head` shows it; the "
+            "command runs on one of its machines, without Ray's client (ray://)."
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise EngineError(
+            f"no Ray cluster answers at {address} ({error}). Start one with `ray start --head`, and "
+            "`ray start --address=HOST:PORT` on each other machine."
+        ) from error
+
+
+def _init(options: Mapping[str, Any]) -> None:
+    """Call ``ray.init`` without its warnings; the handler of SIGTERM stays that of this process."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else Ray looks how this process was started
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if main else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
+        ray.shutdown()
+        raise EngineError(
+            f"Ray at {options['address']}: {error}. A private one has its sockets in TMPDIR, whose path must be short. "
+            "This machine must be one of a cluster's, with the same versions of Ray and Python."
+        ) from error
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)

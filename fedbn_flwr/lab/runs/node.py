@@ -15,7 +15,7 @@ import torch
 from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr.client.lent_models import BuildModel
-from fedbn_flwr.client.state_folder import OpenFolder, state_dir
+from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
@@ -53,11 +53,10 @@ __all__ = ["RunClients", "client_fn", "node_report"]
 logger = logging.getLogger("flwr")
 
 
-def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchClient:
+def client_fn(context: Context) -> TorchClient:
     """Return a node's client, made from the run config and the node config in its Flower context.
 
-    A node with a ``data-path`` in its config trains and tests on the data there, not on a partition. ``open_folder``
-    replaces the state folder that the configs name.
+    A node with a ``data-path`` in its config trains and tests on the data there, not on a partition.
 
     Raises:
         ConfigError: the node config has neither ``partition-id`` and ``num-partitions`` nor ``data-path``; or a value
@@ -68,7 +67,7 @@ def client_fn(context: Context, open_folder: OpenFolder | None = None) -> TorchC
         # A node serves other apps, too: keys that are unlike ours are theirs.
         if key not in NODE_KEYS and difflib.get_close_matches(key.replace("_", "-"), NODE_KEYS, cutoff=0.9):
             raise unknown_name("key of the node's config", key, NODE_KEYS)
-    return _run_clients(tuple(context.run_config.items())).client(context, open_folder)
+    return _run_clients(tuple(context.run_config.items())).client(context)
 
 
 @functools.lru_cache(maxsize=4)  # called for every message
@@ -101,7 +100,7 @@ class RunClients:
         """Send the config alone to a new process, which imports the user's modules before it builds the model."""
         return _run_clients, (tuple(self._config.to_mapping().items()),)
 
-    def client(self, context: Context, open_folder: OpenFolder | None = None) -> TorchClient:
+    def client(self, context: Context) -> TorchClient:
         """Return a node's client; see ``client_fn``."""
         config = self._config
         torch.set_num_threads(config.torch_threads)
@@ -115,7 +114,7 @@ class RunClients:
             seed=config.seed,
             task=config.test_task(),
             training_loss=self._loss(partition_of(context), train) if config.class_weights else None,
-            state_dir=open_folder or _state_dir(config, context),
+            state_dir=_state_dir(config, context),
             validation_data=validation,
             data_report=_report(config, context),
             record_level=config.record_level(),

@@ -19,7 +19,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import NewLines, read_json
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, FLOWER_LOG
 from fedbn_flwr.lab.output.recorder import OnRound
-from fedbn_flwr.lab.runs.cluster_clients import check_cluster
+from fedbn_flwr.lab.runs.cluster import check_cluster
 from fedbn_flwr.lab.setup import gpu_share, pick_device, refuse_named_gpu
 from fedbn_flwr.machine import num_cores
 
@@ -69,11 +69,12 @@ _CLUSTER_APP = '''"""The same ClientApp on a Ray cluster. Only the process of Fl
 
 from pathlib import Path
 
-from fedbn_flwr.lab.runs.cluster_clients import cluster_client_app
+from fedbn_flwr.lab.runs.app import client_app
+from fedbn_flwr.lab.runs.cluster import join_cluster
 
 __all__ = ["client_app"]
 
-client_app = cluster_client_app({address!r}, Path(__file__).with_name("pyproject.toml"))
+join_cluster({address!r}, Path(__file__).with_name("pyproject.toml"))
 '''
 
 _PYPROJECT = """[project]
@@ -118,7 +119,7 @@ def simulate(
     """
     refuse_named_gpu(config)
     if ray_address is not None:
-        check_cluster(config, ray_address)
+        check_cluster(config, out, ray_address)
     federation = {**_resources(config, private=ray_address is None), **(federation_config or {})}
     before = read_json(out / "summary.json")
     lines: list[str] = []

@@ -100,7 +100,7 @@ def _problems_here(config: Config) -> Iterator[str]:
             f"data-dir={config.data_dir!r} is relative, and nodes run in other folders. Write the absolute path "
             f"(seen from the folder of this process: {str(Path(config.data_dir).absolute())!r})."
         )
-    elif config.data_dir and not config.data_info().shared and not Path(config.data_dir).is_dir():
+    elif config.data_dir and not Path(config.data_dir).is_dir():
         yield f"data-dir={config.data_dir!r} is not a folder. Create it, or name the one with the data."
     if config.init.endswith(FILES) and not Path(config.init).is_absolute():
         yield (

@@ -23,7 +23,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import NewLines
 from fedbn_flwr.lab.output.recorder import OnRound
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.cluster import SharedData, cluster
+from fedbn_flwr.lab.runs.cluster import check_shared, cluster
 from fedbn_flwr.lab.runs.run import work_of
 from fedbn_flwr.lab.setup import gpu_share, make_model, pick_device, refuse_named_gpu
 from fedbn_flwr.lab.studies.one_run import do_cell, finished, note_failure
@@ -79,7 +79,7 @@ def in_parallel(parallel: int = 1, memory_gib: float = 0.0, ray_address: str | N
             folder of the study is one that all its machines share.
 
     Raises:
-        ConfigError: (by the runner) a run needs more memory than stated, or a machine does not see a folder or file.
+        ConfigError: (by the runner) a run needs more memory than stated, or a machine does not see the folder.
         EngineError: (by the runner) the cluster does not answer.
     """
 
@@ -89,13 +89,10 @@ def in_parallel(parallel: int = 1, memory_gib: float = 0.0, ray_address: str | N
         for cell in cells:
             refuse_named_gpu(cell.config)
         configs = [cell.config for cell in cells]
-        with cluster(configs, ray_address, **({} if ray_address else here)) as session:
+        with cluster(configs, ray_address, **({} if ray_address else here)):
             if ray_address:
-                session.check_shared("out", out)
-                for config in configs:
-                    session.check_files_of_run(config)
-            needs = _needs(cells, ray_address)
-            yield from _on_ray(cells, needs, session.share(configs), out, follower)
+                check_shared("out", out)
+            yield from _on_ray(cells, _needs(cells, ray_address), out, follower)
 
     return runner
 
@@ -127,9 +124,7 @@ def _needs(cells: Sequence[Cell], ray_address: str | None) -> dict[str, float]:
     return needs
 
 
-def _on_ray(
-    cells: Sequence[Cell], needs: Mapping[str, float], shared: SharedData, out: Path, follower: Follower
-) -> Generator[Outcome]:
+def _on_ray(cells: Sequence[Cell], needs: Mapping[str, float], out: Path, follower: Follower) -> Generator[Outcome]:
     """Give all runs to Ray; yield those that ended, and tell the follower the new lines of the others."""
     import ray
 
@@ -142,9 +137,7 @@ def _on_ray(
         gpus = 0.0 if cell.config.device == "cpu" else share
         options = {"num_cpus": cell.config.torch_threads, "memory": needs[cell.name], "num_gpus": gpus}
         plain = replace(cell)  # without the config that it has computed
-        running[work.options(**options).remote(plain, shared, out, Path.cwd())] = _Watched(
-            cell, cell.folder(out), follower
-        )
+        running[work.options(**options).remote(plain, out, Path.cwd())] = _Watched(cell, cell.folder(out), follower)
     while running:
         ended, _ = ray.wait([*running], timeout=_POLL)
         for watched in running.values():
@@ -164,12 +157,11 @@ def _on_ray(
             yield watched.cell, error
 
 
-def _work(cell: Cell, shared: SharedData, out: Path, folder: Path) -> tuple[str, list[str]]:
+def _work(cell: Cell, out: Path, folder: Path) -> tuple[str, list[str]]:
     """Do a run in a process of Ray; return its error and what it logged as warnings."""
     if folder.is_dir():
         os.chdir(folder)  # relative paths of the config are those of the command
     keep_freed_memory()
-    shared.adopt()
     logger.setLevel(logging.WARNING)
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     handler = QueueHandler(records)

@@ -9,37 +9,25 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
-from importlib.metadata import version
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
-import torch
 import yaml
 from typer.testing import CliRunner
 
 from fedbn_flwr.engines.own_folder import own_folder, remove_dead
-from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
+from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import Dataset, Samples, load_dataset, shared
-from fedbn_flwr.lab.data.shared import adopt, pack
-from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
-from fedbn_flwr.lab.partitioned.report import data_report
-from fedbn_flwr.lab.runs import cluster as cluster_module
-from fedbn_flwr.lab.runs import ray_cluster
-from fedbn_flwr.lab.runs.cluster import RaySession, user_modules
-from fedbn_flwr.lab.runs.cluster_clients import check_cluster, check_room
-from fedbn_flwr.lab.runs.ray_cluster import Machine, check_versions, connect
-from fedbn_flwr.lab.runs.run import preflight, run
-from fedbn_flwr.lab.studies import parallel
+from fedbn_flwr.lab.runs.cluster import check_cluster, check_room, cluster, user_modules
+from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.parallel import in_parallel
-from fedbn_flwr.lab.studies.study import Cell
 from fedbn_flwr.lab.studies.study_checks import load_study
-from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
+from fedbn_flwr.lab.studies.sweep import sweep
 from tests.support.ray_nodes import can_hide, two_nodes
 
 ABOUT = ("name", "num_classes", "mean", "std", "group_names", "class_names")
@@ -51,75 +39,6 @@ def write_rows(path: Path) -> str:
     rng = np.random.default_rng(0)
     np.savez(path, x=rng.standard_normal((90, 4)).astype("float32"), y=rng.integers(0, 2, 90))
     return f"npz:{path}"
-
-
-def write_images(folder: Path) -> None:
-    """Write a few images of noise as MNIST's files."""
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    for name, count in (("train", 60), ("t10k", 20)):
-        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        head = np.array([2051, count, 28, 28], ">i4").tobytes()
-        (folder / f"{name}-images-idx3-ubyte").write_bytes(head + images.tobytes())
-        labels = np.array([2049, count], ">i4").tobytes() + (np.arange(count) % 10).astype(np.uint8).tobytes()
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
-
-
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def nothing_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_PACKED", {})
-    monkeypatch.setattr(shared, "_INFOS", {})
-
-
-@pytest.mark.usefixtures("nothing_adopted")
-@pytest.mark.parametrize("kind", ["rows", "images"])
-def test_adopted_data_are_the_same_and_need_no_files(kind: str, tmp_path: Path) -> None:
-    files = tmp_path / "files"
-    files.mkdir()
-    if kind == "rows":
-        settings = {**SMALL, "dataset": write_rows(files / "rows.npz"), "model": "mlp"}
-    else:
-        write_images(files / "MNIST" / "raw")
-        settings = {**SMALL, "dataset": "mnist", "data-dir": str(files), "model": "resnet20", "partition": "iid"}
-    config = Config.make(settings)
-    data, info, report = load_data(config), config.data_info(), data_report(partitioned_data(config, 3), config)
-    files.rename(tmp_path / "elsewhere")
-    with pytest.raises(FedBNError):
-        preflight(Config.make(settings), tmp_path / "out")
-    packed = pack(data)
-    assert packed is not None
-    adopt(config.data_key(), info, packed.shape, lambda: packed)
-    there = preflight(Config.make(settings), tmp_path / "out").config  # the checks of a config read no file either
-    found = load_data(there)
-    assert found is not data
-    assert [getattr(found, name) for name in ABOUT] == [getattr(data, name) for name in ABOUT]
-    for mine, theirs in ((found.train, data.train), (found.test, data.test)):
-        assert isinstance(mine, Samples)
-        assert isinstance(theirs, Samples)
-        assert torch.equal(mine.inputs, theirs.inputs)
-        assert mine.inputs.stride() == theirs.inputs.stride()
-        assert torch.equal(mine.targets, theirs.targets)
-    assert data_report(partitioned_data(there, 3), there) == report
-
-
-def test_grey_images_are_packed_once() -> None:
-    """Not three times, where a model takes RGB."""
-    data = load_dataset("digits", channels=3)
-    packed = pack(data)
-    assert packed is not None
-    assert packed.shape == (3, 8, 8)
-    assert packed.train["inputs"].shape == (len(data.train), 1, 8, 8)
-
-
-def test_groups_and_units_are_packed_too() -> None:
-    inputs, numbers = torch.randn(4, 2), torch.arange(4)
-    samples = Samples(inputs, numbers, numbers, numbers)
-    packed = pack(Dataset("x", samples, samples, 4, (), (), ("a", "b", "c", "d")))
-    assert packed is not None
-    assert list(packed.train) == ["inputs", "targets", "groups", "units"]
 
 
 # --- code ------------------------------------------------------------------------------------------------------------
@@ -166,44 +85,34 @@ def test_the_address_is_for_the_simulation_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["auto", "localhost", "ray://127.0.0.1:1", "127.0.0.1:port"])
 def test_an_address_is_a_host_and_a_port(address: str) -> None:
-    with pytest.raises(ConfigError, match="must be HOST:PORT of a running cluster") as caught, connect(address):
+    with pytest.raises(ConfigError, match="must be HOST:PORT of a running cluster"), cluster([], address):
         pass
-    assert ("Ray's client (ray://) is not supported" in str(caught.value)) == address.startswith("ray:")
 
 
-@pytest.mark.parametrize("listens", [False, True], ids=["nothing", "no Ray"])
-def test_an_address_that_does_not_answer_is_refused_before_any_work(
-    listens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``ray.init`` itself would wait for minutes, also at a port that is open."""
-    monkeypatch.setattr(ray_cluster, "_ANSWER_SECONDS", 0.3)
+def test_an_address_that_does_not_answer_is_refused_before_any_work(tmp_path: Path) -> None:
+    """``ray.init`` itself would wait for minutes."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        if listens:
-            server.listen()
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(EngineError, match=f"no Ray cluster answers at {address}"):
             run(Config.make(SMALL), tmp_path / "out", "simulation", ray_address=address)
     assert not (tmp_path / "out").exists()
 
 
-def machines(*cpus: float, addresses: str = "abcdefgh") -> list[Machine]:
-    return [Machine(address, address, count, 0.0) for address, count in zip(addresses, cpus, strict=False)]
+def machines(*cpus: float, addresses: str = "ab") -> list[tuple[str, float]]:
+    return list(zip(addresses, cpus, strict=False))
 
 
 @pytest.mark.parametrize(
     ("settings", "found", "message"),
     [
-        ({"torch-threads": 4}, machines(2, 3), r"torch-threads=4, and no machine .* has so many CPUs \(a 2, b 3\)"),
-        ({"torch-threads": 2}, machines(1, 2), ""),
-        ({"device": "cuda"}, machines(1), "device=cuda: clients on a Ray cluster get CPUs and no GPU"),
         ({"strategy": "fedtan", "fedtan-transport": "channel"}, machines(1, 1), "the 3 clients of a round wait for"),
         ({"strategy": "fedtan", "fedtan-transport": "channel"}, machines(2, 1), "fedtan-bind='127.0.0.1:0' is this"),
         ({"strategy": "fedtan", "fedtan-transport": "channel"}, machines(2, 1, addresses="aa"), ""),
         ({"strategy": "fedtan"}, machines(1, 1), ""),
     ],
 )  # fmt: skip
-def test_the_clients_have_room_on_the_cluster(settings: dict[str, Any], found: list[Machine], message: str) -> None:
+def test_the_clients_have_room_on_the_cluster(settings: dict[str, Any], found: Any, message: str) -> None:
     config = Config.make({**SMALL, **settings})
     if not message:
         check_room(config, found)
@@ -215,72 +124,14 @@ def test_the_clients_have_room_on_the_cluster(settings: dict[str, Any], found: l
 def test_a_second_connection_is_refused_and_the_first_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("the user's connection was ended"))
-    with pytest.raises(EngineError, match="connected to Ray already"), connect("127.0.0.1:1"):
+    with pytest.raises(EngineError, match="connected to Ray already"), cluster([], "127.0.0.1:1"):
         pass
-
-
-def test_machines_with_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    others: list[dict[str, str]] = [{}, {}]
-
-    def on_each(function: Callable[..., dict[str, str]], *args: Any) -> list[tuple[Machine, dict[str, str]]]:
-        return [(machine, function(*args) | other) for machine, other in zip(machines(1, 1), others, strict=True)]
-
-    monkeypatch.setattr(ray_cluster, "on_each", on_each)
-    check_versions()
-    others[1] = {"torch": "1.0", "numpy": "not installed"}
-    with pytest.raises(EngineError) as caught:
-        check_versions()
-    said = str(caught.value).split("\n")
-    assert said[0] == f"machine b has torch 1.0, this one {version('torch')}"
-    assert said[1] == f"machine b has numpy not installed, this one {version('numpy')}"
-    assert said[2:] == ["A run needs the same versions on all machines."]
-
-
-def test_files_that_a_machine_does_not_see_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RaySession, "_without", lambda self, path: "" if path == tmp_path else "b")
-    session, config = RaySession("host:1"), Config.make({**SMALL, "state-dir": str(tmp_path / "state")})
-    with pytest.raises(ConfigError, match="is not one folder for all machines: b does not see what this"):
-        session.check_files(config)
-    assert list((tmp_path / "state").iterdir()) == []
-    on_disk = {**SMALL, "dataset": write_rows(tmp_path / "rows.npz"), "model": "mlp"}
-    session.check_files(Config.make(on_disk))
-    monkeypatch.setattr(cluster_module, "in_memory", lambda data: False)
-    with pytest.raises(ConfigError, match=r"stays on the disk .* and .*rows\.npz is not on b\. Put it there"):
-        session.check_files(Config.make(on_disk))
-
-
-def test_initial_weights_that_a_machine_does_not_see_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a sweep each machine does whole runs, with the server's initial weights."""
-
-    class Started(Exception):
-        pass
-
-    def start(*args: Any) -> None:
-        raise Started
-
-    monkeypatch.setattr(RaySession, "_without", lambda self, path: "b" if "weights.pt" in str(path) else "")
-    session = RaySession("host:1")
-    monkeypatch.setattr(parallel, "cluster", lambda *args, **options: nullcontext(session))
-    monkeypatch.setattr(parallel, "_needs", start)
-
-    def begin(**settings: Any) -> None:
-        runner = in_parallel(ray_address="host:1")
-        next(runner([Cell("m", "s", 0, settings, SMALL)], tmp_path / "out", LogFollower()))
-
-    named = {"init": str(tmp_path / "weights.pt")}
-    session.check_files(Config.make({**SMALL, **named}))  # of one run the clients alone are on other machines
-    with pytest.raises(ConfigError, match=r"init=.*weights\.pt' is not on b: a run reads it there"):
-        begin(**named)
-    with pytest.raises(Started):
-        begin(init="torchvision:resnet18")
 
 
 # --- a cluster -------------------------------------------------------------------------------------------------------
 
 
-HIDDEN = ("data", "code", "runs")
+HIDDEN = ("code", "runs")
 """Folders that the second node does not have."""
 
 
@@ -289,7 +140,7 @@ def nodes(await_end: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
     """The address of a cluster of two nodes with one CPU each, and the folder of the files here."""
     with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as folder:  # Ray's sockets: <= 107 bytes
         scratch = Path(folder)
-        for name in HIDDEN:
+        for name in (*HIDDEN, "seen"):
             (scratch / name).mkdir()
         with two_nodes(scratch, [scratch / name for name in HIDDEN]) as address:
             yield address, scratch
@@ -299,12 +150,12 @@ def nodes(await_end: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
 @pytest.mark.slow
 @pytest.mark.simulation
 def test_a_run_of_this_machine_continues_on_a_cluster(nodes: tuple[str, Path], monkeypatch, same_run) -> None:
-    """On the second node there are no data, no code and no files of clients but those that come from here."""
+    """On the second node there is no code but that which comes from here; data and results are on a shared disk."""
     address, scratch = nodes
     write_net(scratch / "code")
     monkeypatch.chdir(scratch / "code")
-    own = {"dataset": write_rows(scratch / "data" / "rows.npz"), "model": "cluster_net:net", "strategy": "fedbn"}
-    settings, out = {**SMALL, **own}, scratch / "runs" / "cluster"
+    own = {"dataset": write_rows(scratch / "seen" / "rows.npz"), "model": "cluster_net:net", "strategy": "fedbn"}
+    settings, out = {**SMALL, **own}, scratch / "seen" / "cluster"
     expected = run(Config.make(settings), scratch / "runs" / "here", workers=0)
     run(Config.make({**settings, "num-server-rounds": 1}), out, workers=0)
     resumed = Config.make({**settings, "resume": True})
@@ -321,10 +172,11 @@ def test_the_machines_are_asked_for_files(nodes: tuple[str, Path], monkeypatch: 
     address, scratch = nodes
     if not can_hide():
         pytest.skip("both nodes see all files here")
-    config = Config.make({**SMALL, "state-dir": str(scratch / "runs" / "state")})
-    with pytest.raises(ConfigError, match="is not one folder for all machines"):
-        check_cluster(config, address)
-    check_cluster(config.model_copy(update={"state_dir": str(scratch / "seen")}), address)
+    for folder in ("out", str(scratch / "runs" / "state")):
+        config = Config.make({**SMALL, "state-dir": folder})
+        with pytest.raises(ConfigError, match="is not one folder for all machines"):
+            check_cluster(config, scratch / "runs" / "out", address)
+    check_cluster(Config.make({**SMALL, "state-dir": "out"}), scratch / "seen" / "out", address)
 
 
 @pytest.mark.slow
@@ -336,7 +188,7 @@ def test_a_run_on_a_cluster_has_the_bits_of_the_run_in_process(
     extra = {"freeze-at": 1} if strategy == "fixbn" else {}
     config = Config.make({**SMALL, "num-clients": 5, "strategy": strategy, **extra})
     expected = run(config, tmp_path / "here", workers=0)
-    same_run(run(config, nodes[1] / "runs" / strategy, "simulation", ray_address=nodes[0]), expected)
+    same_run(run(config, nodes[1] / "seen" / strategy, "simulation", ray_address=nodes[0]), expected)
 
 
 @pytest.mark.slow
@@ -347,13 +199,13 @@ def test_a_sweep_on_a_cluster_gives_the_tables_of_one_in_series(
     address, scratch = nodes
     write_net(scratch / "code")
     monkeypatch.chdir(scratch / "code")
-    own = {"dataset": write_rows(scratch / "data" / "rows.npz"), "model": "cluster_net:net"}
+    own = {"dataset": write_rows(scratch / "seen" / "rows.npz"), "model": "cluster_net:net"}
     (tmp_path / "study.yaml").write_text(
         yaml.safe_dump({"name": "small", "base": {**SMALL, **own}, "methods": {"A": {}, "B": {"strategy": "fedbn"}}})
     )
     study = load_study(tmp_path / "study.yaml")
     tables = sweep(study, tmp_path / "series")
-    assert sweep(study, scratch / "seen", in_parallel(ray_address=address)) == tables
+    assert sweep(study, scratch / "seen" / "sweep", in_parallel(ray_address=address)) == tables
     if can_hide():
         with pytest.raises(ConfigError, match=r"out='.*' is not one folder for all machines"):
             sweep(study, scratch / "runs" / "sweep", in_parallel(ray_address=address))
@@ -372,8 +224,8 @@ def naming(folder: Path) -> list[str]:
 
 KILLED = """
 import time
-from fedbn_flwr.lab.runs.ray_cluster import connect
-with connect(num_cpus=1):
+from fedbn_flwr.lab.runs.cluster import cluster
+with cluster([], num_cpus=1):
     print("ready", flush=True)
     time.sleep(600)
 """
