@@ -26,13 +26,19 @@ from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Diagnosis
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_run
+from fedbn_flwr.lab.models.mlp import MLP
 from fedbn_flwr.lab.runs.run import run
 
 HEALTHY: dict[str, Any] = {
-    **{"dataset": "digits", "partition": "iid", "num-clients": 5, "model": "mlp", "mlp-hidden": "64,64,64"},
+    **{"dataset": "digits", "partition": "iid", "num-clients": 5, "model": "doctor_cases:deep", "image-size": 28},
     **{"learning-rate": 0.1, "num-server-rounds": 12, "eval-every": 12, "checkpoint-every": 0},
 }
 """FedAvg on five equal clients, an epoch a round."""
+
+
+def deep(num_classes: int, channels: int, height: int, width: int) -> nn.Module:
+    """Return the network of three hidden layers."""
+    return MLP(num_classes, channels * height * width, hidden=(64, 64, 64))
 
 
 class Case(NamedTuple):
@@ -46,7 +52,7 @@ class Case(NamedTuple):
 
 ONE_STEP = {"local-steps": 1, "num-server-rounds": 100, "eval-every": 100}
 DOMAINS = {**HEALTHY, "dataset": "digits-domains", "partition": "domain", "model": "lenet"}
-DOMAINS = {key: value for key, value in DOMAINS.items() if key != "mlp-hidden"}
+del DOMAINS["image-size"]
 CASES = {
     "label skew, E = 1": Case(
         {**HEALTHY, "partition": "classes", **ONE_STEP}, "label-skew", "strategy=fedtan", {"strategy": "fedtan"}

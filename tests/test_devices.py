@@ -138,7 +138,7 @@ def test_worker_processes_on_a_device_end_in_the_state_of_one_process(federate, 
 def test_arrays_travel_in_the_order_of_the_cpu_from_a_channels_last_model(federate, device: torch.device) -> None:
     data, options = client_data((3, 6, 6), SIZES), {"rounds": 1, "local_epochs": 1, "batch_size": 0}
     model = lambda on: trained(nn.Sequential(*layers())).to(on)  # noqa: E731
-    there = federate(FedAvg(), lambda: set_memory_format(model(device), "channels-last"), data, **options)
+    there = federate(FedAvg(), lambda: model(device).to(memory_format=torch.channels_last), data, **options)
     here = federate(FedAvg(), lambda: model(CPU), data, **options)
     assert there.state["0.weight"].flags.c_contiguous
     close(there.state, here.state)

@@ -24,7 +24,7 @@ from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.freezing import keep_eval, unlike_in_tests
 from fedbn_flwr.training.layout import Layout
-from fedbn_flwr.training.memory_format import MemoryFormat, set_memory_format
+from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import load_state, loads_by_copy, no_tensors, unwrap
 
@@ -99,22 +99,22 @@ class LentModel:
 
 
 def lender(
-    model: nn.Module | BuildModel, memory_format: MemoryFormat = "auto", example: Callable[[], Any] | None = None
+    model: nn.Module | BuildModel, example: Callable[[], Any] | None = None
 ) -> Callable[[], AbstractContextManager[LentModel]]:
     """Return the function that lends a model: the given one, or one that this process builds with the given function.
 
     A built model that is not lent serves the next client. It is thrown away if its client raised an exception, and with
-    the function that builds it. ``memory_format`` and ``example`` are those of ``set_memory_format``.
+    the function that builds it. ``example`` is that of ``set_memory_format``.
     """
     if isinstance(model, nn.Module):
         given: list[LentModel] = []
 
         def lend() -> AbstractContextManager[LentModel]:
-            given[:] = [given[0].current() if given else _lendable(model, memory_format, example)]
+            given[:] = [given[0].current() if given else _lendable(model, example)]
             return nullcontext(given[0])
 
         return lend
-    return lambda: _built(model, memory_format, example)
+    return lambda: _built(model, example)
 
 
 def two_inputs(sets: Iterable[Batches]) -> Any:
@@ -124,7 +124,7 @@ def two_inputs(sets: Iterable[Batches]) -> Any:
     return data.batch(torch.tensor([0, min(1, len(data) - 1)]), torch.Generator())[0]
 
 
-def _lendable(model: nn.Module, memory_format: MemoryFormat, example: Callable[[], Any] | None) -> LentModel:
+def _lendable(model: nn.Module, example: Callable[[], Any] | None) -> LentModel:
     """Return the model to lend.
 
     Raises:
@@ -141,7 +141,7 @@ def _lendable(model: nn.Module, memory_format: MemoryFormat, example: Callable[[
     for told in (keep_eval(unwrap(model)), unlike_in_tests(unwrap(model))):
         if told:
             _warn(told)
-    return LentModel.of(set_memory_format(model, memory_format, example))
+    return LentModel.of(set_memory_format(model, example))
 
 
 @functools.cache  # once in a process: a model may be built for every message
@@ -150,13 +150,13 @@ def _warn(text: str) -> None:
 
 
 @contextmanager
-def _built(build: BuildModel, memory_format: MemoryFormat, example: Callable[[], Any] | None) -> Iterator[LentModel]:
+def _built(build: BuildModel, example: Callable[[], Any] | None) -> Iterator[LentModel]:
     free = _FREE.setdefault(build, [])
     if free:
         lent = free.pop().current()
     else:
         with seeded(0):  # the first weights are drawn in some processes only; what the client draws is as in the others
-            lent = _lendable(build(), memory_format, example)
+            lent = _lendable(build(), example)
     yield lent  # after an exception the model is not free again: its modes and hooks are as the exception left them
     for parameter in lent.layout.parameters():
         parameter.grad = None

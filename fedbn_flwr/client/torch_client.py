@@ -154,9 +154,7 @@ class TorchClient(NumPyClient):
             named = {**named, VALIDATION: validation_data}
         self.test_sets = {name: as_batches(data) for name, data in named.items()}
         self.settings = settings
-        self._lend = lender(
-            model, settings.memory_format, functools.partial(two_inputs, [self.train_data, *self.test_sets.values()])
-        )
+        self._lend = lender(model, functools.partial(two_inputs, [self.train_data, *self.test_sets.values()]))
         self.context = context
         if partition_id is None and context is not None:
             partition_id = partition_of(context)

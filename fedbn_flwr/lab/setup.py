@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -80,13 +80,13 @@ def gpu_share(at_once: int, gpus: int) -> float:
 
 
 def on_device(model: nn.Module, config: Config) -> nn.Module:
-    """Return the model on the device of a config, in its memory format."""
+    """Return the model on the device of a config, in the memory format that suits it."""
     return in_memory_format(model.to(pick_device(config.device)), config)
 
 
 def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
-    """Return the model in the memory format of a config."""
-    return set_memory_format(model, config.memory_format, lambda: torch.zeros(2, *config.example_shape()))
+    """Return the model in the memory format that suits it."""
+    return set_memory_format(model, lambda: torch.zeros(2, *config.example_shape()))
 
 
 def training_model(config: Config) -> nn.Module:
@@ -95,9 +95,8 @@ def training_model(config: Config) -> nn.Module:
 
 
 def ready_to_train(model: nn.Module, config: Config) -> nn.Module:
-    """Return the model on the device of a config, compiled if it says so."""
-    model = on_device(model, config)
-    return cast(nn.Module, torch.compile(model)) if config.compile else model
+    """Return the model on the device of a config."""
+    return on_device(model, config)
 
 
 def build_options(config: Config) -> dict[str, Any]:
@@ -106,19 +105,12 @@ def build_options(config: Config) -> dict[str, Any]:
         "name": config.model,
         "num_classes": config.num_outputs(),
         "input_shape": list(config.example_shape()),
-        "hidden": list(config.hidden()),
         "norm": config.norm,
         "norm_groups": config.norm_groups,
-        "norm_options": {
-            "rmax": config.renorm_rmax,
-            "dmax": config.renorm_dmax,
-            "activation": config.activation,
-            "gain": config.wsconv_gain,
-        },
         "seed": config.seed,
     }
     if config.feature_norm:
-        options["feature_norm"] = config.feature_norm_scale
+        options["feature_norm"] = config.feature_norm
     return options
 
 
@@ -184,7 +176,7 @@ def initialise(model: nn.Module, config: Config) -> InitReport | None:
         return None
     from fedbn_flwr.lab.models import load_initial
 
-    return load_initial(model, config.init, config.model, config.example_shape()[0], config.init_prefix)
+    return load_initial(model, config.init, config.model, config.example_shape()[0])
 
 
 def local_training(config: Config) -> LocalTraining:
@@ -200,7 +192,6 @@ def local_training(config: Config) -> LocalTraining:
         weight_decay=config.weight_decay,
         gradient_clip_norm=config.gradient_clip_norm,
         amp=config.amp,
-        memory_format=config.memory_format,
     )
 
 

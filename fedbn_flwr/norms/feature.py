@@ -14,7 +14,7 @@ The vector $x$ of $d$ numbers that enters the last linear layer becomes
 
 $$\sqrt{d} \, \frac{x}{\max(\lVert x \rVert, 10^{-12})}$$
 
-with ``feature-norm-scale=sqrt-d``, or the same without the root with ``1``, in training and in evaluation. There is no
+with ``feature-norm=sqrt-d``, or the same without the root with ``1``, in training and in evaluation. There is no
 parameter and no state, and nothing more is sent. The classifier is the last linear layer of the model, and a run logs
 its path. Refused are models without a linear layer, models whose last linear layer has another number of outputs than
 the model (register the classifier last), and segmentation.
@@ -91,19 +91,19 @@ def use_feature_norm(
     if not linear:
         raise NormLayerError(
             f"feature-norm normalises the features before a linear classifier, and {name} has no linear layer. Use a "
-            "model with one, or feature-norm=false."
+            "model with one, or leave feature-norm out."
         )
     path, head = linear[-1]
     if num_classes and head.out_features != num_classes:
         raise NormLayerError(
             f"feature-norm: '{path}', the last linear layer of {name}, has {head.out_features} outputs, and the model "
             f"has {num_classes}: it is not the classifier. Register the classifier last, use a model with a linear "
-            "classifier, or feature-norm=false."
+            "classifier, or leave feature-norm out."
         )
     if type(head) is not nn.Linear:
         raise NormLayerError(
             f"feature-norm: the last linear layer of {name}, '{path}', is a {type(head).__name__}, which has a rule "
-            "of its own for its input. Use another norm than fixup, or feature-norm=false."
+            "of its own for its input. Use another norm than fixup, or leave feature-norm out."
         )
     old = describe(head)
     head.__class__ = NormalisedLinear

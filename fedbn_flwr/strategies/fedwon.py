@@ -32,8 +32,7 @@ $\lambda$ is `agc`, a setting of every strategy. The server averages as FedAvg.
 
 ## Differs from the paper
 
-None known. The learnable gain per channel of Brock et al. is an option: `wsconv-gain=true`, or
-`replace_norm(model, "wsconv", gain=True)`.
+None known. The learnable gain per channel of Brock et al. is an option: `replace_norm(model, "wsconv", gain=True)`.
 
 ## Law
 

@@ -9,83 +9,68 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.inputs import map_inputs
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.wrappers import unwrap
 
-__all__ = ["Entries", "MemoryFormat", "device_of", "inputs_for", "set_memory_format"]
+__all__ = ["Entries", "device_of", "inputs_for", "set_memory_format"]
 
-MemoryFormat = Literal["auto", "contiguous", "channels-last"]
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _KNOWN = ("torch.nn.", "torchvision.", "fedbn_flwr.")  # modules whose layers work in channels-last
 _WORKING: set[tuple[str, str, str]] = set()  # models that are not tried again: of many clients, or in each message
 
 
-def set_memory_format(
-    model: nn.Module, memory_format: MemoryFormat = "auto", example: Callable[[], Any] | None = None
-) -> nn.Module:
-    """Give the model's 4-d entries a memory format, in place, and return the model.
+def set_memory_format(model: nn.Module, example: Callable[[], Any] | None = None) -> nn.Module:
+    """Give the model's 4-d entries the memory format that suits it, in place, and return the model.
 
-    "auto" is channels-last for models with 2-d convolutions in float32 or less and without instance norm, for which it
-    is slow in torch, and leaves other models as they are. A model with layers of a user's own stays contiguous if it
-    works in that format only: ``x.view(-1, 400)`` needs each image in one piece. "auto" looks at the model only, so
-    every engine and every node decides alike.
+    It is channels-last for models with 2-d convolutions in float32 or less and without instance norm, for which it is
+    slow in torch; other models stay as they are. A model with layers of a user's own becomes contiguous if it works in
+    that format only: ``x.view(-1, 400)`` needs each image in one piece. Only the model counts, so every engine and
+    every node decides alike.
 
     Args:
         model: the model, on its device.
-        memory_format: the format.
         example: returns inputs of two examples, on which a model with layers of a user's own is tried; it is called
             once for all equal models. None = such a model is not tried.
-
-    Raises:
-        ConfigError: the format is "channels-last", and the model works in the contiguous one only.
     """
-    if memory_format == "auto":
-        convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
-        wide = any(m.weight.dtype == torch.float64 for m in convolutions)
-        if not convolutions or wide or any(map(_normalises_each_channel, model.modules())):
-            return model
-    last = memory_format != "contiguous"
-    if last and example is not None and (error := _error_in_channels_last(unwrap(model), example)):
-        if memory_format == "channels-last":
-            raise ConfigError(
-                f"memory-format=channels-last: {type(unwrap(model)).__name__} works in the contiguous format only "
-                f"({error}). Use memory-format=contiguous, or .reshape(...) in place of .view(...) in the model."
-            )
-        last = False
-    return model.to(memory_format=torch.channels_last if last else torch.contiguous_format)  # type: ignore[call-overload,no-any-return,unused-ignore]
+    convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
+    wide = any(m.weight.dtype == torch.float64 for m in convolutions)
+    if not convolutions or wide or any(map(_normalises_each_channel, model.modules())):
+        return model
+    contiguous = example is not None and _is_contiguous_only(unwrap(model), example)
+    wanted = torch.contiguous_format if contiguous else torch.channels_last
+    return model.to(memory_format=wanted)  # type: ignore[call-overload,no-any-return,unused-ignore]
 
 
-def _error_in_channels_last(model: nn.Module, example: Callable[[], Any]) -> str:
-    """Return the error of a model that works in the contiguous format and not in channels-last; "" for any other."""
+def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
+    """Return whether a model works in the contiguous format and not in channels-last."""
     if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
-        return ""
+        return False
     kind = type(model).__module__, type(model).__qualname__, repr(model)
     if kind in _WORKING:
-        return ""
+        return False
     with suppress(Exception), seeded(0):  # users' data may raise anything, and the training will raise it again
         inputs = example()
-        if not (error := _error_of(model, torch.channels_last, inputs)):
+        if not _fails(model, torch.channels_last, inputs):
             _WORKING.add(kind)
-        elif not _error_of(model, torch.contiguous_format, inputs):
-            return error
-    return ""
+            return False
+        return not _fails(model, torch.contiguous_format, inputs)
+    return False
 
 
-def _error_of(model: nn.Module, memory_format: torch.memory_format, inputs: Any) -> str:
-    """Return the error that a copy of the model raises in this format, in a step or in a test; "" for none."""
+def _fails(model: nn.Module, memory_format: torch.memory_format, inputs: Any) -> bool:
+    """Return whether a copy of the model raises in this format, in a step or in a test."""
     try:
         trial = copied(model)
     except Exception:  # it holds a lock, say, and is not tried
-        return ""
+        return False
     trial.to(memory_format=memory_format)  # type: ignore[call-overload,unused-ignore]
     try:
         with torch.enable_grad():
@@ -94,9 +79,9 @@ def _error_of(model: nn.Module, memory_format: torch.memory_format, inputs: Any)
                 outputs.square().sum().backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             trial.eval()(inputs_for(trial)(inputs))
-    except Exception as error:
-        return str(error) or type(error).__name__
-    return ""
+    except Exception:
+        return True
+    return False
 
 
 def _normalises_each_channel(module: nn.Module) -> bool:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.training.memory_format import MemoryFormat
 
 __all__ = ["LearningRate", "LocalTraining", "OptimizerName", "Sampling", "share_of"]
 
@@ -94,7 +93,6 @@ class LocalTraining:
             (``torch.nn.utils.clip_grad_norm_``); 0 = any. A larger gradient is scaled down before the client hooks
             change it (SCAFFOLD's correction is added unclipped), and before weight decay and momentum.
         amp: bfloat16 autocast in forward passes; parameters and statistics stay in their dtype.
-        memory_format: of 4-d weights and inputs, see ``training.memory_format``.
     """
 
     learning_rate: LearningRate
@@ -107,7 +105,6 @@ class LocalTraining:
     weight_decay: float = 0.0
     gradient_clip_norm: float = 0.0
     amp: bool = False
-    memory_format: MemoryFormat = "auto"
 
     def __post_init__(self) -> None:
         """Check the numbers."""

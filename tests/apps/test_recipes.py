@@ -15,7 +15,7 @@ from fedbn_flwr.strategies import STRATEGIES
 
 FOLDER = Path(__file__).parents[2] / "apps/main/recipes"
 STUDIES = ("demo",)
-OPTIONS = {"feature-norm": True, "test-bn": "mix"}
+OPTIONS = {"feature-norm": "sqrt-d", "test-bn": "mix"}
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in STUDIES)
 HEADER = re.compile(
     r"# .+\.\n#   fedbn-flwr run apps/main/recipes/(?P<file>[\w-]+)\.yaml --out runs/[\w-]+\n"

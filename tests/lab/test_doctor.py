@@ -297,10 +297,10 @@ def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(
 
 def test_a_model_with_data_and_its_saved_state(tmp_path: Path) -> None:
     skew = [
-        *("--dataset", "digits", "--set", "num-clients=3", "--set", "mlp-hidden=16"),
+        *("--dataset", "digits", "--set", "num-clients=3"),
         *("--set", "partition=iid", "--max-examples", "60"),
     ]
-    config = Config.make({"dataset": "digits", "model": "mlp", "mlp-hidden": "16"})
+    config = Config.make({"dataset": "digits", "model": "mlp"})
     state = make_model(config).state_dict()
     state["norm.num_batches_tracked"] = torch.tensor(2.5)
     torch.save(state, tmp_path / "averaged.pt")

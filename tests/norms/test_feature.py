@@ -182,12 +182,12 @@ def test_a_layer_that_is_not_the_classifier_is_refused_by_name(write_cityscapes,
         build_model("users:net", **sizes)
     folder = write_cityscapes(tmp_path, {"aachen": 2}, {"lindau": 1}, (32, 64))
     data = {"dataset": "cityscapes", "data-dir": str(folder), "partition": "natural"}
-    with pytest.raises(ConfigError, match=r"feature-norm=true is for a vector of features .* segmentation"):
-        Config.make({**data, "model": "smp:Unet/mit_b0", "feature-norm": True})
+    with pytest.raises(ConfigError, match=r"feature-norm is for a vector of features .* segmentation"):
+        Config.make({**data, "model": "smp:Unet/mit_b0", "feature-norm": "sqrt-d"})
 
 
 def test_a_run_says_which_layer_is_normalised(tmp_path, caplog) -> None:
-    keys = {"num-clients": 2, "num-server-rounds": 1, "local-steps": 1, "feature-norm": True}
+    keys = {"num-clients": 2, "num-server-rounds": 1, "local-steps": 1, "feature-norm": "sqrt-d"}
     with caplog.at_level(logging.INFO, "flwr"):
         run(Config.make(keys), tmp_path / "out")
     assert "feature-norm: 'fc' is the classifier" in caplog.text
@@ -196,9 +196,7 @@ def test_a_run_says_which_layer_is_normalised(tmp_path, caplog) -> None:
 def test_it_is_a_key_beside_every_norm() -> None:
     base = {"dataset": "digits", "model": "mlp"}
     for norm in ("batch", "layer", "none"):
-        model = make_model(Config.make({**base, "norm": norm, "feature-norm": True, "feature-norm-scale": "1"}))
+        model = make_model(Config.make({**base, "norm": norm, "feature-norm": "1"}))
         heads = [module for module in model.modules() if isinstance(module, NormalisedLinear)]
         assert [head.feature_scale for head in heads] == ["1"]
     assert not any(isinstance(module, NormalisedLinear) for module in make_model(Config.make(base)).modules())
-    with pytest.raises(ConfigError, match="feature-norm-scale='1' has no effect: it is for feature-norm=true"):
-        Config.make({**base, "feature-norm-scale": "1"})

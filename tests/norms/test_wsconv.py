@@ -18,7 +18,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import batchnorm_places, replace_norm
 from fedbn_flwr.norms.wsconv import GAMMAS
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.training.memory_format import inputs_for, set_memory_format
+from fedbn_flwr.training.memory_format import inputs_for
 
 RELU = 1.7128585504496627
 
@@ -219,14 +219,14 @@ def test_other_dimensions(conv: type[nn.Conv1d], shape: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("norm", ["wsconv", "group+ws"])
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("memory_format", ["contiguous", "channels-last"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_the_memory_format_of_a_model_reaches_its_activations(norm: str, channels: int, memory_format: Any) -> None:
     """With one channel the input does not tell the format: the filters must."""
     model = nn.Sequential(nn.Conv2d(channels, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6))
-    model = set_memory_format(replace_norm(model, norm)[0], memory_format)
+    model = replace_norm(model, norm)[0].to(memory_format=memory_format)
     out = model(inputs_for(model)(torch.randn(2, channels, 8, 8)))
-    assert out.is_contiguous(memory_format=torch.channels_last) == (memory_format == "channels-last")
-    assert out.is_contiguous() == (memory_format == "contiguous")
+    assert out.is_contiguous(memory_format=torch.channels_last) == (memory_format == torch.channels_last)
+    assert out.is_contiguous() == (memory_format == torch.contiguous_format)
 
 
 def test_copies_pickles_and_description() -> None:

@@ -766,7 +766,6 @@ def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
             },
             "dp-max-epsilon=3.0 is below record-dp-target-epsilon=4.0",
         ),
-        ({"norm": "group", "compile": True}, "compile=true has no effect there"),
         ({"norm": "group", "dp": "server"}, "record-dp=true with dp=server: choose one of them"),
         ({"norm": "group", "validation-share": 0.2}, "leave it out, or set dp-metrics=published"),
         ({"strategy": "centralized"}, "record-dp=true: strategy=centralized has no clients"),

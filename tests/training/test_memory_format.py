@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torchvision.models import mobilenet_v2, resnet18
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.memory_format import inputs_for, set_memory_format
 
@@ -21,11 +20,8 @@ def is_last(model: nn.Module) -> bool:
     return all(p.is_contiguous(**LAST) for p in model.parameters() if p.dim() == 4)
 
 
-def test_auto_follows_the_model_and_not_the_clock() -> None:
+def test_the_format_follows_the_model_and_not_the_clock() -> None:
     assert is_last(set_memory_format(resnet18(num_classes=2)))
-    assert is_last(set_memory_format(resnet18(num_classes=2), "channels-last"))
-    again = set_memory_format(set_memory_format(resnet18(num_classes=2)), "contiguous")
-    assert all(p.is_contiguous() for p in again.parameters())
     assert not is_last(set_memory_format(resnet18(num_classes=2).double())), "no faster in float64"
     for norm in (nn.GroupNorm(4, 4), nn.InstanceNorm2d(4)):
         assert not is_last(set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), norm))), "slower in torch"
@@ -97,10 +93,8 @@ def images() -> torch.Tensor:
 
 @pytest.mark.parametrize("what", VIEWS)
 def test_a_model_that_views_its_memory_stays_contiguous(what: str) -> None:
-    model = set_memory_format(VIEWS[what](), "auto", images)
+    model = set_memory_format(VIEWS[what](), images)
     assert all(p.is_contiguous() for p in model.parameters())
-    with pytest.raises(ConfigError, match=r"is not compatible .*memory-format=contiguous"):
-        set_memory_format(VIEWS[what](), "channels-last", images)
 
 
 def test_a_model_whose_views_work_is_tried_once_and_without_a_trace() -> None:
@@ -113,15 +107,15 @@ def test_a_model_whose_views_work_is_tried_once_and_without_a_trace() -> None:
     torch.manual_seed(3)
     drawn = [Net("pooled").fc.weight, torch.rand(3)]
     torch.manual_seed(3)
-    model = set_memory_format(Net("pooled"), "auto", example)
+    model = set_memory_format(Net("pooled"), example)
     assert is_last(model)
     assert torch.equal(model.fc.weight, drawn[0])
     assert torch.equal(torch.rand(3), drawn[1])
     assert not model.norm.num_batches_tracked
-    assert is_last(set_memory_format(Net("pooled"), "auto", example)), "an equal model of another client"
-    assert not is_last(set_memory_format(Silent(), "auto", images))
-    assert is_last(set_memory_format(Silent("never"), "channels-last", images)), "not judged by one that looks equal"
-    assert is_last(set_memory_format(resnet18(num_classes=2), "auto", example)), "known"
+    assert is_last(set_memory_format(Net("pooled"), example)), "an equal model of another client"
+    assert not is_last(set_memory_format(Silent(), images))
+    assert is_last(set_memory_format(Silent("never"), images)), "not judged by one that looks equal"
+    assert is_last(set_memory_format(resnet18(num_classes=2), example)), "known"
     assert len(asked) == 1
 
 
@@ -135,8 +129,8 @@ def test_a_model_that_cannot_be_tried_is_judged_by_its_layers(broken: str) -> No
     class Own(Net):
         pass
 
-    assert is_last(set_memory_format(Own(), "auto", example))
-    assert not is_last(set_memory_format(Own(), "auto", images)), "asked again"
+    assert is_last(set_memory_format(Own(), example))
+    assert not is_last(set_memory_format(Own(), images)), "asked again"
 
 
 def test_inputs_get_the_models_format() -> None:
@@ -177,8 +171,8 @@ def test_the_format_changes_rounding_only(points, make) -> None:
     torch.manual_seed(0)
     model = make(num_classes=2).double()
     found = []
-    for memory_format in ("contiguous", "channels-last"):
-        own = set_memory_format(copy.deepcopy(model), memory_format)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        own = copy.deepcopy(model).to(memory_format=memory_format)
         settings = LocalTraining(learning_rate=LearningRate(0.01), local_steps=2, batch_size=8)
         train(own, Images(), settings, learning_rate=0.01, stream=lambda purpose: torch.Generator().manual_seed(1))
         found.append(own.state_dict())

@@ -77,7 +77,6 @@ def _of_data(config: Values | Known) -> list[str]:
     _noted(problems, _check_task, config, info)
     augment = _noted(problems, config.augmentation)
     _noted(problems, config.decays)
-    _noted(problems, config.hidden)
     if info:
         _noted(problems, config.weights_of_classes)
     for name in split(config.eval_on):
@@ -185,6 +184,6 @@ def _check_task(config: Values | Known, info: Any) -> None:
         )
     if config.feature_norm and task.by_pixel:
         raise ConfigError(
-            f"feature-norm=true is for a vector of features before a linear classifier, and the task {task.name} "
+            f"feature-norm is for a vector of features before a linear classifier, and the task {task.name} "
             "has a prediction for each pixel. Leave it out."
         )

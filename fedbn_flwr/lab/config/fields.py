@@ -11,13 +11,11 @@ from fedbn_flwr.batchnorm.adaptation import TestBNMode
 from fedbn_flwr.lab.config.method_settings import fields_of, method_fields
 from fedbn_flwr.lab.config.reading import refuse_bool
 from fedbn_flwr.lab.data import MISSING_VALUES, Standardise
-from fedbn_flwr.norms import FeatureScale
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings, RecordDPSettings
 from fedbn_flwr.server.method import Role
 from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.training.freezing import FrozenBN
-from fedbn_flwr.training.memory_format import MemoryFormat
 from fedbn_flwr.training.settings import OptimizerName, Sampling
 
 __all__ = ["GROUPS", "STATE_IN_OUT", "Fields", "MethodSettings"]
@@ -59,15 +57,10 @@ class Fields(MethodSettings):
     strategy: str = _key("what", "fedavg", "method; `fedbn-flwr list strategies`")
     norm: str = _key("what", "batch", "normalisation of the model; `fedbn-flwr list norms`")
     norm_groups: int = _key("what", 2, "groups of `norm=group`", ge=1)
-    wsconv_gain: bool = _key("what", False, "learnable gain per channel of `norm=wsconv` (Brock 2021; FedWon has none)")
-    activation: str = _key("what", "relu", "activation for which `norm=wsconv` scales: relu or identity")
-    renorm_rmax: float = _key("what", 3.0, "r_max of `norm=batch-renorm`", ge=1)
-    renorm_dmax: float = _key("what", 5.0, "d_max of `norm=batch-renorm`", ge=0)
-    feature_norm: bool = _key(
-        "what", False, "the features before the classifier get a fixed length (FN); beside any norm but fixup"
-    )
-    feature_norm_scale: FeatureScale = _key(
-        "what", "sqrt-d", "that length, in units of the root of their number: sqrt-d; or 1"
+    feature_norm: Literal["", "sqrt-d", "1"] = _key(
+        "what",
+        "",
+        "length of the features before the classifier (FN): sqrt-d, the root of their number; 1; empty = as they are",
     )
     model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, torchvision:NAME, your own module:function")
     num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
@@ -200,7 +193,6 @@ class Fields(MethodSettings):
     test_share: float = _key(
         "own data and models", 0.2, "share of own data that is the test part, where the data have none", gt=0, lt=1
     )
-    mlp_hidden: str = _key("own data and models", "", "comma list: widths of `model=mlp`'s hidden layers; empty = 30")
     validation_share: float = _key(
         "own data and models",
         0.0,
@@ -221,11 +213,6 @@ class Fields(MethodSettings):
         "",
         "initial weights, loaded by name and shape: an absolute path of a .safetensors, .pt or .pth file, or "
         "torchvision, torchvision:NAME, timm or smp (published weights, downloaded); read by the server alone",
-    )
-    init_prefix: str = _key(
-        "own data and models",
-        "",
-        "the part of `init` to load, by what is before its names: `backbone`, `encoder_q`; or a key in the file",
     )
     early_stopping: int = _key(
         "own data and models",
@@ -257,13 +244,6 @@ class Fields(MethodSettings):
         "BatchNorm statistics of the tests of eval-on that end in -test-bn, and of one more test of held-out clients, "
         "each from its own test inputs: batch = each test batch's, mix = these with the stored ones, which weigh as "
         "much as 16 examples; empty = no such test",
-    )
-    test_batch_size: int = _key(
-        "rounds",
-        0,
-        "examples per batch of the other tests, which limits their memory; 0 = 500, of segmentation 8, and fewer where "
-        "an input has more than 3 x 64 x 64 numbers, but not fewer than batch-size",
-        ge=0,
     )
     round_timeout: float = _key(
         "rounds",
@@ -339,13 +319,6 @@ class Fields(MethodSettings):
     )
     device: str = _key("local training", "auto", "auto, cpu, cuda or cuda:N; auto = cuda if available")
     amp: bool = _key("local training", False, "bfloat16 autocast in the forward passes of training")
-    memory_format: MemoryFormat = _key(
-        "local training",
-        "auto",
-        "of images and 4-d weights; auto = channels-last for models with 2-d convolutions and without instance norm "
-        "that work so (changes the last bits)",
-    )
-    compile: bool = _key("local training", False, "torch.compile the model of each client process (some 20 s, once)")
     torch_threads: int = _key("local training", 1, "CPU threads of torch per client (changes the last bits)", ge=1)
 
     out: str = _key("files", "", "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)")

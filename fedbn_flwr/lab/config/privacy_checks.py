@@ -114,10 +114,6 @@ def _record_problems(config: Values) -> list[str]:
         ),
         (limit and limit < target, f"dp-max-epsilon={limit} is below record-dp-target-epsilon={target}"),
         (
-            config.compile,
-            "record-dp=true computes the gradient of each example, and compile=true has no effect there",
-        ),
-        (
             config.standardise_as() == "local",
             "record-dp=true: standardise=local brings the mean and std of the training examples into the model, "
             "without noise. Use standardise=ranges with feature-ranges, federated with noise, or none",

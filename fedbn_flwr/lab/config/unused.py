@@ -86,19 +86,12 @@ def _of_model(config: Values) -> Conditions:
     return {
         "variance": (tracks, _FOR_BATCHNORM),
         "norm_groups": ("groups" in NORMS[config.norm].options, "it is for norm=group and group+ws"),
-        "wsconv_gain": (config.norm == "wsconv", "it is for norm=wsconv"),
-        "activation": (config.norm == "wsconv", "it is for norm=wsconv"),
-        "renorm_rmax": (config.norm == "batch-renorm", "it is for norm=batch-renorm"),
-        "renorm_dmax": (config.norm == "batch-renorm", "it is for norm=batch-renorm"),
-        "feature_norm_scale": (config.feature_norm, "it is for feature-norm=true"),
         "bn_momentum": (tracks, _FOR_BATCHNORM),
         "test_bn": (
             tracks and (adapts or bool(config.held_out_clients)),
             for_adapted if tracks else _FOR_BATCHNORM,
         ),
-        "init_prefix": (bool(config.init), "it is for init"),
         "frozen_bn": (bool(config.train_only) and tracks, "it is for train-only, with norm=batch and batch-renorm"),
-        "mlp_hidden": (config.model == "mlp", "it is for model=mlp"),
         "image_size": (config.image_size in (0, size), f"model={config.model} takes images of {size} pixels"),
     }
 

@@ -194,7 +194,7 @@ class Values(Fields):
         """
         task = self.learning_task()
         fits = _TEST_VALUES // math.prod(self.example_shape())
-        size = self.test_batch_size or min(task.test_batch, max(self.batch_size, fits, 1))
+        size = min(task.test_batch, max(self.batch_size, fits, 1))
         return replace(task, plain_test_batch=size)
 
     def plain_task(self) -> Task:
@@ -218,13 +218,6 @@ class Values(Fields):
                 "one for each class in the order of their numbers."
             )
         return tuple(float(weight or 0) for weight in weights)
-
-    def hidden(self) -> tuple[int, ...]:
-        """Return the widths of the hidden layers of ``mlp``; empty = its own."""
-        widths = [number(text) for text in split(self.mlp_hidden)]
-        if not all(isinstance(width, int) and width > 0 for width in widths):
-            raise ConfigError(f"mlp-hidden={self.mlp_hidden!r} must be a comma list of whole numbers above 0")
-        return tuple(int(width or 0) for width in widths)
 
     def decays(self) -> tuple[tuple[int | str, ...], tuple[float, ...]]:
         """Return the rounds after which the learning rate decays (or "freeze") and the factor of each."""

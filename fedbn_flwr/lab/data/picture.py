@@ -24,6 +24,7 @@ def partition_picture(counts: Indices, title: str = "", names: Sequence[str] = (
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     classes = list(names) or [str(label) for label in range(counts.shape[1])]
     figure = Figure(figsize=(min(16.0, 4 + 0.2 * len(counts)), 4), layout="constrained")
@@ -34,7 +35,7 @@ def partition_picture(counts: Indices, title: str = "", names: Sequence[str] = (
     for label, of_class in enumerate(counts.T):
         axis.bar(clients, of_class, 0.9, bottom, color=colours(label), label=classes[label])
         bottom = bottom + of_class
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set(xlabel="client", ylabel="training examples", title=title)
     if few:
         axis.legend(bbox_to_anchor=(1, 1), fontsize="small")
@@ -58,6 +59,8 @@ def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
     table = pd.DataFrame(counts, columns=classes).rename_axis("client")
     table.loc["all"] = table.sum()
     if len(classes) > _MOST_COLUMNS:
-        shown = pd.DataFrame({"classes": (table > 0).sum(axis=1), "largest": table.idxmax(axis=1)})
-        return shown.assign(all=table.sum(axis=1)).reset_index().to_string(index=False)
-    return table.assign(all=table.sum(axis=1)).reset_index().to_string(index=False)
+        columns = {"classes": (table > 0).sum(axis=1), "largest": table.idxmax(axis=1)}
+        shown = pd.DataFrame(columns).assign(all=table.sum(axis=1))
+    else:
+        shown = table.assign(all=table.sum(axis=1))
+    return str(shown.reset_index().to_string(index=False))

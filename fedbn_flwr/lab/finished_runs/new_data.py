@@ -20,16 +20,10 @@ __all__ = ["config_of_data", "data_for_model"]
 _OF_THE_MODEL = (
     "norm",
     "norm-groups",
-    "wsconv-gain",
-    "activation",
-    "renorm-rmax",
-    "renorm-dmax",
     "model",
     "bn-momentum",
-    "memory-format",
     "seed",
     "batch-size",
-    "test-batch-size",
 )
 # Settings that say how data are read: those of the run, unless the new data have others.
 _OF_READING = (
@@ -52,7 +46,7 @@ _OF_READING = (
     "test-share",
     "input-shape",
 )
-_OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", "test-batch-size", *_OF_READING)
+_OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_READING)
 _COLUMNS = ("client-column", "group-column", "split-column")  # a table of another place may lack them
 _OWN_SCALE = (
     "inputs have the mean and std of the training part of these data, since the run standardised each client by its "

@@ -1,8 +1,7 @@
 """Initial weights from a file or from a publisher: loaded by name and shape, with a report. Torch only.
 
 A file is ``.safetensors``, or a state dict that torch saved (``.pt``, ``.pth``), which is read without running code.
-Prefixes of wrappers (``module.``, ``_orig_mod.``, ``model.``) are taken off if that gives more matching names; a part
-of a larger model is named by its prefix.
+Prefixes of wrappers (``module.``, ``_orig_mod.``, ``model.``) are taken off if that gives more matching names.
 
 A BatchNorm layer of the file is loaded into a BatchNorm layer only: the gamma and beta of another norm have the same
 names and shapes, but they scale other values.
@@ -24,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.models.extras import SMP_PREFIX, TIMM_PREFIX, published_smp, published_timm
 from fedbn_flwr.lab.models.zoo import PREFIX, SEGMENTATION_PREFIX
-from fedbn_flwr.training.state_file import all_tensors, load_file, open_state
+from fedbn_flwr.training.state_file import load_file, open_state
 from fedbn_flwr.training.wrappers import load_state
 
 __all__ = ["FILES", "InitReport", "OtherShape", "load_initial"]
@@ -94,7 +93,7 @@ class InitReport:
                 yield f"{what}: {', '.join(names[:shown])}{more}"
 
 
-def load_initial(model: nn.Module, init: str, name: str, channels: int, prefix: str = "") -> InitReport:
+def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitReport:
     """Load initial weights into ``model``, in place, and return the report.
 
     Args:
@@ -103,13 +102,12 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int, prefix: 
             ``torchvision:NAME.WEIGHTS`` for those of a network of torchvision; ``timm``; ``smp`` (its encoder's).
         name: the model's name in the registry.
         channels: channels of the model's input, for weights that are adapted to them.
-        prefix: the part of the source to load, by what stands before its names: ``backbone``; "" = all.
 
     Raises:
         ConfigError: ``init`` is no such name, it cannot be read or fetched, a value is not finite, or no parameter of
             the model matches in name and shape.
     """
-    given, at = _chosen(init, _read(init, name, channels), prefix.strip("."))
+    given, at = _chosen(init, _read(init, name, channels))
     state = model.state_dict()
     strange = [n for n, value in given.items() if value.is_quantized or value.is_meta or value.layout != torch.strided]
     _refuse(init, "are quantised, sparse or without values", strange)
@@ -139,43 +137,30 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int, prefix: 
     )
 
 
-def _chosen(init: str, content: Any, prefix: str) -> tuple[dict[str, Tensor], str]:
+def _chosen(init: str, content: Any) -> tuple[dict[str, Tensor], str]:
     """Return the entries to load from what was read, and where they are in it."""
-    if not prefix:
-        opened = open_state(content)
-        if opened.several:
-            raise ConfigError(
-                f"init={init!r} holds several states: {', '.join(opened.several)}. Choose one with "
-                f"init-prefix={opened.several[0]}, say."
-            )
-        if not opened.entries:
-            raise ConfigError(f"init={init!r} holds no tensors by name, as torch.save(model.state_dict(), path) does.")
-        return opened.entries, opened.at
-    parts, everything = dict[str, dict[str, Tensor]](), all_tensors(content)
-    for name, value in everything.items():
-        lead, found, rest = f".{name}".partition(f".{prefix}.")
-        if found:
-            parts.setdefault(f"{lead}.{prefix}".removeprefix("."), {})[rest] = value
-    depths = sorted(part.count(".") for part in parts)
-    if not parts:
+    opened = open_state(content)
+    if opened.several:
         raise ConfigError(
-            f"init-prefix={prefix}: no entry of init={init!r} has it; the first are {', '.join(list(everything)[:3])}."
+            f"init={init!r} holds several states: {', '.join(opened.several)}. Save the one to load: "
+            f"torch.save(torch.load(path)[{opened.several[0]!r}], other_path), say."
         )
-    outermost = [part for part in parts if part.count(".") == depths[0]]
-    if len(outermost) > 1:
-        raise ConfigError(f"init-prefix={prefix} fits several parts of init={init!r}: choose {' or '.join(outermost)}.")
-    return parts[outermost[0]], outermost[0]
+    if not opened.entries:
+        raise ConfigError(f"init={init!r} holds no tensors by name, as torch.save(model.state_dict(), path) does.")
+    return opened.entries, opened.at
 
 
 def _hint(given: Mapping[str, Tensor], state: Mapping[str, Any]) -> str:
-    """Return which prefixes would fit entries of the model; "" without any."""
+    """Return which parts of a larger model would fit entries of the model; "" without any."""
     leads = Counter[str]()
     for name in given:
         steps = name.split(".")
         leads.update(".".join(steps[:at]) for at in range(1, len(steps)) if ".".join(steps[at:]) in state)
     most = max(leads.values(), default=0)
-    fitting = [f"init-prefix={lead} fits {count}" for lead, count in leads.most_common(3) if 2 * count > most]
-    return f" {' entries, '.join(fitting)} entries." if fitting else ""
+    fitting = [f"{lead}. fits {count}" for lead, count in leads.most_common(3) if 2 * count > most]
+    if not fitting:
+        return ""
+    return f" {' entries, '.join(fitting)} entries: save that part, under names without what stands before them."
 
 
 def _refuse_values(init: str, loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -45,7 +45,7 @@ MODELS: dict[str, ModelInfo] = {
     "mlp": ModelInfo(
         "784-30-classes, one BN layer, for MNIST; also for rows of numbers (tables)",
         "FedTAN, arXiv:2301.02982, 6.1",
-        lambda classes, channels, size, hidden=mlp.HIDDEN: mlp.MLP(classes, hidden=hidden),
+        lambda classes, channels, size: mlp.MLP(classes),
         always(1, mlp.SIDE),
         rows=mlp.MLP,
     ),
@@ -166,7 +166,6 @@ def build_model(
     channels: int = 0,
     size: int = 0,
     input_shape: Sequence[int] = (),
-    hidden: Sequence[int] = (),
     norm: str = "batch",
     norm_groups: int = 2,
     norm_options: Mapping[str, object] | None = None,
@@ -188,7 +187,6 @@ def build_model(
         input_shape: of an example, in place of ``channels`` and ``size``: (features,) for rows of numbers,
             (channels, length) for signals, (channels, height, width) for images, or (channels, depth, height, width)
             for volumes.
-        hidden: widths of the hidden layers of ``mlp``; empty = 30.
         norm: a key of ``NORMS``.
         norm_groups: number of groups, for the norms that have groups.
         norm_options: other options of norms by name, see ``replace_norm``; options of other norms are ignored.
@@ -202,7 +200,7 @@ def build_model(
     _at_least_one(num_classes=num_classes)
     if norm not in NORMS:
         raise unknown_name("norm", norm, NORMS)
-    build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size), tuple(hidden))
+    build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size))
     with _BUILDING, seeded_on_cpu(derive_seed(seed, "model")):
         model = build()
     options = {"groups": norm_groups, **(norm_options or {})}
@@ -215,12 +213,9 @@ def build_model(
     return use_feature_norm(model, feature_norm, num_classes)[0] if feature_norm else model
 
 
-def _builder(name: str, num_classes: int, shape: tuple[int, ...], hidden: tuple[int, ...]) -> Callable[[], nn.Module]:
+def _builder(name: str, num_classes: int, shape: tuple[int, ...]) -> Callable[[], nn.Module]:
     """Return the function that builds the model for inputs of this shape."""
-    info, options = model_info(name), {"hidden": hidden} if hidden else {}
-    if hidden and name != "mlp":
-        raise ConfigError(f"hidden={hidden} is for model 'mlp'; model {name!r} has layers of its own.")
-    _at_least_one(**{f"hidden[{index}]": width for index, width in enumerate(hidden)})
+    info = model_info(name)
     if len(shape) not in _KINDS:
         raise ConfigError(
             f"input_shape {shape} is neither (features,), (channels, length), (channels, height, width) nor (channels, "
@@ -231,7 +226,7 @@ def _builder(name: str, num_classes: int, shape: tuple[int, ...], hidden: tuple[
     build: Callable[..., nn.Module] | None = getattr(info, kind)
     if build is None:
         raise _other_inputs(name, kind, shape)
-    return partial(build, num_classes, *(_image_input(name, *shape[:2]) if kind == "build" else shape), **options)
+    return partial(build, num_classes, *(_image_input(name, *shape[:2]) if kind == "build" else shape))
 
 
 def _other_inputs(name: str, kind: str, shape: tuple[int, ...]) -> ConfigError:

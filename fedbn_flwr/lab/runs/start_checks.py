@@ -59,19 +59,13 @@ def check(config: Config) -> Checked:
     client.
 
     Raises:
-        ConfigError: all problems, one per line; an augmentation that does not fit the images, or a memory format that
-            has no effect on the model.
+        ConfigError: all problems, one per line; an augmentation that does not fit the images.
         NormLayerError: the model does not fit the strategy, or a norm does not fit the layers.
     """
     if problems := list(_problems_here(config)):
         raise ConfigError("\n".join(problems))
     model, of_model = model_and_warnings(config)
     _refuse_norms(config, model)
-    if config.memory_format != "auto" and not any(p.dim() == 4 for p in model.parameters()):
-        raise ConfigError(
-            f"memory-format={config.memory_format} has no effect: model {config.model!r} has no 2-d convolutions. "
-            "Leave it out."
-        )
     trial = copied(model)  # its statistics move
     if not config.resume:  # a resumed run needs no initial weights
         initialise(trial, config)

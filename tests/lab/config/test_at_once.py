@@ -25,10 +25,10 @@ TOLD = {key: [*table()["allowed"].get(key, ()), "nothing"] for key in ("strategy
 TOLD |= {"model": [*MODELS, "nothing", "torchvision:resnet18"], "num-server-rounds": [1, 5, 20], "local-steps": [0, 3]}
 TOLD |= {"local-epochs": [0, 2], "learning-rate-warm-up": [1, 9], "early-stopping": [2], "num-classes": [5, 10, 99]}
 TOLD |= {"classes-per-client": [3, 50], "optimizer": ["adam"], "sgd-momentum": [0.9], "gradient-clip-norm": [1.0]}
-TOLD |= {"feature-norm": [True], "learning-rate-schedule": ["step"], "standardise": ["none"], "missing": ["mean"]}
+TOLD |= {"feature-norm": ["1", "2"], "learning-rate-schedule": ["step"], "standardise": ["none"], "missing": ["mean"]}
 # Values that the table cannot judge.
 LATER = {"dp": ["server", "record", "off", False], "local-part": ["fedbn", "x"], "eval-on": ["x", "personal-own"]}
-LATER |= {"series": ["/"], "augment": ["flip", "x"], "lr-decay-at": ["5,x"], "mlp-hidden": ["0"], "task": ["x"]}
+LATER |= {"series": ["/"], "augment": ["flip", "x"], "lr-decay-at": ["5,x"], "task": ["x"]}
 LATER |= {"freeze-at": [0.5, "auto", "x"], "server-learning-rate": [-1.0, 2.0], "eta": [-1.0], "metrics": ["x"]}
 UNKNOWN = ["sed", "batch_size", "batchsize", "x", 3]
 

@@ -38,7 +38,6 @@ OTHERS: dict[str, Any] = {
     "variance": "pooled",
     "strategy": "fixbn",
     "norm": "batch-renorm",
-    "renorm-rmax": 2.5,
     "model": "torchvision:resnet18",
     "dataset": "cifar10",
     "partition": "dirichlet",

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("ne
         ("fbn", {}),
         ("hbn", {"share_alpha": True}),
         ("bn-scaffold", {}),
-        ("fedavg", {"feature_norm": True, "eval_on": "global,global-test-bn", "test_bn": "mix"}),
+        ("fedavg", {"feature_norm": "sqrt-d", "eval_on": "global,global-test-bn", "test_bn": "mix"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

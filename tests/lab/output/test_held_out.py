@@ -26,7 +26,6 @@ SETTINGS = {
     "num-server-rounds": 2,
     "local-steps": 3,
     "batch-size": 8,
-    "mlp-hidden": "6",
     "learning-rate": 0.05,
     "missing": "mean",
 }

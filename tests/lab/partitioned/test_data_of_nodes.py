@@ -36,7 +36,6 @@ SETTINGS = {
     "num-server-rounds": 2,
     "local-steps": 2,
     "batch-size": 8,
-    "mlp-hidden": "6",
     "eval-on": "personal-own",
 }
 TABLE = {
@@ -115,7 +114,7 @@ def test_arrays_of_nodes_take_the_runs_shape(served, tmp_path) -> None:
     rng = np.random.default_rng(0)
     for name, shape in (("0", (9, 9)), ("1", (12, 12, 3))):
         np.savez(tmp_path / f"{name}.npz", x=rng.integers(0, 256, (20, *shape)).astype(np.uint8), y=np.arange(20) % 2)
-    settings = {key: value for key, value in SETTINGS.items() if key != "mlp-hidden"}
+    settings = {**SETTINGS}
     settings |= {"num-server-rounds": 1, "dataset": "npz:", "model": "lenet", "image-size": 32, "num-classes": 3}
     settings["task"] = "classification"
     _, lines = served(settings, at([tmp_path / "0.npz", tmp_path / "1.npz"]))

@@ -84,7 +84,7 @@ def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(count
     [
         {"bn-momentum": 0.3},
         {"model": "resnet20", "dataset": "cifar10", "train-only": "layer3,fc"},
-        {"norm": "batch-renorm", "memory-format": "channels-last", "model": "lenet"},
+        {"norm": "batch-renorm", "model": "lenet"},
     ],
 )
 def test_clients_get_the_model_as_it_is_built(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

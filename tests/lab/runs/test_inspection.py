@@ -106,7 +106,7 @@ def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None
         ("fbn", {"statistics-aggregation": "trimmed"}),
         ("hbn", {"share-alpha": True}),
         ("bn-scaffold", {"bn-variates": "pass"}),
-        ("fedavg", {"feature-norm": True}),
+        ("fedavg", {"feature-norm": "sqrt-d"}),
     ],
     ids=str,
 )

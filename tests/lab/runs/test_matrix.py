@@ -70,7 +70,7 @@ RAY: Mapping[str, Mapping[str, Any]] = {
     "hbn": {"strategy": "hbn", "share-alpha": True},
     "fbn-by-a-pass": {"strategy": "fbn", "fbn-measure": "pass"},
     "bn-scaffold-by-a-pass": {"strategy": "bn-scaffold", "bn-variates": "pass"},
-    "feature-norm-and-test-bn": {"feature-norm": True, "eval-on": "global,global-test-bn", "test-bn": "mix"},
+    "feature-norm-and-test-bn": {"feature-norm": "sqrt-d", "eval-on": "global,global-test-bn", "test-bn": "mix"},
 }
 
 # --- in Ray: all of them one after another in a single run of Flower, whose start takes most of the time --------------

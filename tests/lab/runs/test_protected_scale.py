@@ -43,7 +43,7 @@ def table(tmp_path: Path) -> Path:
 def settings(table: Path, **more: Any) -> dict[str, Any]:
     keys = {"dataset": f"csv:{table}", "label-column": "sick", "client-column": "hospital", "split-column": "part"}
     keys |= {"missing": "mean", "task": "binary", "class-names": "0,1", "feature-columns": "age,chol", "model": "mlp"}
-    keys |= {"mlp-hidden": "4", "num-server-rounds": 1, "local-steps": 2, "batch-size": 8, "eval-on": "global"}
+    keys |= {"num-server-rounds": 1, "local-steps": 2, "batch-size": 8, "eval-on": "global"}
     return {**keys, "feature-ranges": RANGES, "num-clients": 3, **more}
 
 
