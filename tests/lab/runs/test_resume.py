@@ -64,7 +64,7 @@ CASES = {
     },
     "mtfl and fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
     "fedbn, scaffold": {"strategy": "fedbn", "client-hooks": "scaffold", "agc": 0.1},
-    "feature norm": {"strategy": "fedavg", "norm": "layer", "feature-norm": True},
+    "feature norm": {"strategy": "fedavg", "norm": "layer", "feature-norm": "sqrt-d"},
     "test-time BN": {"strategy": "fedbn", "eval-on": "personal-own,averaged-bn-test-bn", "test-bn": "mix"},
     "centralized": {"strategy": CENTRALIZED, "sgd-momentum": 0.9},
     "centralized with adam": {"strategy": CENTRALIZED, "optimizer": "adam", "learning-rate": 0.01},
