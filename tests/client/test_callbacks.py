@@ -1,4 +1,4 @@
-"""The callbacks of docs/guides/lightning-and-fastai.md, in the real libraries where they are installed.
+"""The callbacks of docs/guides/own-training-loop.md, in the real libraries where they are installed.
 
 Elsewhere in loops that call in the same order: Lightning's ``on_train_start``, ``on_train_batch_start``, and
 ``optimizer.step(closure)`` with forward pass, ``zero_grad``, backward pass and ``on_after_backward`` inside; fastai's
@@ -27,7 +27,7 @@ from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.training import ClientHook
 from tests.support.loops_of_others import METHODS, compare_with_ours
 
-PAGE = (Path(__file__).parents[2] / "docs/guides/lightning-and-fastai.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/guides/own-training-loop.md").read_text()
 BATCH, RATE = 8, 0.1
 
 
