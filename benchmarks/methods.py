@@ -44,7 +44,6 @@ WAYS["fedwon"] = ("fedwon", "wsconv", {})
 WAYS["fedtan2"] = ("fedtan2", "batch", {"fedtan_rounds": ROUNDS + 1})  # all rounds of this run
 WAYS["fedavg recalibrate"] = ("fedavg", "batch", {"recalibrate": True})
 WAYS["fbn fbn-measure=pass"] = ("fbn", "batch", {"fbn_measure": "pass"})
-WAYS["bn-scaffold bn-variates=pass"] = ("bn-scaffold", "batch", {"bn_variates": "pass"})
 WAYS |= {
     f"fedavg norm={norm}": ("fedavg", norm, {}) for norm in ("group", "group+ws", "layer", "instance", "batch-renorm")
 }

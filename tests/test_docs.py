@@ -37,6 +37,7 @@ NOT_RUN = {
     ("docs/index.md", "lines of an app, of which flower-projects.md has the tested diff"),
     ("README.md", "installs torch"),
     ("README.md", "installs torch, then takes minutes"),
+    ("README.md", "installs torch"),
     ("README.md", "lines of an app, of which docs/flower-projects.md has the tested diff"),
     ("CONTRIBUTING.md", "installs the development tools and runs everything"),
     ("CONTRIBUTING.md", "writes into the checkout"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.config.method_settings import config_fields
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
@@ -107,8 +108,8 @@ def _read_by_checks(strategy: type[Strategy]) -> list[str] | None:
 def _checked_further(kind: type[Params]) -> set[str]:
     """Return the fields that a method's settings limit in another way than the config does."""
     further = {name for each in kind.__pydantic_decorators__.field_validators.values() for name in each.info.fields}
-    for name, field in kind.model_fields.items():
-        known = Config.model_fields.get(name)
+    for name, setting in config_fields(kind).items():
+        field, known = kind.model_fields[setting], Config.model_fields.get(name)
         if known is None or (known.annotation, known.metadata) != (field.annotation, field.metadata):
             further.add(name)
     return further

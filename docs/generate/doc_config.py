@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.lab.config.method_settings import methods_with, own_default
+from fedbn_flwr.lab.config.method_settings import config_fields, methods_with, own_default
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
@@ -68,7 +68,10 @@ def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
     if name not in own_default(STRATEGIES.values()):
         return [kind, default, allowed, meaning]
     common = Params.model_fields.get(name)
-    declared = {m.name: m.Params.model_fields[name] for m in STRATEGIES.values() if name in m.Params.model_fields}
+    declared = {}
+    for method in STRATEGIES.values():
+        if setting := config_fields(method.Params).get(name):
+            declared[method.name] = method.Params.model_fields[setting]
     differ = {method: field for method, field in declared.items() if not common or field.default != common.default}
     own = ", ".join(f"{method} {_default(field.default)}" for method, field in differ.items())
     own += f", the others {_default(common.default)}" if common else ""

@@ -15,6 +15,7 @@ from doc_travels import cost_of, travels_section
 
 from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config.method_settings import config_fields
 from fedbn_flwr.norms import feature
 from fedbn_flwr.server import momentum, reestimation, shared_bn
 from fedbn_flwr.server.params import Params
@@ -200,9 +201,10 @@ def _settings(method: StrategyClass) -> Iterator[str]:
     if own:
         yield "| argument | config key | type | default | allowed | meaning |"
         yield "|---|---|---|---|---|---|"
+    keys = {setting: name.replace("_", "-") for name, setting in config_fields(method.Params).items()}
     for name, field in own.items():
-        key = name.replace("_", "-")
-        yield "| " + " | ".join([f"`{name}`", f"`{key}`", *field_cells(key, field)]) + " |"
+        key = keys.get(name, "")
+        yield "| " + " | ".join([f"`{name}`", f"`{key}`" if key else "-", *field_cells(key, field)]) + " |"
     if not own:
         yield "The method has no settings of its own."
     yield ""

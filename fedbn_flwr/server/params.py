@@ -7,21 +7,30 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from fedbn_flwr.batchnorm.averaging import Variance
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.server.momentum import Scope
-from fedbn_flwr.server.shared_bn import SHARED_BN
 
-__all__ = ["EVALUATIONS", "RECALIBRATED", "TEST_BN", "Params", "Settings", "limits", "setting", "tests_in"]
+__all__ = [
+    "AVERAGED_BN",
+    "EVALUATIONS",
+    "RECALIBRATED",
+    "TEST_BN",
+    "Params",
+    "Settings",
+    "limits",
+    "setting",
+    "tests_in",
+]
 
+AVERAGED_BN = "averaged-bn"
+"""The name of the test with the average of the clients' BN parts in ``eval-on``, and of the record that they send."""
 TEST_BN = "-test-bn"
 """Ends the name of a test in ``eval-on`` in which BatchNorm has statistics of the test inputs."""
 RECALIBRATED = "recalibrated"
 """The name of the test with re-estimated statistics in ``eval-on``."""
 EVALUATIONS = (
     *("global", "global-train", "global-batch-statistics", "personal-own", "personal-global", "personal-domains"),
-    *(str(SHARED_BN), RECALIBRATED),
-    *(f"global{TEST_BN}", f"{SHARED_BN}{TEST_BN}"),
+    *(AVERAGED_BN, RECALIBRATED),
+    *(f"global{TEST_BN}", f"{AVERAGED_BN}{TEST_BN}"),
 )
 """The names of tests in ``eval-on``. A strategy itself acts on averaged-bn and recalibrated, the recorder on all."""
 
@@ -32,13 +41,13 @@ def tests_in(eval_on: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*asked, *(name.removesuffix(TEST_BN) for name in asked)]))
 
 
-def setting(default: Any, meaning: str, group: str = "methods", **limits: Any) -> Any:
+def setting(default: Any, meaning: str, group: str = "methods", key: str = "", **limits: Any) -> Any:
     """Return a field of ``Params``: its default, its meaning and its limits (``ge``, ``gt``, ``le``, ``lt``).
 
     The config key, its default in ``[tool.flwr.app.config]`` and its row in the documentation are made from the field.
-    ``group`` is its group of config keys.
+    ``group`` is its group of config keys, "" where it has no key; ``key`` is the key, where that is not the name.
     """
-    return Field(default, description=meaning, json_schema_extra={"group": group}, **limits)
+    return Field(default, description=meaning, json_schema_extra={"group": group, "key": key}, **limits)
 
 
 class Settings(BaseModel):
@@ -76,7 +85,9 @@ class Settings(BaseModel):
 class Params(Settings):
     """The settings of a method. Every strategy has the settings of this class; a method adds its own."""
 
-    variance: Variance = setting("mean", "average of running variances; pooled adds the spread of the client means")
+    variance: Literal["mean", "pooled"] = setting(
+        "mean", "average of running variances; pooled adds the spread of the client means"
+    )
     recalibrate: bool = setting(
         False,
         "every test and the saved model use BN statistics re-estimated from the clients' data (as staticbn does); "
@@ -109,7 +120,7 @@ class Params(Settings):
         "such values: stop = the run ends after this round and fails, continue = it goes on. Both are in summary.json",
         "rounds",
     )
-    momentum_scope: Scope = setting(
+    momentum_scope: Literal["none", "local", "global"] = setting(
         "none",
         "SGD's momentum between rounds: none = reset, local = kept by the client, global = averaged",
         "local training",

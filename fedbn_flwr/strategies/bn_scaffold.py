@@ -31,20 +31,14 @@ under label skew. Where it is much higher, the layer often normalises with the f
 `variance-floor=0.5`, which trained as well or better there. The running statistics take $\tilde\mu$ and
 $\tilde v \, n / (n - 1)$ with BN's momentum; tests use them.
 
-The client's new variates are, by `bn-variates`,
-
-- `steps` (option II): the moments of the inputs of all its local steps, merged;
-- `pass` (option I): those of one pass over its data before the first step, under the received weights, each batch
-  normalised with its own statistics. In a loop of the user's this needs `rules.survey(loader)`.
-
-FBN has the same choice in `fbn-measure`.
+The client's new variates are the moments of the inputs of all its local steps, merged (option II; option I is a pass
+over its data before the first step).
 
 The server pools the latest variates of every client that ever sent some:
 
 $$u = \sum_i p_i u_i, \qquad s = \sum_i p_i \left( s_i + (u_i - u)^2 \right)$$
 
-`variates-variance=mean` leaves out $(u_i - u)^2$, and the law below. A client without variates of its own corrects no
-statistics in its first round.
+A client without variates of its own corrects no statistics in its first round.
 
 The server knows a client by its partition id. A node without one is a new client after a restart, and its old variates
 stay in $(u, s)$ with their weight: give each node a `partition-id` in its node config.
@@ -69,14 +63,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.averaging import Variance
 from fedbn_flwr.batchnorm.parts import entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments, MomentSums, batch_statistics, mixture
 from fedbn_flwr.batchnorm.taken_forward import (
@@ -87,17 +80,15 @@ from fedbn_flwr.batchnorm.taken_forward import (
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Problem, Replies, RunSettings
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.method_params import BNScaffoldParams
 from fedbn_flwr.server.reestimation import by_layer, warn_of_unmeasured
 from fedbn_flwr.server.shared_bn import LatestBN
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
-from fedbn_flwr.strategies.fbn import Surveyed
-from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates, ScaffoldMethod, ScaffoldParams, Variates
+from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates, ScaffoldMethod, Variates
 from fedbn_flwr.training.client_hook import Entries, Extras
 
-__all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldMethod", "BNScaffoldParams", "BNVariates"]
-__all__ += ["SurveyedBNVariates"]
+__all__ = ["BNControlVariates", "BNScaffold", "BNScaffoldMethod", "BNVariates"]
 
 logger = logging.getLogger("flwr")
 
@@ -106,28 +97,6 @@ BN_VARIATES = Key(
 )
 FLOOR = Key("fedbn-flwr.variance-floor", "float: rho", "server", "client")
 FLOOR_SHARE = Key("variance-floor-share", "float: share of channels and steps at the floor", "client", "server")
-
-
-class BNScaffoldParams(ScaffoldParams):
-    """Parameters of BN-SCAFFOLD."""
-
-    variance_floor: float = setting(
-        0.1,
-        "rho: a corrected variance is at least this share of the clients' common one; the metric "
-        "variance-floor-share says how often",
-        gt=0,
-        le=1,
-    )
-    bn_variates: Literal["steps", "pass"] = setting(
-        "steps",
-        "which inputs of BN give a client's variates: those of all local steps, or of a pass before the first (as in "
-        "fbn-measure)",
-    )
-    variates_variance: Variance = setting(
-        "pooled",
-        "the variates' common variance: pooled has the spread of the clients' means, mean leaves it out; as variance "
-        "does for running variances",
-    )
 
 
 @dataclass(frozen=True)
@@ -146,10 +115,7 @@ class BNControlVariates(ControlVariates):
     Where it corrects nothing the forward pass is torch's own, so that SCAFFOLD's bits stay.
     """
 
-    of_all_steps = (
-        "the variates are of all steps: return the weights of the last one; or take bn_variates='pass', and load other "
-        "weights after the block"
-    )
+    of_all_steps = "the variates are of all steps: return the weights of the last one"
 
     def __init__(self, local: frozenset[str] = frozenset(), floor: float = 0.1) -> None:
         super().__init__(local)
@@ -230,12 +196,6 @@ class BNControlVariates(ControlVariates):
         return normalise(layer, x, mean, var)
 
 
-class SurveyedBNVariates(Surveyed, BNControlVariates):
-    """Client half with option I: the variates are the moments of a pass over the data before the first step."""
-
-    of_all_steps = ControlVariates.of_all_steps
-
-
 _KEPT = f"{BN_VARIATES}/"  # before the names of (u_i, s_i) in what the hook keeps; c_i has the parameters' names
 
 
@@ -274,10 +234,7 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
     Params = BNScaffoldParams
     State = BNVariates
     client_hooks = {
-        "bn-variates-of-steps": lambda context: BNControlVariates(context.local_entries, float(context.config[FLOOR])),
-        "bn-variates-of-a-pass": lambda context: SurveyedBNVariates(
-            context.local_entries, float(context.config[FLOOR])
-        ),
+        "bn-variates": lambda context: BNControlVariates(context.local_entries, float(context.config[FLOOR])),
     }
 
     def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
@@ -288,10 +245,9 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         return (replace(scaffold, beside=(*scaffold.beside, *beside)),)
 
     def on_clients(self, state: BNVariates, facts: Facts) -> list[Ask]:
-        """Ask for the variates of BN by steps or by a pass; send c, (u, s) and rho."""
-        hook = "bn-variates-of-steps" if self.params.bn_variates == "steps" else "bn-variates-of-a-pass"
+        """Ask for the variates of BN; send c, (u, s) and rho."""
         sends = {VARIATES: state.variates, BN_VARIATES: self._common(state, facts)}
-        return [Ask(hook, {FLOOR: self.params.variance_floor}, sends)]
+        return [Ask("bn-variates", {FLOOR: self.params.variance_floor}, sends)]
 
     def aggregate(
         self, state: BNVariates, facts: Facts, replies: Replies, model: dict[str, Any]
@@ -327,7 +283,7 @@ class BNScaffoldMethod(ScaffoldMethod[BNScaffoldParams, BNVariates]):
         latest = LatestBN(state.latest_variates).latest
         sent = [decode_moments(moments, like, parts) for moments, _ in latest]
         for layer, clients, counts in by_layer(parts, sent, [count for _, count in latest]):
-            u, s = mixture(clients, counts, spread=self.params.variates_variance == "pooled")
+            u, s = mixture(clients, counts, spread=True)
             dtype = np.promote_types(like[layer.entries["running_mean"]].dtype, np.float32)
             for leaf, value in (("mean", u), ("var", s)):
                 entries[entry_name(layer.path, leaf)] = value.numpy().astype(dtype)

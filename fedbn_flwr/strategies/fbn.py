@@ -28,8 +28,7 @@ through $S$. A client $i$ sends the moments (count, mean, sum of squared deviati
 $$m = \sum_i p_i m_i, \qquad v = \frac{n}{n - 1} \sum_i p_i \left( v_i + (m_i - m)^2 \right)$$
 
 - `pass`: those of one pass over the client's data before the first step, under the received weights, each batch
-  normalised with its own statistics. The server merges them by their counts, exactly as StaticBN. BN-SCAFFOLD has the
-  same choice in `bn-variates`.
+  normalised with its own statistics. The server merges them by their counts, exactly as StaticBN.
 
 Then, in float64 and with $\mu$ = `statistics-momentum`,
 
@@ -41,18 +40,17 @@ its own statistics use 0. The statistics of the warm-up are those of its partici
 statistics still weigh $0.9^k$ after $k$ more rounds, 35 % after ten. Where few clients take part in a round, take a
 longer warm-up or a larger $\mu$.
 
-With `statistics-aggregation="trimmed"` the server takes, per channel, the mean over the clients of $m_i$, and then of
-$v_i + (m_i - m)^2$, each without the `trim` share of the smallest and of the largest values and with equal
-weights. Of $n$ clients of a round floor(`trim` $n$) are left out at either end: with the default 0.2 nobody
-below five clients, and the log says so. False statistics of at most so many clients have no effect. It protects nothing
-but the statistics.
+With `statistics-aggregation="trimmed-mean:0.2"` the server takes, per channel, the mean over the clients of $m_i$, and
+then of $v_i + (m_i - m)^2$, each without a share $t$ = 0.2 of the smallest and of the largest values and with equal
+weights. Of $n$ clients of a round floor($t n$) are left out at either end: here nobody below five clients, and the log
+says so. False statistics of at most so many clients have no effect. It protects nothing but the statistics.
 
 `steps` is the default because it needs no additional pass.
 
 ## Differs from the paper
 
 How statistics are exchanged is not in what was read, nor is the paper's robust aggregation. The warm-up, `pass` and
-`trimmed` are ours. The baseline in HBN's public code averages the means and variances of a client's batches, which
+`trimmed-mean` are ours. The baseline in HBN's public code averages the means and variances of a client's batches, which
 leaves out the spread between them; it takes the spread of the clients about the mean after the momentum step, divides
 by examples where elements per channel are meant, starts with statistics of 0 and 1, and drops trained gamma, beta and
 eps.
@@ -71,7 +69,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +82,7 @@ from fedbn_flwr.batchnorm.taken_forward import layers_in_training, watch_inputs
 from fedbn_flwr.messages.moments import decode_moments, encode_moments
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
-from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.server.method_params import FBNParams, PooledParams, trimmed_share
 from fedbn_flwr.server.reestimation import pooled_statistics, warn_of_unmeasured
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import TRACKED, Beside, Travels
@@ -94,41 +92,19 @@ from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.settings import share_of
 
-__all__ = ["BN_MOMENTS", "FBN", "FBNMethod", "FBNParams", "GlobalStatistics", "Pooled", "PooledParams"]
+__all__ = [
+    "BN_MOMENTS",
+    "FBN",
+    "FBNMethod",
+    "GlobalStatistics",
+    "Pooled",
+]
 __all__ += ["WARM_UP", "PooledStatisticsMethod", "Surveyed", "SurveyedStatistics", "trimmed"]
 
 logger = logging.getLogger("flwr")
 
 BN_MOMENTS = Key("bn-moments", "ArrayRecord: count, mean and m2 of the inputs of each BN layer", "client", "server")
 WARM_UP = Key("fedbn-flwr.statistics-warm-up", "bool: BN normalises with the batches' statistics", "server", "client")
-
-
-class PooledParams(Params):
-    """Parameters of methods that train with pooled statistics."""
-
-    statistics_momentum: float = setting(
-        0.1, "mu: the share of a round's pooled statistics in the global ones; 0 = they stay as they are", ge=0, le=1
-    )
-    statistics_warm_up: int = setting(
-        1,
-        "rounds of plain FedAvg at the start; after each of them the pooled statistics replace the global ones; 0 for "
-        "a pretrained model",
-        ge=0,
-    )
-
-
-class FBNParams(PooledParams):
-    """Parameters of FBN."""
-
-    fbn_measure: Literal["steps", "pass"] = setting(
-        "steps",
-        "which inputs of BN give its statistics: those of all local steps, or of one pass before the first (as in "
-        "bn-variates)",
-    )
-    statistics_aggregation: Literal["mean", "trimmed"] = setting(
-        "mean", "pooling of the clients' statistics; trimmed (ours) = a mean without the largest and smallest values"
-    )
-    trim: float = setting(0.2, "trimmed leaves out floor(share x clients of the round) at either end", ge=0, lt=0.5)
 
 
 class GlobalStatistics(ClientHook):
@@ -349,11 +325,11 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
         self, state: Pooled, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], Pooled]:
         """Pool; say when a trimmed mean leaves nobody out."""
-        share = self.params.trim if self.params.statistics_aggregation == "trimmed" else 0.0
+        share = trimmed_share(self.params.statistics_aggregation)
         if share and not share_of(share, len(replies)):
             logger.warning(
-                "round %d: trim=%s of %d clients leaves nobody out; the statistics are a mean with equal weights, and "
-                "a false one counts in full",
+                "round %d: trimmed-mean:%s of %d clients leaves nobody out; the statistics are a mean with equal "
+                "weights, and a false one counts in full",
                 facts.number,
                 share,
                 len(replies),
@@ -362,15 +338,10 @@ class FBNMethod(PooledStatisticsMethod[FBNParams]):
 
     def pool(self, moments: Sequence[Moments], weights: Sequence[float]) -> Moments:
         """Pool with p_i after steps, by counts after a pass; or take the trimmed mean."""
-        if self.params.statistics_aggregation == "trimmed":
-            return trimmed(moments, self.params.trim)
+        share = trimmed_share(self.params.statistics_aggregation)
+        if share is not None:
+            return trimmed(moments, share)
         return pool(moments, weights if self.params.fbn_measure == "steps" else None)
-
-    def problems(self, run: RunSettings) -> Iterator[Problem]:
-        """Add the share of a trimmed mean that is not taken."""
-        yield from super().problems(run)
-        if self.params.statistics_aggregation == "mean":
-            yield Problem("not-trimmed", "it is for statistics-aggregation=trimmed", "unused", "trim")
 
     def advice(self, state: Pooled, number: int, known: list[str]) -> list[str]:
         """Add, after the warm-up, the measure by steps, whose statistics belong to later weights."""

@@ -39,18 +39,14 @@ from __future__ import annotations
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.server.method_params import FedAvgMParams
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedopt import Moments, ServerStep
 
-__all__ = ["FedAvgM", "FedAvgMMethod", "FedAvgMParams"]
-
-
-class FedAvgMParams(Params):
-    """Parameters of FedAvgM."""
-
-    server_learning_rate: float = setting(1.0, "the server's learning rate (eta_g)", gt=0)
-    server_momentum: float = setting(0.9, "beta, the server's momentum", ge=0, lt=1)
+__all__ = [
+    "FedAvgM",
+    "FedAvgMMethod",
+]
 
 
 class FedAvgMMethod(ServerStep[FedAvgMParams]):

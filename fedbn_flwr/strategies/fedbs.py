@@ -51,25 +51,17 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fedbn_flwr.messages.protocol import TRAIN_LOSS, VALIDATION_LOSS, Key
+from fedbn_flwr.messages.protocol import VALIDATION_LOSS, Key
 from fedbn_flwr.server.method import Ask, Facts, Problem, Replies, RunSettings
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.method_params import FedBSParams
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
-from fedbn_flwr.strategies.fedprox import FedProxMethod, FedProxParams
+from fedbn_flwr.strategies.fedprox import FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["FedBS", "FedBSMethod", "FedBSParams", "FedBSState", "ReportValidationLoss"]
+__all__ = ["FedBS", "FedBSMethod", "FedBSState", "ReportValidationLoss"]
 
 logger = logging.getLogger("flwr")
-
-
-class FedBSParams(FedProxParams):
-    """Parameters of FedBS."""
-
-    fedbs_eps: float = setting(0.1, "eps: losses agree when their standard deviation is at most this", ge=0)
-    fedbs_rounds: int = setting(5, "r: consecutive rounds in which the losses agree before phase 2", ge=1)
-    loss_key: str = setting(TRAIN_LOSS, "the metric of the clients' replies that is F_k", group="")
 
 
 class ReportValidationLoss(ClientHook):

@@ -57,11 +57,16 @@ from typing_extensions import TypeVar
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.server.method import Facts, Method, Replies
-from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.server.method_params import AdaptiveParams, FedAdagradParams, FedYogiParams
+from fedbn_flwr.server.params import Params
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Travels
 
-__all__ = ["AdaptiveParams", "FedAdagrad", "FedAdagradParams", "FedAdam", "FedYogi", "FedYogiParams"]
+__all__ = [
+    "FedAdagrad",
+    "FedAdam",
+    "FedYogi",
+]
 __all__ += ["FedAdagradMethod", "FedAdamMethod", "FedYogiMethod", "ServerMoments", "ServerStep"]
 
 P = TypeVar("P", bound=Params, default=Params)
@@ -114,29 +119,9 @@ class ServerStep(Method[P, ServerMoments]):
     def advice(self, state: ServerMoments, number: int, known: list[str]) -> list[str]:
         """Add the server's learning rate."""
         rate, default = getattr(self.params, self.server_rate), type(self.params).model_fields[self.server_rate].default
-        given = f"{self.server_rate.replace('_', '-')}={rate:g}"
+        given = f"server-learning-rate={rate:g}"
         remedy = f"{given}. In small runs its default, {default:g}, helped." if rate > default else f"lower {given}."
         return [*known, f"Or the server's steps are too large: {remedy}"]
-
-
-class FedAdagradParams(Params):
-    """Parameters of FedAdagrad."""
-
-    eta: float = setting(0.1, "eta, the server's learning rate", gt=0)
-    tau: float = setting(1e-3, "tau, the degree of adaptivity", gt=0)
-
-
-class AdaptiveParams(FedAdagradParams):
-    """Parameters of FedAdam."""
-
-    beta_1: float = setting(0.9, "beta_1, decay of the first moment", ge=0, lt=1)
-    beta_2: float = setting(0.99, "beta_2, decay of the second moment", ge=0, lt=1)
-
-
-class FedYogiParams(AdaptiveParams):
-    """Parameters of FedYogi: FedAdam's, with Flower's own default of eta."""
-
-    eta: float = setting(0.01, "eta, the server's learning rate", gt=0)
 
 
 A = TypeVar("A", bound=FedAdagradParams, default=FedAdagradParams)

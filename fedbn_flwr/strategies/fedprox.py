@@ -41,19 +41,13 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Method, Role
-from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.server.method_params import FedProxParams
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
 
-__all__ = ["FedProx", "FedProxMethod", "FedProxParams", "ProximalTerm"]
+__all__ = ["FedProx", "FedProxMethod", "ProximalTerm"]
 
 PROXIMAL_MU = Key("fedbn-flwr.proximal-mu", "float: mu", "server", "client")
-
-
-class FedProxParams(Params):
-    """Parameters of FedProx."""
-
-    proximal_mu: float = setting(0.01, "mu >= 0 of the proximal term", ge=0)
 
 
 class ProximalTerm(ClientHook):

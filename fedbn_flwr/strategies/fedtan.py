@@ -74,7 +74,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import nn
 
@@ -82,31 +82,16 @@ from fedbn_flwr.batchnorm.sync import Backward, ExchangeScheme, refuse_batch_ren
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.messages.protocol import FIRST_BATCH, Key
 from fedbn_flwr.server.method import Ask, Facts, HookContext, Method, Problem, Role, RunSettings
-from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.server.method_params import FedTANParams
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Exchanges, LinkSettings, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.transport import Reducer
 
-__all__ = ["FedTAN", "FedTANMethod", "FedTANParams", "SynchroniseFirstStep"]
+__all__ = ["FedTAN", "FedTANMethod", "SynchroniseFirstStep"]
 
 EXCHANGES = Key("fedbn-flwr.fedtan-exchanges", "str: 3L+1 or 2L+1", "server", "client")
 BACKWARD = Key("fedbn-flwr.fedtan-backward", "str: global or own", "server", "client")
-
-
-class FedTANParams(Params):
-    """Parameters of FedTAN."""
-
-    fedtan_exchanges: ExchangeScheme = setting("3L+1", "exchanges of a round; 2L+1 sends mean and variance together")
-    fedtan_transport: Literal["messages", "channel"] = setting(
-        "messages", "how exchanges travel between processes; in one process clients wait at a barrier"
-    )
-    fedtan_timeout: float = setting(
-        120.0, "seconds that an exchange waits for its last client; in one process for its next one", gt=0
-    )
-    fedtan_bind: str = setting("127.0.0.1:0", "address of the channel on the server, host:port; port 0 = a free port")
-    fedtan_address: str = setting("", "host:port that clients connect to; empty = fedtan-bind with the port in use")
-    fedtan_tls_dir: str = setting("", "folder with ca.crt, server.crt, server.key; empty = loopback only")
 
 
 class SynchroniseFirstStep(ClientHook):

@@ -33,26 +33,18 @@ FedTAN's in rounds $1 \dots M$, FixBN's after $T^* = M$.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
-
-from pydantic import AfterValidator
 
 from fedbn_flwr.server.method import Ask, Facts, Problem, RunSettings
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.method_params import FedTAN2Params
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import TRACKED, Travels
-from fedbn_flwr.strategies.fedtan import FedTANMethod, FedTANParams
-from fedbn_flwr.strategies.fixbn import At, FreezePlan, FreezingMethod, Frozen, WindowParams, check_at
+from fedbn_flwr.strategies.fedtan import FedTANMethod
+from fedbn_flwr.strategies.fixbn import FreezePlan, FreezingMethod, Frozen
 
-__all__ = ["FedTAN2", "FedTAN2Method", "FedTAN2Params"]
-
-
-class FedTAN2Params(WindowParams, FedTANParams):
-    """Parameters of FedTAN-II."""
-
-    fedtan_rounds: Annotated[At, AfterValidator(check_at)] = setting(
-        0.1, "M: a round (int), a fraction of R (float) or `auto`"
-    )
+__all__ = [
+    "FedTAN2",
+    "FedTAN2Method",
+]
 
 
 class FedTAN2Method(FreezingMethod[FedTAN2Params]):

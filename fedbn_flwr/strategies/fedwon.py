@@ -45,16 +45,13 @@ import math
 from collections.abc import Iterator
 
 from fedbn_flwr.server.method import Method, Problem, RunSettings
-from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.server.method_params import FedWonParams
 from fedbn_flwr.server.strategy import Strategy
 
-__all__ = ["FedWon", "FedWonMethod", "FedWonParams"]
-
-
-class FedWonParams(Params):
-    """Parameters of FedWon."""
-
-    agc: float = setting(0.1, "lambda of adaptive gradient clipping in every step; 0 = off", "local training", ge=0)
+__all__ = [
+    "FedWon",
+    "FedWonMethod",
+]
 
 
 class FedWonMethod(Method[FedWonParams]):

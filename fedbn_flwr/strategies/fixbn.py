@@ -21,8 +21,7 @@ round $T^* + 1$ on, BN is in eval mode in local training and normalises with $S(
 
 $$\hat{y} = \gamma \, \frac{y - \mu(T^*)}{\sqrt{\sigma^2(T^*) + \epsilon}} + \beta$$
 
-$S(T^*)$ stays bit-identical to the end and is used in tests. Gamma and beta still learn, unless `freeze_affine`. With
-`freeze_statistics=False` and `freeze_affine=True` only gamma and beta are frozen, the paper's control in Table H.
+$S(T^*)$ stays bit-identical to the end and is used in tests. Gamma and beta still learn, unless `freeze_affine`.
 
 $T^*$ is `freeze_at`. With `freeze_at="auto"` client $m$ sends `delta`, how far its statistics moved in the round,
 
@@ -30,8 +29,7 @@ $$\delta_m = \frac{\lVert S_m - S \rVert_1}{\text{number of entries}}$$
 
 and the server takes the mean $\sum_m p_m \delta_m$ of each round. It freezes for good after the first round
 for which there are at least $W$ means and the last $W$ of them have a population variance below $\tau$. $W$ is
-`freeze_window`, $\tau$ is `freeze_tau`. With `freeze_rule="clients"` it takes the variance of each client's own last
-$W$ values, as B.6 writes it, and freezes when that of every client seen so far is below $\tau$.
+`freeze_window`, $\tau$ is `freeze_tau`.
 
 ## The learning rate after the freeze
 
@@ -43,7 +41,8 @@ decay: it diverges at rate 1.0 on MNIST, and from 0.01 on with Office-Caltech-10
 ## Differs from the paper
 
 The weights are those of eq. (6); Algorithm 1 prints $1/M$, the case of equal sizes. The rule of the automatic $T^*$ is
-ours where B.6 is silent: it has a variance for each client and does not say whose must be small. The paper asks for a
+ours where B.6 is silent: it has a variance for each client and does not say whose must be small; here it is that of
+their mean. The paper asks for a
 large $W$ and a small $\tau$ and gives neither: $W$ = 100 and $\tau$ = 0.002 are calibrated on MNIST
 (`docs/results/window-rule.md`). $\delta$ has the scale of the statistics, so another network may want another $\tau$.
 
@@ -61,13 +60,12 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import AfterValidator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import TypeVar
@@ -77,26 +75,22 @@ from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import FROZEN, Key
 from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, RunSettings
-from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.server.method_params import At, FixBNParams, WindowParams
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.server.travels import NONE, TRACKED, Beside, PartSet, Travels
+from fedbn_flwr.server.travels import TRACKED, Beside, PartSet, Travels
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.freezing import hold_eval
 from fedbn_flwr.training.scripted import refuse_scripted
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [
-    "At",
     "FixBN",
     "FixBNMethod",
-    "FixBNParams",
     "FreezeBN",
     "FreezePlan",
     "FreezingMethod",
     "Frozen",
     "ReportDrift",
-    "WindowParams",
-    "check_at",
     "freeze_plan",
     "freeze_round",
 ]
@@ -104,43 +98,7 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 DELTA = Key("statistics-delta", "float: delta_m", "client", "server")
-FREEZE_STATISTICS = Key(
-    "fedbn-flwr.freeze-statistics", "bool: the running statistics; missing = true", "server", "client"
-)
 FREEZE_AFFINE = Key("fedbn-flwr.freeze-affine", "bool: gamma and beta", "server", "client")
-
-At = int | float | str  # a round, a fraction of all rounds, or "auto"
-
-
-def check_at(at: At) -> At:
-    """Return ``at`` if it is a round >= 0 (int), a fraction in [0, 1] (float) or "auto"; else raise ValueError."""
-    if isinstance(at, str) and at != "auto":
-        raise ValueError(f"{at!r} is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'")
-    if isinstance(at, float) and not 0 <= at <= 1:
-        raise ValueError(f"{at} is not a fraction in [0, 1]; for a round write an int")
-    if isinstance(at, int) and at < 0:
-        raise ValueError(f"{at} is not a round; the first is 1, and 0 freezes from the start")
-    return at
-
-
-class WindowParams(Params):
-    """Parameters of the window rule for an automatic round."""
-
-    freeze_window: int = setting(100, "window W of an automatic round, rounds; must be below R", ge=2)
-    freeze_tau: float = setting(2e-3, "threshold tau of an automatic round: the variance of delta", gt=0)
-    freeze_rule: Literal["mean", "clients"] = setting(
-        "mean", "automatic round: mean = the variance of the clients' mean delta, clients = that of every client's own"
-    )
-
-
-class FixBNParams(WindowParams):
-    """Parameters of FixBN."""
-
-    freeze_at: Annotated[At, AfterValidator(check_at)] = setting(
-        0.5, "T*: a round (int), a fraction of R (float, T* = floor(f R)) or `auto`"
-    )
-    freeze_affine: bool = setting(False, "freeze gamma and beta as well (Table H)")
-    freeze_statistics: bool = setting(True, "false with freeze-affine = freeze only gamma and beta (Table H)")
 
 
 def freeze_round(at: At, num_rounds: int) -> int | None:
@@ -151,13 +109,10 @@ def freeze_round(at: At, num_rounds: int) -> int | None:
 
 
 class FreezeBN(ClientHook):
-    """Client half after T*: BN stays in eval mode, also after ``model.train()``; ``affine`` freezes gamma and beta.
+    """Client half after T*: BN stays in eval mode, also after ``model.train()``; ``affine`` freezes gamma and beta."""
 
-    Without ``statistics`` BN stays in train mode.
-    """
-
-    def __init__(self, affine: bool, statistics: bool = True) -> None:
-        self.affine, self.statistics = affine, statistics
+    def __init__(self, affine: bool) -> None:
+        self.affine = affine
         self._undo: list[Callable[[], None]] = []
         self._learning: list[nn.Parameter] = []
 
@@ -169,7 +124,7 @@ class FreezeBN(ClientHook):
         """
         refuse_scripted(model, "frozen BatchNorm")
         layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        self._undo = [hold_eval(layer) for layer in layers if self.statistics]
+        self._undo = [hold_eval(layer) for layer in layers]
         if self.affine:
             affine = frozenset(split_state(model).affine)  # also of parametrizations, which are modules of their own
             named = model.named_parameters(remove_duplicate=False)  # gamma may be tied to a parameter named before it
@@ -221,14 +176,6 @@ def _statistics(model: nn.Module) -> list[Tensor]:
     return [s for s in statistics if s is not None]
 
 
-def _series(rows: Sequence[Any]) -> list[list[float]]:
-    """Return the values of delta over the rounds: of the mean, or of each client."""
-    if not isinstance(rows[-1], Mapping):
-        return [list(rows)]
-    clients = dict.fromkeys(client for row in rows for client in row)
-    return [[row[client] for row in rows if client in row] for client in clients]
-
-
 def _is_steady(series: Sequence[float], window: int, tau: float) -> bool:
     """Return whether the last ``window`` values, if there are as many, have a population variance below ``tau``."""
     return len(series) >= window and float(np.var(series[-window:])) < tau
@@ -252,11 +199,11 @@ class Frozen:
 
     Attributes:
         frozen_after: the last round before the statistics are frozen; None while it is not known.
-        deltas: for an automatic round, each round until then: the p-weighted mean of delta_m, or delta_m by client.
+        deltas: for an automatic round, the p-weighted mean of delta_m of each round until then.
     """
 
     frozen_after: int | None = None
-    deltas: Sequence[Any] = ()
+    deltas: Sequence[float] = ()
 
 
 class FreezingMethod(Method[W, Frozen]):
@@ -264,9 +211,7 @@ class FreezingMethod(Method[W, Frozen]):
 
     State = Frozen
     client_hooks = {
-        "freeze-bn": lambda context: FreezeBN(
-            bool(context.config[FREEZE_AFFINE]), bool(context.config.get(FREEZE_STATISTICS, True))
-        ),
+        "freeze-bn": lambda context: FreezeBN(bool(context.config[FREEZE_AFFINE])),
         "report-drift": lambda context: ReportDrift(),
     }
 
@@ -282,9 +227,8 @@ class FreezingMethod(Method[W, Frozen]):
         """Return two phases: before and after the freeze."""
         plan, first = self.plan(), self.first_phase()
         if plan.at == "auto":
-            read: Literal["mean", "each"] = "each" if self.params.freeze_rule == "clients" else "mean"
             why = f"{plan.key}=auto follows delta_m of each client; use a fixed round"
-            delta = Beside(DELTA, "scalar", why, read=read, required=True)
+            delta = Beside(DELTA, "scalar", why, read="mean", required=True)
             first = replace(first, beside=(delta,), needs=(frozenset({Part.STATISTICS}),))
         last = None if num_rounds is None else freeze_round(plan.at, num_rounds)
         return replace(first, last=last), Travels("frozen", held=plan.parts)
@@ -320,8 +264,6 @@ class FreezingMethod(Method[W, Frozen]):
             parts = self.plan().parts
             # FROZEN is not for the hook: the learning rate (lr-decay-at=freeze) and DP-SGD follow it.
             config: dict[str, Any] = {FREEZE_AFFINE: Part.AFFINE in parts, FROZEN: True}
-            if Part.STATISTICS not in parts:
-                config[FREEZE_STATISTICS] = False
             return [Ask("freeze-bn", config, shown=True)]  # the frozen entries of the reply show it
         return [Ask("report-drift")] if state.frozen_after is None else []
 
@@ -346,15 +288,12 @@ class FreezingMethod(Method[W, Frozen]):
         if state.frozen_after is not None:
             return model, state
         deltas = [reply.metrics[DELTA] for reply in replies]
-        if self.params.freeze_rule == "clients":
-            row: Any = {reply.node.label: delta for reply, delta in zip(replies, deltas, strict=True)}
-        else:
-            row = sum(p * delta for p, delta in zip(to_shares(replies.weights), deltas, strict=True))
-        rows, size = [*state.deltas, row], self.params.freeze_window
-        if not all(_is_steady(series, size, self.params.freeze_tau) for series in _series(rows)):
-            return model, Frozen(None, rows)
+        mean = sum(p * delta for p, delta in zip(to_shares(replies.weights), deltas, strict=True))
+        means, size = [*state.deltas, mean], self.params.freeze_window
+        if not _is_steady(means, size, self.params.freeze_tau):
+            return model, Frozen(None, means)
         logger.info("BN frozen after round %d: variance of delta over %d rounds under tau", facts.number, size)
-        return model, Frozen(facts.number, rows)
+        return model, Frozen(facts.number, means)
 
     def _warn_of_late(self, facts: Facts, replies: Replies) -> None:
         """Name the clients that keep gamma and beta, and trained for the first time after these were frozen."""
@@ -371,17 +310,14 @@ class FreezingMethod(Method[W, Frozen]):
 
     def problems(self, run: RunSettings) -> Iterator[Problem]:
         """Refuse a window as long as the run, and a run that freezes nothing; warn of a round outside of the run."""
-        (key, at, parts), rounds = self.plan(), run.num_rounds
+        (key, at, _), rounds = self.plan(), run.num_rounds
         after = freeze_round(at, rounds)
         if at != "auto":
-            for name in ("freeze_window", "freeze_tau", "freeze_rule"):
+            for name in ("freeze_window", "freeze_tau"):
                 yield Problem("fixed-round", f"it is for {key}=auto", "unused", name)
         elif self.params.freeze_window >= rounds:
             text = f"freeze-window={self.params.freeze_window} must be below num-server-rounds={rounds} for {key}=auto"
             yield Problem("long-window", text)
-        if not parts:
-            text = "freeze-statistics=false and freeze-affine=false freeze nothing; use strategy=fedavg"
-            yield Problem("freezes-nothing", text)
         if after is not None and after >= rounds:
             yield Problem(
                 "never-frozen",
@@ -432,9 +368,7 @@ class FixBNMethod(FreezingMethod[FixBNParams]):
 
     def plan(self) -> FreezePlan:
         """Return T*, and the parts that the settings name."""
-        parts = TRACKED if self.params.freeze_statistics else NONE
-        if self.params.freeze_affine:
-            parts |= {Part.AFFINE}
+        parts = TRACKED | {Part.AFFINE} if self.params.freeze_affine else TRACKED
         return FreezePlan("freeze-at", self.params.freeze_at, parts)
 
     def first_phase(self) -> Travels:

@@ -82,29 +82,17 @@ from fedbn_flwr.batchnorm.taken_forward import normalise, replaceable_layers, ta
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Replies
-from fedbn_flwr.server.params import setting
+from fedbn_flwr.server.method_params import HBNParams
 from fedbn_flwr.server.replies import channel_shapes
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
-from fedbn_flwr.strategies.fbn import (
-    WARM_UP,
-    Pooled,
-    PooledParams,
-    PooledStatisticsMethod,
-    SurveyedStatistics,
-)
+from fedbn_flwr.strategies.fbn import WARM_UP, Pooled, PooledStatisticsMethod, SurveyedStatistics
 from fedbn_flwr.training.client_hook import Entries, Extras
 
-__all__ = ["HBN", "HBNMethod", "HBNParams", "HBNState", "HybridStatistics"]
+__all__ = ["HBN", "HBNMethod", "HBNState", "HybridStatistics"]
 
 ALPHA = Key("bn-alpha", "ArrayRecord: alpha of each BN layer", "server, client", "client, server")
 SHARE_ALPHA = Key("fedbn-flwr.share-alpha", "bool: the client sends its alpha", "server", "client")
-
-
-class HBNParams(PooledParams):
-    """Parameters of HBN."""
-
-    share_alpha: bool = setting(False, "clients share alpha; its mean is where a client without its own one starts")
 
 
 class HybridStatistics(SurveyedStatistics):

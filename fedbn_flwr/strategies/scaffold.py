@@ -60,7 +60,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from pydantic import field_validator
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
@@ -69,12 +68,12 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.server.method import Ask, Facts, Method, Problem, Replies, Role, RunSettings
-from fedbn_flwr.server.params import Params, setting
+from fedbn_flwr.server.method_params import ScaffoldParams
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.server.travels import Beside, Travels
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 
-__all__ = ["ControlVariates", "Scaffold", "ScaffoldMethod", "ScaffoldParams", "Variates"]
+__all__ = ["ControlVariates", "Scaffold", "ScaffoldMethod", "Variates"]
 
 _NEEDS_SGD = (
     "scaffold corrects plain SGD: its variates are differences of the weights over K * eta, which are mean gradients "
@@ -82,19 +81,6 @@ _NEEDS_SGD = (
 )
 
 VARIATES = Key("variates", "ArrayRecord: c down, dc_i up", "server, client", "client, server")
-
-
-class ScaffoldParams(Params):
-    """Parameters of SCAFFOLD."""
-
-    server_learning_rate: float = setting(1.0, "the server's learning rate (eta_g)", gt=0)
-
-    @field_validator("momentum_scope")
-    @classmethod
-    def _plain_sgd(cls, scope: str) -> str:
-        if scope != "none":
-            raise ValueError("scaffold corrects plain SGD: momentum_scope must be 'none'")
-        return scope
 
 
 P = TypeVar("P", bound=ScaffoldParams, default=ScaffoldParams)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.mods import answer_query, answer_statistics, bn_rules, local_bn
-from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, StaticBN
+from fedbn_flwr.strategies import FBN, HBN, FedAvg, StaticBN
 from tests.support.user_loops import SIZES
 
 HIDDEN = 3
@@ -82,7 +82,6 @@ METHODS = {
     "recalibrate": functools.partial(FedAvg, recalibrate=True),
     "fbn": functools.partial(FBN, fbn_measure="pass"),
     "hbn": HBN,
-    "bn-scaffold": functools.partial(BNScaffold, bn_variates="pass"),
 }
 
 
@@ -99,8 +98,6 @@ def test_with_the_forward_of_the_training_they_are_measured(app, run_app, datase
     """After round 1, under the weights of which the method measures: before the training, or after it."""
     run = run_app(METHODS[name](fraction_evaluate=0.0), app(True), model=Autoencoder, rounds=1)
     assert "no reply has moments" not in caplog.text
-    if name == "bn-scaffold":  # its variates are of all layers, and no test sees them
-        return
     net = Autoencoder()
     if name in ("staticbn", "recalibrate"):
         net.load_state_dict(run.tensors)

@@ -57,7 +57,7 @@ MISSING: dict[str, tuple[Callable[[], Strategy], int, str]] = {
     "staticbn": (StaticBN, 1, "inside `with bn_rules(model, msg, context):`"),
     "fbn": (FBN, 1, f"client hook 'global-statistics' of strategy 'fbn'. {RUN_INSIDE}"),
     "hbn": (HBN, 1, f"client hook 'hybrid-statistics' of strategy 'hbn'. {RUN_INSIDE}"),
-    "bn-scaffold": (BNScaffold, 1, f"client hook 'bn-variates-of-steps' of strategy 'bn-scaffold'. {RUN_INSIDE}"),
+    "bn-scaffold": (BNScaffold, 1, f"client hook 'bn-variates' of strategy 'bn-scaffold'. {RUN_INSIDE}"),
     "fedtan": (FedTAN, 1, f"client hook 'synchronise-first-step' of strategy 'fedtan'. {RUN_INSIDE}"),
     "feddna": (FedDNA, 1, f"client hook 'synchronise-first-step' of strategy 'feddna'. {RUN_INSIDE}"),
     "fedtan2": (

@@ -72,8 +72,7 @@ def test_fixbn_needs_one_line_in_the_users_loop(federate, run_app, user_app, dat
 HOOKS: dict[str, tuple[Callable[[], Strategy], float]] = {
     "fedprox": (functools.partial(FedProx, proximal_mu=0.5), 0.0),
     "scaffold": (functools.partial(Scaffold, server_learning_rate=0.8), 0.0),
-    "bn-scaffold by steps": (BNScaffold, 0.0),
-    "bn-scaffold by a pass": (functools.partial(BNScaffold, bn_variates="pass"), 0.0),
+    "bn-scaffold": (BNScaffold, 0.0),
     "momentum local": (functools.partial(FedAvg, momentum_scope="local"), 0.9),
     "momentum global": (functools.partial(FedAvg, momentum_scope="global"), 0.9),
     "fedbn and momentum": (functools.partial(FedBN, momentum_scope="global"), 0.9),

@@ -118,7 +118,7 @@ WORKED = {
     "scaffold": (Scaffold, 0.0),
     "fbn": (FBN, 0.9),
     "hbn": (lambda: HBN(share_alpha=True, statistics_warm_up=0), 0.9),
-    "bn-scaffold": (lambda: BNScaffold(bn_variates="pass"), 0.0),
+    "bn-scaffold": (BNScaffold, 0.0),
     "feature-norm": (FedAvg, 0.0),
 }
 

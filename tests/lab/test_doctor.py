@@ -211,7 +211,6 @@ def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> Non
     [
         ("frozen", {}, True),
         ("train", {}, False),
-        ("frozen", {"freeze-statistics": False, "freeze-affine": True}, False),  # gamma and beta alone
     ],
 )
 def test_after_t_star_small_batches_are_no_fault(

@@ -747,10 +747,6 @@ def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
         ({}, "norm (BatchNorm1d) normalises an example with the others of its batch"),
         ({"norm": "batch-renorm"}, "(BatchRenorm) normalises an example with the others of its batch"),
         ({"strategy": "fixbn"}, "with freeze-at=0.5 BN normalises with whole batches before it is frozen"),
-        (
-            {"strategy": "fixbn", "freeze-at": 0, "freeze-statistics": False, "freeze-affine": True},
-            "with freeze-statistics=false BN normalises with whole",
-        ),
         ({"norm": "group", "local-steps": 0}, "record-dp=true counts steps: set local-steps"),
         ({"norm": "group", "strategy": "scaffold"}, "strategy 'scaffold' with record-dp=true: the changes of"),
         ({"norm": "group", "sampling": "without-replacement"}, "record-dp draws each example with a fixed probability"),

@@ -211,10 +211,10 @@ def test_fixbn_names_its_frozen_statistics(federate, datasets, mlp) -> None:
         (FedWon(agc=0.0), "agc=0. What helped in small runs: agc=0.1, or a tenth of the learning-rate.", "proximal"),
         (
             FedAdam(eta=100.0),
-            "the server's steps are too large: eta=100. In small runs its default, 0.1, helped.",
+            "the server's steps are too large: server-learning-rate=100. In small runs its default, 0.1, helped.",
             "T*",
         ),
-        (FedAdam(), "the server's steps are too large: lower eta=0.1.", "default"),
+        (FedAdam(), "the server's steps are too large: lower server-learning-rate=0.1.", "default"),
         (FedAvgM(server_learning_rate=9.0), "server-learning-rate=9. In small runs its default, 1, helped.", "eta="),
         (FedProx(proximal_mu=2.0), "With proximal-mu=2 a learning-rate above 2 / proximal-mu", "eta="),
         (FedProx(proximal_mu=0.0), "a lower learning-rate", "proximal-mu"),

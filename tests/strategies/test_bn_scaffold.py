@@ -22,7 +22,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.strategies import BNScaffold, Scaffold
-from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, SurveyedBNVariates, _track
+from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, _track
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from tests.support.bad_replies import spoiling
 
@@ -94,15 +94,14 @@ def steps(model: nn.Module, data: Any, rate: float, correction: dict[str, Tensor
     return count
 
 
-@pytest.mark.parametrize("case", ["1d pooled", "2d mean", "2d pooled", "3d pooled", "torchvision pooled"])
-def test_it_equals_a_slow_reference(federate, points, torchvision_net, monkeypatch, case: str) -> None:
+@pytest.mark.parametrize("kind", ["1d", "2d", "3d", "torchvision"])
+def test_it_equals_a_slow_reference(federate, points, torchvision_net, monkeypatch, kind: str) -> None:
     """Half of the clients a round, uneven sizes and steps, channels at the floor."""
     monkeypatch.setattr(torch, "randperm", lambda n, generator=None: torch.arange(n))
-    kind, spread = case.split()
     make = torchvision_net if kind == "torchvision" else functools.partial(network, kind)
     shape, rate = ((3, 20, 20), 1e-3) if kind == "torchvision" else (SHAPES[kind], 0.1)
     datasets = [points(n, i, shape) for i, n in enumerate(SIZES)]
-    strategy = BNScaffold(fraction_train=0.5, min_train_nodes=2, variance_floor=FLOOR, variates_variance=spread, seed=3)
+    strategy = BNScaffold(fraction_train=0.5, min_train_nodes=2, variance_floor=FLOOR, seed=3)
     rounds = 3 if kind == "torchvision" else ROUNDS
     run = federate(strategy, make, datasets, rounds=rounds, rate=rate, batch_size=4)
     assert len({tuple(report.participants) for report in strategy.reports}) > 1
@@ -115,7 +114,7 @@ def test_it_equals_a_slow_reference(federate, points, torchvision_net, monkeypat
         total, common = sum(SIZES[i] for i in latest), {}
         for path in next(iter(latest.values()), {}):
             u = sum(SIZES[i] / total * mine[path][0] for i, mine in latest.items())
-            spreads = {i: (mine[path][0] - u) ** 2 * (spread == "pooled") for i, mine in latest.items()}
+            spreads = {i: (mine[path][0] - u) ** 2 for i, mine in latest.items()}
             common[path] = u, sum(SIZES[i] / total * (mine[path][1] + spreads[i]) for i, mine in latest.items())
         x, before, ends, shares = copy.deepcopy(model.state_dict()), list(own), [], []
         for i in report.participants:
@@ -142,14 +141,14 @@ def test_it_equals_a_slow_reference(federate, points, torchvision_net, monkeypat
     assert low > 0, "the floor was reached"
 
 
-@pytest.mark.parametrize(("measure", "net"), [("steps", "torchvision_net"), ("pass", "mlp")])
 def test_round_one_is_scaffold_bit_for_bit_and_no_longer_afterwards(
-    federate, points, same_bits, request, measure: str, net: str
+    federate, points, same_bits, torchvision_net
 ) -> None:
-    make, shape = request.getfixturevalue(net), (5,) if net == "mlp" else (3, 20, 20)
-    datasets = [points(n, i, shape) for i, n in enumerate(SIZES[:2])]
-    ours, plain = BNScaffold(bn_variates=measure), Scaffold()
-    runs = [federate(strategy, make, datasets, rounds=2, rate=1e-2, local_steps=2) for strategy in (ours, plain)]
+    datasets = [points(n, i, (3, 20, 20)) for i, n in enumerate(SIZES[:2])]
+    ours, plain = BNScaffold(), Scaffold()
+    runs = [
+        federate(strategy, torchvision_net, datasets, rounds=2, rate=1e-2, local_steps=2) for strategy in (ours, plain)
+    ]
     found, want = (run.history for run in runs)
     same_bits(found[1], want[1])
     assert any((found[2][name] != entry).any() for name, entry in want[2].items())
@@ -211,7 +210,7 @@ def test_a_corrected_step_tracks_statistics_as_torch_does_with_and_without_a_cou
 def test_without_bn_the_hook_is_scaffolds(request, points, net: str) -> None:
     """A run refuses such a model; the hook alone is SCAFFOLD's, bit for bit."""
     found = []
-    for hook in (ControlVariates(), BNControlVariates(), SurveyedBNVariates()):
+    for hook in (ControlVariates(), BNControlVariates()):
         model, data = request.getfixturevalue(net)(norm=False), points(8, 0, (5,) if net == "mlp" else (3, 20, 20))
         variates = {name: torch.full_like(p, 0.1) for name, p in model.named_parameters()}
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -338,20 +337,6 @@ def test_the_mean_gradient_is_not_the_centralized_one(union) -> None:
     assert distance > 0.05
 
 
-def test_variates_by_a_pass_are_the_moments_of_the_data_under_the_received_weights(federate, points, mlp) -> None:
-    datasets = [points(n, i) for i, n in enumerate(SIZES)]
-    run = federate(BNScaffold(bn_variates="pass"), mlp, datasets, rounds=2, local_steps=3)
-    received = mlp()
-    received.load_state_dict(tensors(run.history[1]))
-    for i, data in enumerate(datasets):
-        kept = from_record(run.context(i).state.array_records["fedbn-flwr.rules"])
-        want = moments_of(received[0](data.inputs))
-        name = "SurveyedBNVariates/bn-variates/1"
-        np.testing.assert_allclose(kept[f"{name}.mean"], want.mean.numpy(), rtol=1e-10)
-        np.testing.assert_allclose(kept[f"{name}.m2"], want.m2.numpy(), rtol=1e-10)
-        assert kept[f"{name}.count"] == len(data)
-
-
 def test_under_bfloat16_autocast_the_variates_are_those_of_float32(federate, points) -> None:
     """Of inputs that are rounded to bfloat16, and of nothing else."""
     datasets = [points(8, i, SHAPES["2d"]) for i in range(2)]
@@ -381,16 +366,13 @@ def test_under_bfloat16_autocast_the_variates_are_those_of_float32(federate, poi
     assert all(torch.isfinite(entry).all() for entry in tensors(run.state).values())
 
 
-@pytest.mark.parametrize(("measure", "hook"), [("steps", "bn-variates-of-steps"), ("pass", "bn-variates-of-a-pass")])
-def test_a_reply_without_variates_names_the_hook_that_sends_them(
-    federate, points, mlp, measure: str, hook: str
-) -> None:
+def test_a_reply_without_variates_names_the_hook_that_sends_them(federate, points, mlp) -> None:
     def spoil(content: Any) -> None:
         content["variates"] = to_record({})
 
     data, app = [points(8, i) for i in range(2)], functools.partial(spoiling, spoil)
-    run = federate(BNScaffold(bn_variates=measure), mlp, data, rounds=1, wrap=app)
-    assert run.reason(1).endswith(f"the client's training must apply the client hook '{hook}'")
+    run = federate(BNScaffold(), mlp, data, rounds=1, wrap=app)
+    assert run.reason(1).endswith("the client's training must apply the client hook 'bn-variates'")
 
 
 def test_a_reply_without_moments_leaves_the_clients_old_variates_and_says_so(federate, points, mlp, caplog) -> None:
@@ -427,6 +409,5 @@ def test_settings_that_do_not_fit_are_refused_by_name(settings: dict[str, Any], 
 
 
 def test_its_settings_are_for_it_alone() -> None:
-    for key, value in {"variance-floor": 0.5, "bn-variates": "pass", "variates-variance": "mean"}.items():
-        with pytest.raises(ConfigError, match=f"{key}=.* has no effect: it is for bn-scaffold"):
-            Config.make({"strategy": "scaffold", key: value})
+    with pytest.raises(ConfigError, match=r"variance-floor=0\.5 has no effect: it is for bn-scaffold"):
+        Config.make({"strategy": "scaffold", "variance-floor": 0.5})

@@ -27,7 +27,6 @@ MU, AGC, SERVER_RATE, MOMENTUM, ETA, TAU, BETA_1, BETA_2, SHARE = 0.3, 0.05, 0.7
 SETTINGS: dict[str, dict[str, Any]] = {
     "agc": {"agc": AGC},
     "affine": {"freeze_affine": True},
-    "affine-only": {"freeze_affine": True, "freeze_statistics": False},
     "fedprox": {"proximal_mu": MU},
     "scaffold": {"server_learning_rate": SERVER_RATE},
     "fixbn": {"freeze_at": T_STAR},
@@ -59,8 +58,6 @@ MORE = [
     ("fixbn", "scaffold", "fedprox"),
     ("mtfl", "fixbn", "fedyogi", "fedprox"),
     ("fixbn", "affine", "fedadam"),
-    ("fixbn", "affine-only"),
-    ("fixbn", "affine-only", "fedavgm"),
     ("mtfl", "fixbn", "affine"),
     *((name, "agc") for name in ("fedprox", "scaffold", "fixbn", "fedbn", "fedadam", "staticbn")),
 ]
@@ -90,7 +87,7 @@ class Reference:
 
     def round(self, t: int, chosen: Sequence[int]) -> None:
         frozen = (bool(self.has & {"fixbn", "fedtan2"}) and t > T_STAR) or ("fbn" in self.has and t > 1)
-        fixed = self.affine if frozen and self.has & {"affine", "affine-only"} else set()
+        fixed = self.affine if frozen and self.has & {"affine"} else set()
         synchronised = bool(self.has & {"fedtan", "fedtan2"}) and not frozen
         clients = [self.make().train() for _ in chosen]
         hidden: list[list[Tensor]] = [[] for _ in chosen]
@@ -98,7 +95,7 @@ class Reference:
         for client, start in zip(clients, starts, strict=True):
             client.load_state_dict(start)
             for layer in client.modules():
-                if isinstance(layer, _BatchNorm) and frozen and "affine-only" not in self.has:
+                if isinstance(layer, _BatchNorm) and frozen:
                     layer.eval()
         for client, values in zip(clients, hidden, strict=True) if "fbn" in self.has else ():
             client[1].register_forward_pre_hook(lambda _, args, values=values: values.append(args[0].detach()))
@@ -119,7 +116,7 @@ class Reference:
                         g = g - self.c_own[i][name] + self.c[name]
                     parameter.data -= RATE * g
         ends = [{name: value.clone() for name, value in client.state_dict().items()} for client in clients]
-        still = (frozen and "affine-only" not in self.has) or self.has & {"staticbn", "fbn", "hbn"}
+        still = frozen or self.has & {"staticbn", "fbn", "hbn"}
         fixed = fixed | (self.statistics | self.counters if still else set())
         self.aggregate(t, fixed, chosen, p, starts, ends)
         if self.has & {"fbn", "hbn"}:

@@ -340,19 +340,19 @@ def test_a_run_with_trimmed_statistics_leaves_false_ones_out_or_says_that_it_lea
         content["bn-moments"] = type(record)({**record, "1.mean": type(record["1.mean"])(np.full(4, 1e6))})
 
     data, ends = points(8, 1), {}
-    for aggregation in ("mean", "trimmed"):
-        settings = {"trim": 0.3} if aggregation == "trimmed" else {}
-        strategy = FBN(statistics_aggregation=aggregation, **settings)
+    for aggregation in ("mean", "trimmed-mean:0.3"):
+        strategy = FBN(statistics_aggregation=aggregation)
         app = functools.partial(spoiling, spoil)
         ends[aggregation] = federate(strategy, mlp, [data] * 4, rounds=1, batch_size=0, local_steps=1, wrap=app).state
     assert "leaves nobody out" not in caplog.text
-    federate(FBN(statistics_aggregation="trimmed"), mlp, [data] * 4, rounds=1, batch_size=0, local_steps=1)
-    assert "round 1: trim=0.2 of 4 clients leaves nobody out" in caplog.text
+    federate(FBN(statistics_aggregation="trimmed-mean:0.2"), mlp, [data] * 4, rounds=1, batch_size=0, local_steps=1)
+    assert "round 1: trimmed-mean:0.2 of 4 clients leaves nobody out" in caplog.text
     hidden = mlp()[0](data.inputs).detach()
-    np.testing.assert_allclose(ends["trimmed"]["1.running_mean"], hidden.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(ends["trimmed-mean:0.3"]["1.running_mean"], hidden.mean(0), rtol=1e-12)
     assert (ends["mean"]["1.running_mean"] > 1e5).all()
-    with pytest.raises(ConfigError, match=r"trim=0\.3 has no effect: it is for statistics-aggregation=trim"):
-        FBN(trim=0.3)
+    for bad in ("trimmed", "trimmed-mean", "trimmed-mean:0.5", "trimmed-mean:-0.1", "trimmed-mean:nan", "median"):
+        with pytest.raises(ConfigError, match=f"statistics_aggregation='{bad}'.*neither mean nor trimmed-mean:SHARE"):
+            FBN(statistics_aggregation=bad)
 
 
 @pytest.mark.parametrize(("last", "phases"), [(None, 3), (2, 2), (0, 0)])

@@ -71,7 +71,6 @@ METHODS: dict[str, Callable[[], Strategy]] = {
     "fbn by a pass": partial(FBN, fbn_measure="pass"),
     "hbn": HBN,
     "bn-scaffold": BNScaffold,
-    "bn-scaffold by a pass": partial(BNScaffold, bn_variates="pass"),
 }
 
 

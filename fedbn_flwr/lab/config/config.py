@@ -12,6 +12,7 @@ from pydantic import ValidationError, model_validator
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.checks import problems_of
 from fedbn_flwr.lab.config.fields import GROUPS
+from fedbn_flwr.lab.config.method_settings import config_fields
 from fedbn_flwr.lab.config.reading import RENAMED, merged, new_names, read_settings, two_lengths
 from fedbn_flwr.lab.config.table import CENTRALIZED
 from fedbn_flwr.lab.config.texts import explain
@@ -95,7 +96,8 @@ class Config(Values):
         config = self.model_copy(update=changes)
         update: dict[str, Any] = {"partition": config.split_name()}
         if config.strategy != CENTRALIZED:
-            update |= config.params().model_dump()
+            params = config.params()
+            update |= {name: getattr(params, setting) for name, setting in config_fields(type(params)).items()}
         if config.local_steps:
             update["local_epochs"] = 0
         return config.model_copy(update=update)

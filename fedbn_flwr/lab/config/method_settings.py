@@ -22,14 +22,20 @@ Methods = Iterable[StrategyClass]
 
 
 def methods_with(methods: Methods, field: str) -> list[StrategyClass]:
-    """Return the methods that have the setting ``field``; none for a setting of every method."""
-    return [m for m in methods if field in m.Params.model_fields and field not in Params.model_fields]
+    """Return the methods that have the config's ``field``; none for a setting of every method."""
+    if field in Params.model_fields:
+        return []
+    return [method for method in methods if field in config_fields(method.Params)]
 
 
-def config_fields(kind: type[Params]) -> list[str]:
-    """Return the settings that are config keys: those of a group."""
-    groups = {name: field.json_schema_extra for name, field in kind.model_fields.items()}
-    return [name for name, extra in groups.items() if isinstance(extra, dict) and extra["group"]]
+def config_fields(kind: type[Params]) -> dict[str, str]:
+    """Return the settings that are config keys, those of a group: the config's field to the name of the setting."""
+    fields = {}
+    for name, field in kind.model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra["group"]:
+            fields[str(extra["key"]).replace("-", "_") or name] = name
+    return fields
 
 
 def method_fields(methods: Methods) -> dict[str, Any]:
@@ -73,6 +79,6 @@ def _by_name(methods: Methods) -> dict[str, list[FieldInfo]]:
     """Return the fields that the methods declare for each setting."""
     declared: dict[str, list[FieldInfo]] = {}
     for method in methods:
-        for name in config_fields(method.Params):
-            declared.setdefault(name, []).append(method.Params.model_fields[name])
+        for name, setting in config_fields(method.Params).items():
+            declared.setdefault(name, []).append(method.Params.model_fields[setting])
     return declared

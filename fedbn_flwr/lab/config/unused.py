@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedbn_flwr.lab.config.fields import MethodSettings
-from fedbn_flwr.lab.config.method_settings import methods_with
+from fedbn_flwr.lab.config.method_settings import config_fields, methods_with
 from fedbn_flwr.lab.config.table import CENTRALIZED
 from fedbn_flwr.lab.config.texts import split
 from fedbn_flwr.lab.config.values import Values
@@ -51,7 +51,7 @@ def without_effect(config: Values) -> dict[str, tuple[Any, str]]:
         used: set[str] = set()
     else:
         unused |= {problem.key: problem.text for problem in config.problems("unused")}
-        used = set(config.method().Params.model_fields)
+        used = set(config_fields(config.method().Params))
     for name in MethodSettings.model_fields:
         if name not in used and (users := [m.name for m in methods_with(STRATEGIES.values(), name)]):
             unused[name] = f"it is for {', '.join(users)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES
 from fedbn_flwr.batchnorm.parts import Part
@@ -301,10 +302,14 @@ class Values(Fields):
     def params(self) -> Params:
         """Return the settings of the run's method; "the method's own default" is replaced by that default."""
         kind: type[Params] = self.method().Params
-        stands_for_own = own_default(STRATEGIES.values()).items()
-        given = {name: getattr(self, name) for name in config_fields(kind)}
+        stands_for_own = own_default(STRATEGIES.values())
+        given: dict[str, Any] = {}
+        for name, setting in config_fields(kind).items():
+            value = getattr(self, name)
+            if name not in stands_for_own or value != stands_for_own[name]:
+                given[setting] = value
         given["eval_on"] = ",".join(tests_in(self.eval_on))
-        return kind(**dict(given.items() - stands_for_own))
+        return kind(**given)
 
     def reestimates(self) -> bool:
         """Return whether BN statistics are re-estimated before tests."""

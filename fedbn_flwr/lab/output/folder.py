@@ -57,7 +57,6 @@ PLACES = frozenset(
         "data-dir",
         "round-timeout",
         "tensorboard",
-        "fedtan-timeout",
         "fedtan-bind",
         "fedtan-address",
         "fedtan-tls-dir",

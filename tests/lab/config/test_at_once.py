@@ -29,7 +29,7 @@ TOLD |= {"feature-norm": ["1", "2"], "learning-rate-schedule": ["step"], "standa
 # Values that the table cannot judge.
 LATER = {"dp": ["server", "record", "off", False], "local-part": ["fedbn", "x"], "eval-on": ["x", "personal-own"]}
 LATER |= {"series": ["/"], "augment": ["flip", "x"], "lr-decay-at": ["5,x"], "task": ["x"]}
-LATER |= {"freeze-at": [0.5, "auto", "x"], "server-learning-rate": [-1.0, 2.0], "eta": [-1.0], "metrics": ["x"]}
+LATER |= {"freeze-at": [0.5, "auto", "x"], "server-learning-rate": [-1.0, 2.0], "metrics": ["x"]}
 UNKNOWN = ["sed", "batch_size", "batchsize", "x", 3]
 
 

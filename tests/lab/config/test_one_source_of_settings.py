@@ -6,7 +6,7 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import RENAMED, Config
-from fedbn_flwr.lab.config.method_settings import method_fields, methods_with, own_default
+from fedbn_flwr.lab.config.method_settings import config_fields, method_fields, methods_with, own_default
 from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg, Method, Strategy
 
@@ -16,19 +16,21 @@ def test_the_default_in_python_is_the_default_of_the_config(name: str, needs) ->
     config = Config.make({**needs(name), "strategy": name})
     made = STRATEGIES[name]()
     assert config.params() == made.params
-    for key, value in made.params.model_dump().items():
-        assert getattr(config, key) == value, key
+    for key, name in config_fields(type(made.params)).items():
+        assert getattr(config, key) == getattr(made.params, name), key
 
 
 def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
-    assert own_default(STRATEGIES.values()) == {"eta": 0.0, "agc": -1.0}
-    assert [Config.make({"strategy": name}).eta for name in ("fedavg", "fedadam", "fedyogi")] == [0.0, 0.1, 0.01]
-    assert Config.make({"strategy": "fedyogi", "eta": 0.1}).eta == 0.1
+    assert own_default(STRATEGIES.values()) == {"server_learning_rate": 0.0, "agc": -1.0}
+    own = {"fedavg": 0.0, "fedadam": 0.1, "fedyogi": 0.01, "fedavgm": 1.0, "scaffold": 1.0}
+    assert {name: Config.make({"strategy": name}).server_learning_rate for name in own} == own
+    set_ = Config.make({"strategy": "fedyogi", "server-learning-rate": 0.1})
+    assert (set_.server_learning_rate, set_.params().eta) == (0.1, 0.1), "Flower's name in Python"
     fedwon = {"strategy": "fedwon", "norm": "wsconv"}
     assert [Config.make({**fedwon, **own}).agc for own in ({}, {"agc": 0.0}, {"agc": 0.5})] == [0.1, 0.0, 0.5]
     assert [Config.make(own).agc for own in ({}, {"agc": 0.5})] == [0.0, 0.5]
     with pytest.raises(ConfigError, match=r"eta=-1\.0 must be a finite number above 0"):
-        Config.make({"strategy": "fedadam", "eta": -1.0})
+        Config.make({"strategy": "fedadam", "server-learning-rate": -1.0})
 
 
 @pytest.mark.parametrize(("limits", "default"), [({"ge": 0, "lt": 1}, -1.0), ({"gt": 0}, 0.0), ({"ge": 0.5}, 0.0)])
@@ -45,7 +47,7 @@ def test_no_one_can_set_the_value_for_the_methods_own_default(limits: dict[str, 
 
 def test_methods_must_agree_about_a_settings_limits() -> None:
     class OtherParams(Params):
-        eta: float = setting(0.5, "another eta", ge=0)
+        tau: float = setting(0.5, "another tau", ge=0)
 
     class OtherMethod(Method[OtherParams]):
         name = "other"
@@ -54,7 +56,7 @@ def test_methods_must_agree_about_a_settings_limits() -> None:
     class Other(Strategy):
         method = OtherMethod
 
-    with pytest.raises(ConfigError, match="methods declare the setting 'eta' with different types or limits"):
+    with pytest.raises(ConfigError, match="methods declare the setting 'tau' with different types or limits"):
         method_fields([FedAdam, Other])
 
 
@@ -70,7 +72,7 @@ def test_a_new_methods_parameter_is_a_key_without_more() -> None:
         method = OtherMethod
 
     annotation, field = method_fields([*STRATEGIES.values(), Other])["cut"]
-    assert (annotation, field.default, field.json_schema_extra) == (float, 0.2, {"group": "methods"})
+    assert (annotation, field.default, field.json_schema_extra) == (float, 0.2, {"group": "methods", "key": ""})
     assert methods_with([FedAvg, Other], "cut") == [Other]
     assert methods_with([FedAvg, Other], "seed") == [], "those of every method are listed with none"
 

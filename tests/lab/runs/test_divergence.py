@@ -81,7 +81,7 @@ def test_a_diverged_run_can_be_continued_on_purpose(diverge, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"strategy": "fedadam", "eta": 1e37}, {"learning-rate": 1e30}],
+    [{"strategy": "fedadam", "server-learning-rate": 1e37}, {"learning-rate": 1e30}],
     ids=["the model diverged", "no reply was usable"],
 )
 def test_a_run_that_diverged_in_its_last_round_fails_again_when_resumed(diverge, settings: dict[str, Any]) -> None:
@@ -139,9 +139,9 @@ def test_the_remedies_that_the_message_names_help(tmp_path: Path, remedy: Mappin
         ({**FAR, "strategy": "fedtan2", "fedtan-rounds": 1}, {"lr-decay-at": "freeze"}, "frozen after round T*=1"),
         ({"strategy": "fedprox", "proximal-mu": 1e4}, {"proximal-mu": 1.0}, "above 2 / proximal-mu"),
         (
-            {"strategy": "fedadam", "learning-rate": 0.1, "eta": 1e20},
-            {"eta": 0.1},
-            "eta=1e+20. In small runs its default",
+            {"strategy": "fedadam", "learning-rate": 0.1, "server-learning-rate": 1e20},
+            {"server-learning-rate": 0.1},
+            "server-learning-rate=1e+20. In small runs its default",
         ),
         (
             {"strategy": "fedwon", "norm": "wsconv", "model": "lenet", "learning-rate": 10.0, "agc": 0.0},

@@ -103,9 +103,8 @@ def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None
     ("strategy", "own"),
     [
         ("fbn", {"fbn-measure": "pass"}),
-        ("fbn", {"statistics-aggregation": "trimmed"}),
+        ("fbn", {"statistics-aggregation": "trimmed-mean:0.2"}),
         ("hbn", {"share-alpha": True}),
-        ("bn-scaffold", {"bn-variates": "pass"}),
         ("fedavg", {"feature-norm": "sqrt-d"}),
     ],
     ids=str,

@@ -69,7 +69,6 @@ RAY: Mapping[str, Mapping[str, Any]] = {
     "fedtan": {"strategy": "fedtan", "fedtan-transport": "channel"},  # the others of its family by messages
     "hbn": {"strategy": "hbn", "share-alpha": True},
     "fbn-by-a-pass": {"strategy": "fbn", "fbn-measure": "pass"},
-    "bn-scaffold-by-a-pass": {"strategy": "bn-scaffold", "bn-variates": "pass"},
     "feature-norm-and-test-bn": {"feature-norm": "sqrt-d", "eval-on": "global,global-test-bn", "test-bn": "mix"},
 }
 

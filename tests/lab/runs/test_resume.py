@@ -59,9 +59,7 @@ CASES = {
     "recalibrated, then frozen": {"strategy": "fixbn", "recalibrate": True, "eval-every": 2},
     "fixbn and fedprox": {"strategy": "fixbn", "client-hooks": "fedprox", "freeze-at": 3},
     "fixbn and scaffold": {"strategy": "fixbn", "client-hooks": "scaffold", "freeze-at": 3},
-    "fixbn by the variance of each client": {
-        **{"strategy": "fixbn", "freeze-at": "auto", **AUTO, "freeze-rule": "clients"},
-    },
+    "fixbn by the window rule": {"strategy": "fixbn", "freeze-at": "auto", **AUTO},
     "mtfl and fedadam": {"strategy": "mtfl", "server-step": "fedadam"},
     "fedbn, scaffold": {"strategy": "fedbn", "client-hooks": "scaffold", "agc": 0.1},
     "feature norm": {"strategy": "fedavg", "norm": "layer", "feature-norm": "sqrt-d"},
@@ -70,9 +68,7 @@ CASES = {
     "centralized with adam": {"strategy": CENTRALIZED, "optimizer": "adam", "learning-rate": 0.01},
     "half of the clients": {"strategy": "fedbn", "fraction-train": 0.5, "num-clients": 4},
     "half of the clients, scaffold": {"strategy": "scaffold", "fraction-train": 0.5, "num-clients": 4},
-    "half of the clients, bn-scaffold by a pass": {
-        **{"strategy": "bn-scaffold", "bn-variates": "pass", "fraction-train": 0.5, "num-clients": 4},
-    },
+    "half of the clients, bn-scaffold": {"strategy": "bn-scaffold", "fraction-train": 0.5, "num-clients": 4},
 }
 
 

@@ -116,7 +116,7 @@ def test_a_run_started_in_process_continues_in_simulation(in_process: dict[str, 
 
 @pytest.mark.slow
 def test_fedtan_by_channel_with_fewer_actors_than_clients_is_refused_with_advice(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "strategy": "fedtan", "fedtan-transport": "channel", "fedtan-timeout": 2.0}
+    settings = {**SETTINGS, "strategy": "fedtan", "fedtan-transport": "channel"}
     with pytest.raises(EngineError) as caught:
         flower_run(
             ROOT,
