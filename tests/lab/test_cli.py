@@ -22,12 +22,10 @@ from fedbn_flwr.errors import EngineError, RunFailedError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.cli.before import Kind
 from fedbn_flwr.lab.cli.console import Bar, EngineChoice, Lines, bars, complaints, progress
-from fedbn_flwr.lab.cli.finished import PartChoice
 from fedbn_flwr.lab.cli.sweep import Display
 from fedbn_flwr.lab.cli.tables import show_pages
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
-from fedbn_flwr.lab.finished_runs.evaluate import DataPart
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import run as run_module
@@ -138,7 +136,6 @@ def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
 def test_every_kind_is_listed_above() -> None:
     assert {*get_args(Kind)} == {"strategies", "norms", "models", "datasets", "partitions"}
     assert {*get_args(EngineChoice)} == {*get_args(run_module.Engine)}
-    assert {*get_args(PartChoice)} == {*get_args(DataPart)}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

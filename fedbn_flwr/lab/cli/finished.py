@@ -13,9 +13,6 @@ from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, say
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_run
 
-PartChoice = Literal["train", "test", "all"]
-"""The examples that ``evaluate`` uses: ``finished_runs.examples.DataPart``, without its import."""
-
 
 @app.add(AFTERWARDS, "evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out usps")
 def evaluate(
@@ -32,10 +29,6 @@ def evaluate(
         str,
         typer.Option(help="averaged; own:CLIENT; adapt: statistics of the new inputs. Default: the global BN."),
     ] = "",
-    part: Annotated[
-        PartChoice | None,
-        typer.Option(help="Which examples. Default: all of new own data without a split of their own, else test."),
-    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="State folder of this site: its own model.")] = None,
     out: Annotated[Path | None, typer.Option(help="New folder for predictions.csv and metrics.json.")] = None,
 ) -> None:
@@ -52,7 +45,7 @@ def evaluate(
 
     with exit_codes():
         if dataset is None:
-            of_data = {"--set": set_, "--bn": bn, "--part": part, "--state-dir": state_dir, "--out": out}
+            of_data = {"--set": set_, "--bn": bn, "--state-dir": state_dir, "--out": out}
             if given := [name for name, value in of_data.items() if value]:
                 raise ConfigError(f"{', '.join(given)}: say which data, with --dataset.")
             print_sites(sites_of_run(run, against), run_config(run).learning_task().score)
@@ -61,15 +54,15 @@ def evaluate(
             raise ConfigError("--against compares two runs on their own test examples: leave out --dataset.")
         else:
             data = {**overrides, "dataset": dataset}
-            what, rows = evaluate_run(run, data, bn, part or "", out, state_dir)
+            what, rows = evaluate_run(run, data, bn, out, state_dir)
             say(f"model: {what}")
             metrics = list(rows[0].result.named())
-            table = Table("data", "BN statistics", "examples", *metrics, box=None)
+            table = Table("data", "examples", *metrics, box=None)
             for column in table.columns:
                 column.overflow = "fold"
             for row in rows:
                 values = [f"{value:.4f}" for value in row.result.named().values()]
-                table.add_row(row.data, row.statistics, str(row.result.num_examples), *values)
+                table.add_row(row.data, str(row.result.num_examples), *values)
             say(table)
             say("Each figure is pooled: over all these examples together.")
         if out:

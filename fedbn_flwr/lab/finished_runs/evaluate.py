@@ -7,80 +7,82 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.errors import ConfigError, EngineError, unknown_name
-from fedbn_flwr.lab.finished_runs.examples import ALL, DataPart, choose_examples, overlap
-from fedbn_flwr.lab.finished_runs.new_data import config_of_data, data_for_model
-from fedbn_flwr.lab.finished_runs.predictions import predictions_csv
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import FUNCTION, Dataset, OwnData, OwnRows, Subset, is_own, own_rows
+from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.output.model_description import ModelDescription
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.setup import on_device
-from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
-from fedbn_flwr.training.tasks import Task
+from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, LabelTask, RegressionTask, Task
 
-__all__ = ["ADAPT", "DataPart", "Evaluation", "Row", "evaluate_run"]
+__all__ = ["ADAPT", "ALL", "Evaluation", "Row", "evaluate_run", "predictions"]
 
 logger = logging.getLogger("flwr")
 
 ADAPT = "adapt"
 """The BN whose statistics are re-estimated on the new inputs; no target is used."""
-AS_SAVED, REESTIMATED = "as saved", "re-estimated"
+ALL = "all"
 
 _CLIENT = re.compile(r"own:(\d+)")
-_PARTS = {"train": "the training examples", "test": "the test examples", "all": "all examples"}
+# Settings of a run that the model and its inputs depend on; all others are those of the new data.
+_OF_THE_MODEL = ("norm", "norm-groups", "model", "bn-momentum", "seed", "batch-size")
+# Settings that say how data are read: those of the run, unless the new data have others.
+_OF_READING = ("task", "metrics", "main-metric", "test-share")
+_OF_DATA = ("dataset", "data-dir", "image-size", "num-classes", "device", *_OF_READING)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result on some of the data: all, or one group."""
+
+    data: str
+    result: EvalResult
 
 
 class Evaluation(NamedTuple):
     """What ``evaluate_run`` finds.
 
     Attributes:
-        what: what model it is, and how the data become its inputs and targets.
-        rows: the results: with all data first, then by group. With ``ADAPT`` those of the statistics as saved come
-            first, and those of the re-estimated ones follow.
+        what: what model it is, and on which examples.
+        rows: the results: with all data first, then by group.
     """
 
     what: str
     rows: list[Row]
 
 
-@dataclass(frozen=True)
-class Row:
-    """The result on some of the data, all or one group; with which BN."""
-
-    data: str
-    statistics: str
-    result: EvalResult
-
-
 def evaluate_run(
     run: Path,
     data: Mapping[str, Any],
     bn: str = "",
-    part: DataPart | Literal[""] = "",
     out: Path | None = None,
     state_dir: Path | None = None,
 ) -> Evaluation:
     """Evaluate the model of a run on any data.
 
-    The run gives the model, the normalisation of the inputs and the size of the images; ``data`` gives the rest. What
-    reading the data left out or changed is logged, and what makes the results doubtful, as warnings.
+    The run gives the model, the normalisation of the inputs and the size of the images; ``data`` gives the rest. Of own
+    data without a split of their own all examples are used, unless they are those of the run; else the test examples.
 
     Args:
         run: the run's folder.
         data: config keys of the data, at least ``dataset``; for own data those of the run are the defaults.
         bn: "" for the global model, "averaged" or "own:CLIENT" for that BN, ``ADAPT`` for statistics that are
-            re-estimated on all these inputs.
-        part: the examples to use; "" = all of own data without a split of their own that are not those of the run, else
-            the test examples.
+            re-estimated on these inputs.
         out: a new folder for ``predictions.csv`` and ``metrics.json``; None = nothing is written.
         state_dir: the state folder of a site, for its own model; "own:CLIENT" chooses where it has several.
 
@@ -90,65 +92,50 @@ def evaluate_run(
         StateError: the run lacks the model, or a part of it.
         EngineError: the folder cannot be written.
     """
-    if part and part not in get_args(DataPart):
-        raise unknown_name("part", part, get_args(DataPart))
     if out is not None:
         RunFolder.refuse_used(out)
-    saved = load_model(run, _choice(bn, state_dir))
-    config = config_of_data(saved, data)
-    new_data, notes = data_for_model(saved, config, {"class-names", "positive-values"} & data.keys())
-    examples = choose_examples(saved, config, new_data, part)
-    if names := examples.data.held_out_names:
-        notes.append(f"without the held-out clients ({', '.join(names)})")
-    what = "; ".join([saved.what, *notes, f"on {_PARTS[examples.part]}"])
-    info = config.data_info()
-    about_run = [saved.description.code_changed(), overlap(config, saved)]
-    warnings = [*filter(None, about_run), *info.warnings, *examples.doubts()]
-    for note in info.notes:
-        logger.info("%s", note)
+    saved = _load(run, bn, state_dir)
+    config = _config(saved, data)
+    examples = _examples(saved, config)
+    model, task = on_device(saved.model, config), config.test_task()
+    if bn == ADAPT:
+        _adapt(model, examples.all, task, saved)
+    what = "; ".join([saved.what, *examples.notes])
+    warnings = [text for text in (saved.description.code_changed(), _overlap(saved.config, config)) if text]
     for warning in warnings:
         logger.warning("%s", warning)
 
-    model, task = on_device(saved.model, config), config.test_task()
-    everyone, groups = examples.everyone(), examples.groups()
-    views = [(ALL, everyone), *groups.items()]
-    rows: list[Row] = []
-    predicted: dict[str, Tensor] = {}
-    for statistics in (AS_SAVED, REESTIMATED) if bn == ADAPT else (AS_SAVED,):
-        if statistics == REESTIMATED:
-            _reestimate(model, everyone, task, saved)
-        outputs: list[Tensor] = []
+    outputs: list[Tensor] = []
 
-        def keep(values: Tensor, _: Tensor, kept: list[Tensor] = outputs) -> None:
-            kept.append(values.cpu())
+    def keep(of_batch: Tensor, _: Tensor) -> None:
+        outputs.append(of_batch.cpu())
 
-        for name, view in views:
-            predicts = out is not None and name == ALL and not task.by_pixel
-            result = evaluate(model, view, task=task, on_batch=keep if predicts else None)
-            rows.append(Row(name, statistics, result))
-        if outputs:
-            predicted[statistics] = torch.cat(outputs)
+    writes_predictions = out is not None and not task.by_pixel
+    rows = [Row(ALL, evaluate(model, examples.all, task=task, on_batch=keep if writes_predictions else None))]
+    rows += [Row(name, evaluate(model, view, task=task)) for name, view in examples.groups.items()]
     if out is not None:
-        predictions = ""
-        if predicted:
-            classes, place = saved.description.classes, examples.place()
-            predictions = predictions_csv(predicted, everyone.targets, task, classes, place)
-        about = {"model": what, "dataset": config.dataset, "part": examples.part}
-        _write(out, predictions, {**about, "notes": info.notes, "warnings": warnings}, rows)
+        about = {"model": what, "dataset": config.dataset, "warnings": warnings}
+        files = {"metrics.json": _json(about, rows)}
+        if outputs:
+            columns = predictions(torch.cat(outputs), examples.all.targets, task, saved.description.classes)
+            files["predictions.csv"] = _csv(examples.order, examples.where, columns)
+        _write(out, files)
     return Evaluation(what, rows)
 
 
-def _choice(bn: str, state_dir: Path | None) -> Choice:
+def _load(run: Path, bn: str, state_dir: Path | None) -> SavedModel:
+    """Return the model that ``bn`` names; for ``ADAPT`` it is the global one, which is adapted later."""
     if bn in ("", ADAPT):
-        return Choice(state_dir=state_dir)
-    if client := _CLIENT.fullmatch(bn):
-        return Choice(client=int(client[1]), state_dir=state_dir)
-    if bn != "averaged":
+        return load_model(run, Choice(state_dir=state_dir))
+    if bn == "averaged":
+        return load_model(run, Choice(averaged=True, state_dir=state_dir))
+    client = _CLIENT.fullmatch(bn)
+    if client is None:
         raise ConfigError(f"bn={bn!r} is unknown. Allowed: averaged, own:CLIENT (e.g. own:2), {ADAPT}, or no bn.")
-    return Choice(averaged=True, state_dir=state_dir)
+    return load_model(run, Choice(client=int(client[1]), state_dir=state_dir))
 
 
-def _reestimate(model: nn.Module, data: Batches, task: Task, saved: SavedModel) -> None:
+def _adapt(model: nn.Module, data: Subset | _Joined, task: Task, saved: SavedModel) -> None:
     """Give the model the BN statistics of these inputs.
 
     Raises:
@@ -163,23 +150,251 @@ def _reestimate(model: nn.Module, data: Batches, task: Task, saved: SavedModel) 
     load_statistics(model, moments)
 
 
-def _write(out: Path, predictions: str, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    results = [{"data": row.data, "statistics": row.statistics, **_numbers(row.result)} for row in rows]
-    files = {"predictions.csv": predictions} if predictions else {}
-    _write_files(out, {**files, "metrics.json": {**about, "results": results}})
+def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
+    """Return the settings of the run's model with those of the new data.
+
+    Raises:
+        ConfigError: a setting does not describe data, or is bad.
+    """
+    of_run = saved.config.to_mapping()
+    others = [key for key in data if key in of_run and key not in _OF_DATA]
+    if others:
+        raise ConfigError(
+            f"{', '.join(others)}: evaluate takes keys that describe the data ({', '.join(_OF_DATA)}); all others are "
+            "those of the run, and the new data are not split over clients. Leave them out."
+        )
+    shared = {key: of_run[key] for key in (*_OF_THE_MODEL, *_OF_READING)}
+    settings = {"partition": "iid", "num-clients": 1, **data}
+    dataset = str(data.get("dataset"))
+    if is_own(dataset):
+        shared["task"] = saved.description.task  # targets of a few examples may look like those of another one
+        if not saved.description.classes and saved.description.task in (CLASSIFICATION.name, SEGMENTATION.name):
+            shared["num-classes"] = saved.description.num_classes
+        if OwnData.parse(dataset)[0] == FUNCTION:  # it gives the data of a site: those of all sites of the run
+            settings["num-clients"] = saved.config.num_clients
+    return Config.make_of_shared(shared, settings)[0]
 
 
-def _write_files(out: Path, files: Mapping[str, Any]) -> None:
-    """Write files by name, text or what JSON holds."""
+class _Joined:
+    """Several subsets as one, in order."""
+
+    def __init__(self, subsets: Sequence[Subset]) -> None:
+        self._subsets = subsets
+
+    def __len__(self) -> int:
+        return sum(map(len, self._subsets))
+
+    @property
+    def targets(self) -> Tensor:
+        """The targets of all examples."""
+        return torch.cat([subset.targets for subset in self._subsets])
+
+    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Return the examples at ascending positions."""
+        inputs, targets, start = [], [], 0
+        for subset in self._subsets:
+            inside = positions[(positions >= start) & (positions < start + len(subset))]
+            if len(inside):
+                of_subset = subset.batch(inside - start, generator)
+                inputs.append(of_subset[0])
+                targets.append(of_subset[1])
+            start += len(subset)
+        return torch.cat(inputs), torch.cat(targets)
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """The examples of a test.
+
+    Attributes:
+        all: all of them.
+        groups: those of each group (domain) by name; empty if the data have none.
+        order: their order in the user's data, and in ``predictions.csv``.
+        where: the first columns of ``predictions.csv``: where each example is in the user's data.
+        notes: what a reader of the results must know of them.
+    """
+
+    all: Subset | _Joined
+    groups: Mapping[str, Subset | _Joined]
+    order: Indices
+    where: Mapping[str, Sequence[Any]]
+    notes: Sequence[str]
+
+
+def _examples(saved: SavedModel, config: Config) -> _Examples:
+    """Return the examples of the new data with the normalisation of the run.
+
+    Raises:
+        ConfigError: the data do not fit the model, or test examples may be training examples of the run.
+    """
+    taken = saved.description
+    _refuse_other_task(taken, config)  # without the data, which may be large
+    data = partitioned_data(config, 1, taken.shape if len(taken.shape) == 3 else ())
+    notes = _refuse_unfit(taken, data.dataset, config.dataset)
+    data = replace(data, dataset=replace(data.dataset, mean=taken.mean, std=taken.std))
+
+    rows = own_rows(config.own_data()) if is_own(config.dataset) else None
+    undivided = rows is not None and not rows.divided
+    of_the_run = _place(config) == _place(saved.config)
+    if undivided and of_the_run and has_other_data(saved.run, config):
+        raise ConfigError(
+            f"dataset={config.dataset!r} has changed since the run, or is divided in another way (test-share), so its "
+            "test examples may be training examples of the run. Restore the data and the settings, or put the examples "
+            "that the run has not seen into a folder of their own."
+        )
+    pieces = [data]
+    if undivided and not of_the_run:
+        pieces = [replace(data, dataset=replace(data.dataset, test=data.dataset.train)), data]
+    which = "on all examples" if len(pieces) > 1 else "on the test examples"
+
+    groups: dict[str, list[Subset]] = {}
+    for piece in pieces:
+        for name, view in piece.domain_views().items():
+            groups.setdefault(name, []).append(view)
+    order, where = _where(data, rows, both=len(pieces) > 1)
+    return _Examples(
+        _joined([piece.test_view() for piece in pieces]),
+        {name: _joined(views) for name, views in groups.items()},
+        order,
+        where,
+        [*notes, which],
+    )
+
+
+def _joined(subsets: Sequence[Subset]) -> Subset | _Joined:
+    return subsets[0] if len(subsets) == 1 else _Joined(subsets)
+
+
+def _where(data: PartitionedData, rows: OwnRows | None, both: bool) -> tuple[Indices, dict[str, list[Any]]]:
+    """Return the order of the examples in the user's data, and the columns that say where each example is.
+
+    Args:
+        data: the data.
+        rows: where the examples of own data are in the user's files; None for a data set by name.
+        both: whether the training examples come first, and the test examples follow.
+    """
+    if rows is not None:
+        numbers = np.concatenate([rows.train, rows.test]) if both else rows.test
+        columns = {rows.column: rows.names, **rows.beside}
+        where = {name: [values[number] for number in numbers] for name, values in columns.items()}
+        return np.argsort(numbers), where
+    numbers = np.arange(len(data.dataset.test))
+    where = {"index": numbers.tolist()}
+    groups = data.dataset.test.groups
+    if groups is not None:
+        where["group"] = [data.dataset.group_names[group] for group in groups.tolist()]
+    return numbers, where
+
+
+def _place(config: Config) -> tuple[str, Path | str]:
+    """Return the kind of a config's data and where they are, however the path is spelled."""
+    kind, _, path = config.dataset.partition(":")
+    return kind, Path(path).resolve() if path else path
+
+
+def _overlap(ran: Config, config: Config) -> str:
+    """Return a sentence if the files of a run's data and of others lie one in the other; else ""."""
+    (kind, here), (other, there) = _place(config), _place(ran)
+    if kind != other or here == there or not isinstance(here, Path) or not isinstance(there, Path):
+        return ""
+    if not (here.is_relative_to(there) or there.is_relative_to(here)):
+        return ""
+    return (
+        f"dataset={config.dataset!r} and the data of the run, {ran.dataset!r}, have files in common: training examples "
+        "of the run may be among them, unless they are of a held-out client."
+    )
+
+
+def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
+    """Raise ConfigError if the task or the number of classes differ from those of the model."""
+    task, num_classes = config.learning_task().name, config.data_info().num_classes
+    if task != taken.task:
+        raise ConfigError(f"the model is for {taken.task}, the data are for {task}.")
+    if num_classes != taken.num_classes:
+        raise ConfigError(
+            f"the data of the run have {taken.num_classes} classes, dataset={config.dataset} has {num_classes}. Bring "
+            "these data to the classes of the run, in the same order."
+        )
+
+
+def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> list[str]:
+    """Return what a reader of the results must know of the classes.
+
+    Raises:
+        ConfigError: the shape of the inputs or the names of the classes differ from those of the model.
+    """
+    if data.test.shape != taken.shape:
+        raise ConfigError(
+            f"the model takes inputs {taken.shape}, those of dataset={dataset} are {data.test.shape}: give data with "
+            "as many channels or features, and of the same height and width."
+        )
+    known, given = _names(taken.classes), _names(data.class_names)
+    if known and given and known != given:
+        raise ConfigError(
+            f"the classes of the run are {', '.join(known)}, those of dataset={dataset} {', '.join(given)}: name them "
+            "alike."
+        )
+    if known == given:
+        return []
+    numbered = ", ".join(f"{number} = {name}" for number, name in enumerate(known or given))
+    return [f"classes of the {'data' if given else 'run'} by number: {numbered}"]
+
+
+def _names(classes: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of classes; () if they are called by their numbers."""
+    return () if list(classes) == [str(number) for number in range(len(classes))] else tuple(classes)
+
+
+def predictions(outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[str]) -> dict[str, list[float]]:
+    """Return the columns of ``predictions.csv``: target, prediction and probability, each of one or of several outputs.
+
+    Args:
+        outputs: the model's outputs (N, ...).
+        targets: the targets of the examples (N, ...).
+        task: the learning task.
+        classes: the names of the classes or labels.
+    """
+    count = len(outputs)
+    outputs, probabilities = outputs.double().reshape(count, -1), task.probabilities()
+    values = {"target": targets.cpu().reshape(count, -1)}
+    if isinstance(task, LabelTask):
+        values["prediction"] = (outputs > 0).long()
+        positive = f"-{classes[-1]}" if task.single and classes else ""
+        values[f"probability{positive}"] = probabilities(outputs)
+    elif isinstance(task, RegressionTask):
+        values["prediction"] = outputs
+    else:
+        values["prediction"] = outputs.argmax(1, keepdim=True)
+        values["probability"] = probabilities(outputs)
+    columns: dict[str, list[float]] = {}
+    for kind, value in values.items():
+        for at, column in enumerate(value.T.tolist()):
+            named = classes[at] if at < len(classes) else str(at)
+            columns[kind if value.shape[1] == 1 else f"{kind}-{named}"] = column
+    return columns
+
+
+def _csv(order: Indices, where: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[float]]) -> str:
+    import pandas as pd
+
+    table = pd.DataFrame({**where, **columns}).iloc[order]
+    text: str = table.to_csv(index=False, float_format="%.9g", na_rep="nan")  # float32, to be read again
+    return text
+
+
+def _json(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    results = []
+    for row in rows:
+        metrics = row.result.named()
+        known = {name: None if math.isnan(value) else value for name, value in metrics.items()}  # JSON has no NaN
+        results.append({"data": row.data, "examples": row.result.num_examples, **known})
+    return json.dumps({**about, "results": results}, indent=2, allow_nan=False) + "\n"
+
+
+def _write(out: Path, files: Mapping[str, str]) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            text = content if isinstance(content, str) else json.dumps(content, indent=2, allow_nan=False) + "\n"
+        for name, text in files.items():
             write_atomically(out / name, text)
     except OSError as error:
         raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
-
-
-def _numbers(result: EvalResult) -> dict[str, float | None]:
-    numbers = {name: None if math.isnan(value) else value for name, value in result.named().items()}  # JSON has no NaN
-    return {"examples": result.num_examples, **numbers}

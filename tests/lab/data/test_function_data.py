@@ -157,7 +157,7 @@ def test_volumes_train_with_a_class_for_each_voxel(tmp_path: Path, strategy: str
 def test_evaluate_reads_the_sites_of_the_run(tmp_path: Path) -> None:
     config = config_of(num_clients=2)
     run(config, tmp_path / "out", workers=0)
-    _, found, _ = evaluate_run(tmp_path / "out", {"dataset": f"{MODULE}:rows"})
+    _, found = evaluate_run(tmp_path / "out", {"dataset": f"{MODULE}:rows"})
     assert {row.data for row in found} >= {"site-0", "site-1"}
     where = own_rows(config.own_data())
     assert [where.names[at] for at in where.test[:1]] == ["site-0:test:0"]
