@@ -36,9 +36,9 @@ HEALTHY: dict[str, Any] = {
 """FedAvg on five equal clients, an epoch a round."""
 
 
-def deep(num_classes: int, channels: int, height: int, width: int) -> nn.Module:
+def deep(num_classes: int, channels: int, size: int) -> nn.Module:
     """Return the network of three hidden layers."""
-    return MLP(num_classes, channels * height * width, hidden=(64, 64, 64))
+    return MLP(num_classes, channels * size * size, hidden=(64, 64, 64))
 
 
 class Case(NamedTuple):

@@ -41,7 +41,7 @@ small = {"dataset": "digits", "strategy": "fedavg", "partition": "iid", "num-cli
 config = Config.make({**small, "num-server-rounds": 1, "checkpoint-every": 1})
 import torch
 from fedbn_flwr.training import LearningRate, LocalTraining, train
-adam = LocalTraining(learning_rate=LearningRate(0.1), optimizer="adamw", gradient_clip_norm=0.1)
+adam = LocalTraining(learning_rate=LearningRate(0.1), optimizer="adamw")
 class Two:
     __len__ = lambda self: 2
     batch = lambda self, positions, generator=None: (torch.ones(2, 2), torch.zeros(2, dtype=torch.int64))

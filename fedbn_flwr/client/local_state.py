@@ -212,7 +212,7 @@ class LocalState:
         if bad:
             text = (
                 f"entry '{bad[0]}' is not finite after training ({len(bad)} of {len(entries)} entries). The client "
-                "keeps its values of the round before. Use a smaller learning-rate, or gradient-clip-norm=1.0."
+                "keeps its values of the round before. Use a smaller learning-rate."
             )
             raise StateError(coded(NOT_FINITE, text))
         about = self._about()

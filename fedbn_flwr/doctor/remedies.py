@@ -112,7 +112,7 @@ _NO_STEPS = Remedy(
     "package average them instead",
 )
 UNUSABLE = [_NO_STEPS, _RECALIBRATE, _FINITE_BEFORE]
-DIVERGED = [_FINITE_BEFORE, Remedy("gradient-clip-norm=1.0", "limits single steps"), _NO_STEPS]
+DIVERGED = [_FINITE_BEFORE, Remedy("agc=0.1", "limits single steps"), _NO_STEPS]
 NOT_FINITE = [
     Remedy("inputs.isfinite()", "finds the examples: repair or remove them; missing=mean fills gaps of own tables")
 ]
@@ -135,13 +135,13 @@ DEAD_LAYER = [
         "and start again from a state in which the layer lived, or with gamma = 1 and beta = 0: no gradient revives a "
         "channel behind a ReLU",
     ),
-    Remedy("gradient-clip-norm=1.0", "limits the step that throws gamma and beta so far"),
+    Remedy("agc=0.1", "limits the step that throws gamma and beta so far"),
     Remedy("weight-decay=0.0", "for gamma near 0: weight decay on gamma pulls it there"),
 ]
 WEAK_LAYER = [DEAD_LAYER[2], *DEAD_LAYER[:2]]
 _SMALLER_STEPS = (
     Remedy("learning-rate ten times lower", "activations that explode come from steps that are too large"),
-    Remedy("gradient-clip-norm=1.0", "limits single steps"),
+    Remedy("agc=0.1", "limits single steps"),
 )
 _SCALE = Remedy("standardise=federated", "rows and signals at one scale; drop features that are constant")
 EXTREME_VARIANCE = [_SCALE, *_SMALLER_STEPS]

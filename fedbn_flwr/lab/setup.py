@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
@@ -18,7 +17,6 @@ from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.strategies import FedBS, Strategy
 from fedbn_flwr.training.freezing import keep_eval, train_only, unlike_in_tests
-from fedbn_flwr.training.losses import LossFn, balanced_weights, weighted_loss
 from fedbn_flwr.training.memory_format import set_memory_format
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.wrappers import no_tensors
@@ -40,7 +38,6 @@ __all__ = [
     "pick_device",
     "ready_to_train",
     "refuse_named_gpu",
-    "training_loss",
     "training_model",
 ]
 
@@ -190,23 +187,8 @@ def local_training(config: Config) -> LocalTraining:
         optimizer=config.optimizer,
         sgd_momentum=config.sgd_momentum,
         weight_decay=config.weight_decay,
-        gradient_clip_norm=config.gradient_clip_norm,
         amp=config.amp,
     )
-
-
-def training_loss(config: Config, targets: Callable[[], Tensor]) -> LossFn | None:
-    """Return the loss of training steps under ``class-weights``; None without it.
-
-    Args:
-        config: the settings.
-        targets: returns the targets of the training examples, which ``balanced`` counts.
-    """
-    if not config.class_weights:
-        return None
-    task, classes = config.learning_task(), max(config.num_outputs(), 2)
-    weights = config.weights_of_classes() or balanced_weights(targets(), classes, task.ignore)
-    return weighted_loss(weights, task.ignore, single=task.outputs(2) == 1)
 
 
 def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:

@@ -178,7 +178,6 @@ class RunSettings:
         sgd_momentum: momentum of the clients' SGD.
         tests: the tests of ``eval-on`` (``tests_in``).
         optimizer: the clients' optimizer.
-        gradient_clip_norm: largest norm of a client's gradient; 0 = any.
         parts: the split of the model's state; None = no model is known, and nothing is said of it.
         shapes: the shapes of the model's entries.
     """
@@ -188,7 +187,6 @@ class RunSettings:
     sgd_momentum: float = 0.0
     tests: tuple[str, ...] = ()
     optimizer: str = "sgd"
-    gradient_clip_norm: float = 0.0
     parts: Parts | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 

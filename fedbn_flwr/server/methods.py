@@ -211,12 +211,6 @@ class Methods:
 
     def _setting_problems(self, run: RunSettings) -> Iterator[Problem]:
         """Yield the problems of settings that every method has."""
-        agc, norm = self.params.agc, run.gradient_clip_norm
-        if agc and norm:
-            yield Problem(
-                "two-gradient-clippings",
-                f"agc={agc} and gradient-clip-norm={norm} both limit gradients; set one to 0",
-            )
         if Part.STATISTICS in self.local and SHARED_BN not in run.tests:
             yield Problem("no-variances", f"{self.name} averages no running variances", "unused", "variance")
 

@@ -25,7 +25,7 @@ $$\hat\mu = a \mu_B + (1 - a) \mu_g, \qquad \hat v = a v_B + (1 - a) v_g, \qquad
 y = \gamma \frac{x - \hat\mu}{\sqrt{\hat v + \epsilon}} + \beta$$
 
 $\alpha$ starts at 0, so $a = 1/2$; the client's optimizer trains it beside the parameters, with the learning rate (the
-largest one of its groups), without weight decay and without `gradient-clip-norm`, and it stays with the client.
+largest one of its groups), without weight decay, and it stays with the client.
 Gradients flow through $\mu_B$, $v_B$ and $\alpha$. In tests $\mu_g$ and $v_g$ normalise.
 
 A client first passes its data through the received weights, each batch normalised with its own statistics, and then

@@ -33,8 +33,7 @@ $$x \leftarrow x + \eta_g \, \mathrm{mean}(y_i - x), \qquad c \leftarrow c + \fr
 
 $\eta_l$ is the round's learning rate, $\eta_g$ is `server_learning_rate`, $K_i$ the number of the client's steps. The
 variates $c$ and $c_i$ are over trainable parameters only and start at zero. The correction is for plain SGD: momentum
-and other optimizers are refused, because $(x - y_i) / (K_i \eta_l)$ is a mean gradient under plain SGD only. With
-`gradient-clip-norm` $g$ is the clipped gradient, and the correction is added to it as it is.
+and other optimizers are refused, because $(x - y_i) / (K_i \eta_l)$ is a mean gradient under plain SGD only.
 
 ## Differs from the paper
 

@@ -121,8 +121,6 @@ def train(
                     if (named := named_error(error, bare, positions.shape[0])) is None:
                         raise
                     raise named from error
-                if settings.gradient_clip_norm:
-                    nn.utils.clip_grad_norm_(bare.parameters(), settings.gradient_clip_norm)  # not HBN's alpha
                 for hook in hooks:
                     hook.gradients(bare)
                 take_step(optimizer)

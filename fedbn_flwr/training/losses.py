@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from torch.nn import functional as F
 __all__ = [
     "IGNORED_PIXEL",
     "LossFn",
-    "balanced_weights",
     "label_cross_entropy",
     "pixel_cross_entropy",
     "squared_error",
-    "weighted_loss",
 ]
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -62,52 +60,3 @@ def _known(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     targets = targets.to(dtype).view_as(outputs)
     unknown = targets.isnan()
     return outputs.to(dtype), targets.masked_fill(unknown, 0), (~unknown).to(dtype)
-
-
-def balanced_weights(targets: Tensor, num_classes: int, ignore: int) -> tuple[float, ...]:
-    """Return w_c = n / (K n_c), for which all classes together weigh the same; 0 for a class without a target.
-
-    n targets count, K classes have some, n_c of class c. This is scikit-learn's ``class_weight="balanced"``.
-
-    Args:
-        targets: classes of any shape and dtype; ``ignore`` and NaN do not count.
-        num_classes: number of classes.
-        ignore: targets with this value do not count.
-    """
-    known = targets[~targets.isnan()] if targets.is_floating_point() else targets
-    counts = torch.bincount(known[known != ignore].long().flatten(), minlength=num_classes)
-    present = counts > 0
-    weights = counts.sum() / (int(present.sum()) * counts.double().clamp(min=1))
-    return tuple(torch.where(present, weights, 0.0).tolist())
-
-
-def weighted_loss(weights: Sequence[float], ignore: int, *, single: bool = False) -> LossFn:
-    """Return the cross-entropy in which a target of class c weighs w_c: sum of w_y times loss / sum of w_y in a batch.
-
-    That is ``torch.nn.functional.cross_entropy(outputs, targets, weight=weights, ignore_index=ignore)``; 0 where no
-    target of the batch counts (torch's own mean is NaN).
-
-    Args:
-        weights: of the classes 0, 1, ...
-        ignore: targets with this value do not count.
-        single: there is one logit for class 1, and targets are 0, 1 or NaN (unknown).
-    """
-    table = torch.tensor(weights, dtype=torch.float32)
-    by_device: dict[torch.device, Tensor] = {}  # a copy to a GPU in each step would wait for it
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        weight = by_device.get(outputs.device)
-        if weight is None:
-            weight = by_device[outputs.device] = table.to(outputs.device)
-        weight = weight.to(torch.promote_types(outputs.dtype, torch.float32))
-        if single:
-            outputs, targets, known = _known(outputs, targets)
-            each = known * weight[(targets > 0).long()]
-            total = F.binary_cross_entropy_with_logits(outputs, targets, each, reduction="sum")
-        else:
-            outputs, known = outputs.to(weight.dtype), targets != ignore
-            each = known * weight[torch.where(known, targets, 0)]
-            total = F.cross_entropy(outputs, targets, weight, ignore_index=ignore, reduction="sum")
-        return total / each.sum().clamp(min=torch.finfo(each.dtype).tiny)
-
-    return loss

@@ -29,17 +29,12 @@ def share_of(fraction: float | str, count: int) -> int:
 class LearningRate:
     """The learning rate over server rounds, eta(r) for round r = 1, 2, ...
 
-    - constant: eta(r) = initial.
-    - step: eta(r) = initial times the factor of every decay that has passed.
-    - cosine over R rounds: eta(r) = initial (1 + cos(pi (r - 1 - W) / (R - W))) / 2. It would be 0 in round R + 1.
-    - a linear warm-up of W rounds: up to round W, eta(r) is multiplied by r / (W + 1); the cosine begins after it.
+    eta(r) = initial times the factor of every decay that has passed.
 
     Args:
-        initial: the rate of round 1, or after the warm-up.
+        initial: the rate of round 1.
         decay_after: round r means "from round r + 1"; the word "freeze" means "after the method froze BN".
         factors: one factor for each entry of ``decay_after``.
-        cosine_over: R of a cosine; 0 = no cosine.
-        warm_up: W.
 
     Raises:
         ConfigError: ``initial`` is not a finite number above 0, or the arguments do not fit each other.
@@ -48,8 +43,6 @@ class LearningRate:
     initial: float
     decay_after: tuple[int | str, ...] = ()
     factors: tuple[float, ...] = ()
-    cosine_over: int = 0
-    warm_up: int = 0
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -57,17 +50,10 @@ class LearningRate:
             raise ConfigError(f"learning rate {self.initial} must be a finite number above 0")
         if len(self.decay_after) != len(self.factors):
             raise ConfigError(f"{len(self.decay_after)} decays of the learning rate but {len(self.factors)} factors")
-        if self.cosine_over and self.decay_after:
-            raise ConfigError("a learning rate decays in steps and as a cosine; choose one")
-        if self.cosine_over and self.warm_up >= self.cosine_over:
-            raise ConfigError(f"a warm-up of {self.warm_up} rounds must be below the {self.cosine_over} of the cosine")
 
     def at(self, server_round: int, frozen: bool = False) -> float:
         """Return the learning rate of a round (counted from 1)."""
-        rate = self.initial * min(1.0, server_round / (self.warm_up + 1))
-        if self.cosine_over and server_round > self.warm_up:
-            passed = (server_round - 1 - self.warm_up) / (self.cosine_over - self.warm_up)
-            rate *= (1 + math.cos(math.pi * min(1.0, passed))) / 2
+        rate = self.initial
         for after, factor in zip(self.decay_after, self.factors, strict=True):
             if frozen if isinstance(after, str) else server_round > after:
                 rate *= factor
@@ -89,9 +75,6 @@ class LocalTraining:
         optimizer: torch's SGD, Adam or AdamW; it is new in each round, except in the centralized reference.
         sgd_momentum: momentum of SGD (not of BatchNorm).
         weight_decay: L2 coefficient on every trainable parameter.
-        gradient_clip_norm: largest norm of the gradient of all trainable parameters together, penalties included
-            (``torch.nn.utils.clip_grad_norm_``); 0 = any. A larger gradient is scaled down before the client hooks
-            change it (SCAFFOLD's correction is added unclipped), and before weight decay and momentum.
         amp: bfloat16 autocast in forward passes; parameters and statistics stay in their dtype.
     """
 
@@ -103,13 +86,11 @@ class LocalTraining:
     optimizer: OptimizerName = "sgd"
     sgd_momentum: float = 0.0
     weight_decay: float = 0.0
-    gradient_clip_norm: float = 0.0
     amp: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        numbers = ("local_steps", "local_epochs", "batch_size", "sgd_momentum", "weight_decay", "gradient_clip_norm")
-        for key in numbers:
+        for key in ("local_steps", "local_epochs", "batch_size", "sgd_momentum", "weight_decay"):
             if not getattr(self, key) >= 0:
                 raise ConfigError(f"{key}={getattr(self, key)} must be at least 0")
         if not self.local_steps and not self.local_epochs:

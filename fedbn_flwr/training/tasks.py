@@ -121,7 +121,7 @@ class Task:
         Raises:
             ConfigError: the task does not have it; the error names those that it has.
         """
-        self._refuse("main-metric", [metric], [*self.allowed, _LOSS])
+        self._refuse("metrics", [metric], [*self.allowed, _LOSS])
         task = self if metric == _LOSS else self.measuring([metric])
         return dataclasses.replace(task, score=metric)
 

@@ -151,7 +151,7 @@ def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
         if all(key in keys and value for key, _, value in pairs):
             Config.make({key: yaml.safe_load(value) for key, _, value in pairs})
             tried.add(pairs[0][0])
-    assert tried >= {"strategy", "norm", "batch-size", "recalibrate", "bn-momentum", "gradient-clip-norm"}
+    assert tried >= {"strategy", "norm", "batch-size", "recalibrate", "bn-momentum", "agc"}
 
 
 ACCUSED = [Finding("a", "", [], {}, remedies.MISMATCH), Finding("b", "", [], {}, SMALL_BATCHES.remedies)]
@@ -179,7 +179,8 @@ def test_remedies_that_the_run_has_or_cannot_take_are_left_out(settings: dict[st
 
 
 def test_a_remedy_whose_second_setting_does_not_fit_is_its_first() -> None:
-    config = Config.make({"dataset": "digits", "model": "mlp", "learning-rate-schedule": "cosine"})
+    decays = {"lr-decay-at": "0.5,0.75", "lr-decay-factor": "0.1,0.2"}  # two factors, and the remedy has one decay
+    config = Config.make({"dataset": "digits", "model": "mlp", **decays})
     assert fitting(ACCUSED[:1], config)[0].remedies[-1].setting == "strategy=fixbn"
 
 

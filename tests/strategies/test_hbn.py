@@ -22,7 +22,7 @@ from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.sent_beside import sent_beside
 from fedbn_flwr.strategies import FBN, HBN, FedAvg
 from fedbn_flwr.strategies.hbn import HybridStatistics
-from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer, train
+from fedbn_flwr.training import LearningRate, LocalTraining, make_optimizer
 from tests.strategies.test_fbn import RATE, Layers, inputs_of_layers, loaded, lower, narrow_densenet, step, union
 from tests.support.bad_replies import spoiling
 
@@ -292,20 +292,6 @@ def test_alpha_learns_without_weight_decay_at_the_rate_of_the_round(mlp, points)
         made = make_optimizer(model, LocalTraining(learning_rate=LearningRate(0.1), optimizer=name, weight_decay=0.7))
         hybrid(model, 0.3).start(model, made)
         assert [group["weight_decay"] for group in made.param_groups] == [0.7, 0.0]
-
-
-def test_alpha_is_not_clipped_with_the_model(mlp, points) -> None:
-    """As ``clip_grad_norm_(model.parameters())`` in a user's loop leaves it out."""
-    ends = []
-    for norm in (0.0, 1e-9):
-        model, hook = mlp(), HybridStatistics(False, share=False)
-        start = copy.deepcopy(model.state_dict())
-        settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=1, gradient_clip_norm=norm)
-        train(model, points(8, 1), settings, learning_rate=0.1, stream=lambda _: torch.Generator(), hooks=[hook])
-        ends.append((hook.keep()["1.alpha"], (model.state_dict()["0.weight"] - start["0.weight"]).abs().max()))
-    assert torch.equal(ends[0][0], ends[1][0])
-    assert ends[0][0].any()
-    assert ends[1][1] < 1e-9 < ends[0][1]
 
 
 def test_an_optimizer_that_a_client_keeps_has_alpha_in_a_round_alone(mlp, points) -> None:

@@ -145,20 +145,6 @@ def test_learning_rate_over_rounds() -> None:
             LearningRate(bad)
 
 
-def test_the_schedules_have_their_formulas() -> None:
-    cosine = LearningRate(2.0, cosine_over=4)
-    assert [cosine.at(r) for r in range(1, 5)] == pytest.approx([1 + math.cos(math.pi * k / 4) for k in range(4)])
-    assert cosine.at(5) == cosine.at(9) == 0.0, "the end of R and what a longer loop may ask for"
-    warm = LearningRate(2.0, (4,), (0.5,), warm_up=3)
-    assert [warm.at(r) for r in range(1, 7)] == [0.5, 1.0, 1.5, 2.0, 1.0, 1.0]
-    both = LearningRate(2.0, cosine_over=5, warm_up=1)
-    assert [both.at(r) for r in range(1, 6)] == pytest.approx([1.0, *(cosine.at(r) for r in range(1, 5))])
-    with pytest.raises(ConfigError, match="decays in steps and as a cosine"):
-        LearningRate(1.0, (2,), (0.1,), cosine_over=4)
-    with pytest.raises(ConfigError, match="warm-up of 4 rounds must be below the 4 of the cosine"):
-        LearningRate(1.0, cosine_over=4, warm_up=4)
-
-
 def test_the_rate_of_the_round_is_used(points, mlp) -> None:
     model, other, data = mlp(), mlp(), points(8)
     run(model, data, 0.03, batch_size=0)

@@ -406,7 +406,7 @@ def test_the_main_metric_is_one_that_the_task_has() -> None:
     for metric in refused:
         with pytest.raises(ConfigError) as error:
             CLASSIFICATION.scored_by(metric)
-        assert str(error.value).startswith(f"main-metric={metric}: task classification has accuracy, balanced-accuracy")
+        assert str(error.value).startswith(f"metrics={metric}: task classification has accuracy, balanced-accuracy")
         assert "sensitivity-at-specificity:0.9 (a number between 0 and 1)" in str(error.value)
 
 

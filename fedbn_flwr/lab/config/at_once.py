@@ -25,8 +25,8 @@ __all__ = ["problems_at_once", "refuse_at_once", "refuse_settings_at_once"]
 
 # A value of these other than the default is read by the full check alone.
 _READ_LATER = (
-    *("augment", "class-weights", "client-hooks", "dp", "eval-on", "feature-ranges", "local-part", "lr-decay-at"),
-    *("lr-decay-factor", "main-metric", "masked-sums", "metrics", "record-dp", "series", "server-step"),
+    *("augment", "client-hooks", "dp", "eval-on", "feature-ranges", "local-part", "lr-decay-at"),
+    *("lr-decay-factor", "masked-sums", "metrics", "record-dp", "series", "server-step"),
     *("task", "test-bn"),
 )
 
@@ -197,7 +197,7 @@ class Known:
     def decays(self) -> None:
         """Do nothing: what has another value is not told; so the next ones."""
 
-    augmentation = weights_of_classes = decays
+    augmentation = decays
 
     def ranges(self) -> None:
         """Return nothing: a config with ranges is read later."""

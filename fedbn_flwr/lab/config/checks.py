@@ -77,8 +77,6 @@ def _of_data(config: Values | Known) -> list[str]:
     _noted(problems, _check_task, config, info)
     augment = _noted(problems, config.augmentation)
     _noted(problems, config.decays)
-    if info:
-        _noted(problems, config.weights_of_classes)
     for name in split(config.eval_on):
         _noted(problems, check_known, "eval-on", name, config.known("eval-on"))
     if info and info.input_shape:
@@ -133,15 +131,6 @@ def _of_training(config: Values | Known) -> list[str]:
         (
             config.early_stopping and not config.checkpoint_every,
             f"{stopping} goes back to the checkpoint of the best round: set checkpoint-every above 0",
-        ),
-        (
-            config.learning_rate_schedule == "step" and not config.lr_decay_at,
-            "learning-rate-schedule=step needs lr-decay-at",
-        ),
-        (
-            config.learning_rate_warm_up >= config.num_server_rounds,
-            f"learning-rate-warm-up={config.learning_rate_warm_up} must be below "
-            f"num-server-rounds={config.num_server_rounds}",
         ),
         (
             not config.local_steps and not config.local_epochs,

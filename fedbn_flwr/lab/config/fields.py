@@ -102,15 +102,10 @@ class Fields(MethodSettings):
     metrics: str = _key(
         "own data and models",
         "",
-        "comma list of metrics beside the task's own, in every test. classification: balanced-accuracy, macro-f1, "
-        "auroc, auprc, brier, ece; segmentation: dice; regression: rmse",
-    )
-    main_metric: str = _key(
-        "own data and models",
-        "",
-        "the metric that early stopping, tuning, tables and reports go by: one of the task's metrics, such as auroc, "
-        "sensitivity-at-specificity:0.9, dice or mae, or loss; empty = the task's own (accuracy; segmentation miou, "
-        "multi-label auroc, regression mae)",
+        "comma list of metrics of every test, beside the task's own. Early stopping, tuning, tables and reports go by "
+        "the first, which may be loss; empty = the task's own (accuracy; segmentation miou, multi-label auroc, "
+        "regression mae). Others: balanced-accuracy, macro-f1, sensitivity-at-specificity:0.9, auprc, brier, ece; "
+        "dice; rmse",
     )
 
     input_shape: str = _key(
@@ -276,12 +271,6 @@ class Fields(MethodSettings):
         "how the batches of local-steps are drawn; a batch of at least the size of a client's data is all of them",
     )
     batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
-    class_weights: str = _key(
-        "local training",
-        "",
-        "weights of the classes in the loss of training (not of tests): a comma list, one number for each class; or "
-        "balanced = n / (K n_c) of each client's own training examples, so that no count leaves it",
-    )
     augment: str = _key(
         "local training",
         "",
@@ -289,15 +278,6 @@ class Fields(MethodSettings):
         "`rand-augment`, `trivial-augment`; empty = none",
     )
     learning_rate: float = _key("local training", 0.1, "learning rate of the optimizer in round 1", gt=0)
-    learning_rate_schedule: Literal["", "constant", "step", "cosine"] = _key(
-        "local training",
-        "",
-        "learning rate over the rounds; step = lr-decay-at, cosine = to 0 at the end of round R; empty = step if "
-        "lr-decay-at is set, else constant",
-    )
-    learning_rate_warm_up: int = _key(
-        "local training", 0, "rounds W of a linear warm-up: the rate of round r <= W is multiplied by r / (W + 1)", ge=0
-    )
     lr_decay_at: str = _key("local training", "", "comma list: decay after a round (int), a fraction of R, or `freeze`")
     lr_decay_factor: str = _key("local training", "0.1", "one factor, or a comma list as long as lr-decay-at")
     optimizer: OptimizerName = _key(
@@ -307,13 +287,6 @@ class Fields(MethodSettings):
     )
     sgd_momentum: float = _key("local training", 0.0, "momentum of SGD; see momentum-scope", ge=0, lt=1)
     weight_decay: float = _key("local training", 0.0, "L2 coefficient on every trainable parameter", ge=0)
-    gradient_clip_norm: float = _key(
-        "local training",
-        0.0,
-        "largest norm of the gradient of all trainable parameters together; 0 = any. Clipped with penalties, before "
-        "SCAFFOLD's correction, weight decay and momentum; not together with agc",
-        ge=0,
-    )
     bn_momentum: float = _key(
         "local training", 0.1, "momentum of BN's running statistics, torch's convention", gt=0, le=1
     )

@@ -141,8 +141,10 @@ def _of_data(config: Values) -> Conditions:
         "augment": (not info.input_shape, "it is for images"),
         "data_dir": (bool(info.files), f"dataset={config.dataset} needs no files"),
         "num_classes": (task.outputs(2) == 2, f"task {task.name} has one output"),
-        "metrics": (not set(split(config.metrics)) <= set(task.metrics), f"task {task.name} always has it"),
-        "main_metric": (config.main_metric != config.plain_task().score, f"it is that of task {task.name} already"),
+        "metrics": (
+            split(config.metrics)[:1] != [task.score] or not set(split(config.metrics)) <= set(task.metrics),
+            f"task {task.name} always has it",
+        ),
         "partition_alpha": (partition.startswith("dirichlet"), "it is for partition=dirichlet[-equal]"),
         "classes_per_client": (partition == "classes", "it is for partition=classes"),
         "shards_per_client": ("shards" in partition, "it is for partition=shards and unbalanced-shards"),
@@ -152,7 +154,7 @@ def _of_data(config: Values) -> Conditions:
 
 def _of_training(config: Values) -> Conditions:
     """Return whether the keys of rounds, local training and its protection have an effect, and what they need."""
-    tracks, steps = _tracks(config), config.learning_rate_schedule in ("", "step")
+    tracks = _tracks(config)
     never_frozen = f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
     return {
         "fraction_evaluate": (
@@ -161,8 +163,8 @@ def _of_training(config: Values) -> Conditions:
         ),
         "cohort_rounds": (config.fraction_train < 1, "all clients train in each round (fraction-train=1)"),
         "lr_decay_at": (
-            steps and ("freeze" not in split(config.lr_decay_at) or config.freezes_bn()),
-            never_frozen if steps else "it is for learning-rate-schedule=step",
+            "freeze" not in split(config.lr_decay_at) or config.freezes_bn(),
+            never_frozen,
         ),
         "sampling": (
             bool(config.local_steps) and not config.record_dp,
@@ -172,17 +174,9 @@ def _of_training(config: Values) -> Conditions:
             tracks and not config.keeps_statistics(),
             f"{config.title} shares no statistics" if tracks else _FOR_BATCHNORM,
         ),
-        "class_weights": _of_class_weights(config),
         "sgd_momentum": (config.optimizer == "sgd", "it is for optimizer=sgd"),
         "lr_decay_factor": (bool(config.lr_decay_at), "lr-decay-at is empty"),
     }
-
-
-def _of_class_weights(config: Values) -> tuple[bool, str]:
-    if config.record_dp:  # one example's weighted mean loss is its loss
-        return False, "record-dp clips the gradient of each example to one norm"
-    weighted = ("classification", "binary", "segmentation")
-    return config.plain_task().name in weighted, f"it is for task {', '.join(weighted)}"
 
 
 def _tracks(config: Values) -> bool:

@@ -38,10 +38,8 @@ from fedbn_flwr.training.input_scale import FeatureRanges
 from fedbn_flwr.training.settings import LearningRate, share_of
 from fedbn_flwr.training.tasks import TASKS, Task
 
-__all__ = ["BALANCED", "Values"]
+__all__ = ["Values"]
 
-BALANCED = "balanced"
-"""The value of ``class-weights`` for which a client's classes weigh the same."""
 _TEST_VALUES = 500 * 3 * 64 * 64  # numbers in the inputs of a test batch: 500 images in colour of 64 pixels
 
 
@@ -184,8 +182,11 @@ class Values(Fields):
 
     def learning_task(self) -> Task:
         """Return the learning task: the loss, the metrics, and which targets count."""
-        task = self.plain_task().measuring(split(self.metrics))
-        return task.scored_by(self.main_metric) if self.main_metric else task
+        task, names = self.plain_task(), split(self.metrics)
+        if not names:
+            return task
+        further = names[1:] if names[0] == "loss" else names
+        return task.measuring(further).scored_by(names[0])
 
     def test_task(self) -> Task:
         """Return the learning task with the examples per batch of its tests.
@@ -202,23 +203,6 @@ class Values(Fields):
         """Return the learning task with its own metrics."""
         of_data = self.data_info().task
         return of_data if self.task in ("", of_data.name) else TASKS[self.task]
-
-    def weights_of_classes(self) -> tuple[float, ...]:
-        """Return the numbers of ``class-weights``; () without any, and for ``balanced``.
-
-        Raises:
-            ConfigError: they are not one number above 0 for each class.
-        """
-        if self.class_weights in ("", BALANCED):
-            return ()
-        weights = [number(text) for text in split(self.class_weights)]
-        count = max(self.num_outputs(), 2)
-        if len(weights) != count or not all(w is not None and 0 < w < math.inf for w in weights):
-            raise ConfigError(
-                f"class-weights={self.class_weights!r} must be {BALANCED}, or a comma list of {count} numbers above 0, "
-                "one for each class in the order of their numbers."
-            )
-        return tuple(float(weight or 0) for weight in weights)
 
     def decays(self) -> tuple[tuple[int | str, ...], tuple[float, ...]]:
         """Return the rounds after which the learning rate decays (or "freeze") and the factor of each."""
@@ -244,16 +228,13 @@ class Values(Fields):
     def learning_rate_over_rounds(self) -> LearningRate:
         """Return the learning rate with its schedule, the same in every engine."""
         after, factors = self.decays()
-        cosine = self.num_server_rounds if self.learning_rate_schedule == "cosine" else 0
-        return LearningRate(self.learning_rate, after, factors, cosine, self.learning_rate_warm_up)
+        return LearningRate(self.learning_rate, after, factors)
 
     def schedule_changes(self, begun_with: int) -> list[str]:
         """Return a warning for each setting of the learning rate that counts in R, if the run began with another R."""
         if begun_with in (0, self.num_server_rounds):
             return []
         settings = [f"lr-decay-at={text}" for text in split(self.lr_decay_at) if isinstance(number(text), float)]
-        if self.learning_rate_schedule == "cosine":
-            settings.insert(0, "learning-rate-schedule=cosine")
         return [
             f"the run began with {begun_with} rounds and now has {self.num_server_rounds}: {setting} is of the new "
             "number, also where earlier rounds followed the old one"
@@ -296,7 +277,6 @@ class Values(Fields):
             sgd_momentum=self.sgd_momentum,
             tests=self.evaluations(),
             optimizer=self.optimizer,
-            gradient_clip_norm=self.gradient_clip_norm,
         )
 
     def params(self) -> Params:

@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,7 +26,7 @@ from fedbn_flwr.lab.output.run_notes import report_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.serve import beginning, divergence_of, ends_diverged, tests_of_clients
 from fedbn_flwr.lab.runs.start_checks import Checked
-from fedbn_flwr.lab.setup import local_training, ready_to_train, training_loss
+from fedbn_flwr.lab.setup import local_training, ready_to_train
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
@@ -122,8 +121,6 @@ class _Reference:
     def train(self, union: Subset, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """Do the rounds that are left; return the line of the last one, ``line`` if none was left."""
         config, settings, task = self._config, local_training(self._config), self._config.test_task()
-        if loss := training_loss(config, lambda: union.targets):
-            task = replace(task, loss=loss)
         if not self._start.saved:
             self._save(0, False)
         for server_round in range((self._start.after or 0) + 1, config.num_server_rounds + 1):

@@ -28,7 +28,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     partitioned_data,
     whole_data,
 )
-from fedbn_flwr.lab.setup import local_training, pick_device, ready_to_train, training_loss, training_model
+from fedbn_flwr.lab.setup import local_training, pick_device, ready_to_train, training_model
 from fedbn_flwr.messages.protocol import (
     DATA_CLASSES,
     DATA_PATH,
@@ -42,7 +42,6 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
 )
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.losses import LossFn
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.partitioned.report import DataReport
@@ -87,7 +86,6 @@ class RunClients:
 
     def __init__(self, config: Config, build: BuildModel) -> None:
         self._config, self._build = config, build
-        self._losses: dict[int | None, LossFn | None] = {}
         self._split = functools.lru_cache(maxsize=4)(functools.partial(partitioned_data, config, awaits_scale=True))
 
     @classmethod
@@ -113,19 +111,12 @@ class RunClients:
             context=context,
             seed=config.seed,
             task=config.test_task(),
-            training_loss=self._loss(partition_of(context), train) if config.class_weights else None,
             state_dir=_state_dir(config, context),
             validation_data=validation,
             data_report=_report(config, context),
             record_level=config.record_level(),
             input_scale=scale,
         )
-
-    def _loss(self, client: int | None, train: Subset) -> LossFn | None:
-        """Return a client's loss of training; its classes are counted once in a process."""
-        if client not in self._losses:
-            self._losses[client] = training_loss(self._config, lambda: train.targets)
-        return self._losses[client]
 
     def num_examples(self, context: Context) -> int:
         """Return the number of a node's training examples; the node has a partition of the run's data."""

@@ -108,7 +108,7 @@ def test_the_run_has_the_bits_of_one_without_their_data(
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
 def test_the_tests_are_those_of_the_saved_model_by_hand(strategy: str, start: Start, tmp_path: Path) -> None:
     table, which = Table(), {"fedavg": "global", "fedbn": "averaged"}[strategy]
-    keys = {"strategy": strategy, "held_out_clients": "d", "main_metric": "loss"}
+    keys = {"strategy": strategy, "held_out_clients": "d", "metrics": "loss"}
     summary, lines, out = start(table.save(tmp_path / "all.npz"), **keys)
     found = lines[-1]["held-out"]["d"]
     state = {name: array.astype(np.float64) for name, array in load_file(out / "model.safetensors").items()}

@@ -578,8 +578,6 @@ def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
         "unknown task 'binery'. Did you mean 'binary'?": {"task": "binery"},
         "metrics=mae, miou: task classification has accuracy, balanced-accuracy": {"metrics": "mae,auroc,miou"},
         "metrics='accuracy' has no effect: task classification always has it": {"metrics": "accuracy"},
-        "main-metric=mae: task classification has accuracy, balanced-accuracy": {"main-metric": "mae"},
-        "main-metric='accuracy' has no effect: it is that of task classification": {"main-metric": "accuracy"},
         "num-classes=3 has no effect: task binary has one output": {"dataset": "mine", "num-classes": 3},
     }
     for said, settings in refused.items():

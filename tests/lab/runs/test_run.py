@@ -351,7 +351,7 @@ def test_the_number_of_torch_threads_is_restored(quick_run) -> None:
 def test_every_engine_has_the_rate_of_the_schedule(quick_run) -> None:
     """One client, one step a round on all data: the bits of the centralized reference, and SCAFFOLD's rate."""
     one = {"num-clients": 1, "partition": "iid", "local-steps": 1, "batch-size": 0, "num-server-rounds": 4}
-    schedule = {"learning-rate-schedule": "cosine", "learning-rate-warm-up": 1}
+    schedule = {"lr-decay-at": "1,0.5", "lr-decay-factor": "0.5,0.2"}
     found = [quick_run(strategy=name, **one, **schedule)[0] for name in ("fedavg", "centralized", "scaffold")]
     assert found[0]["sha256"] == found[1]["sha256"]
     assert found[2]["final"]["test-loss"] == pytest.approx(found[0]["final"]["test-loss"], rel=1e-5)
