@@ -31,7 +31,7 @@ COMMON = {name: key for name, key in vars(protocol).items() if isinstance(key, K
 # some of whose names are the same words. They may not touch a message or a Context.state, which the test checks.
 OTHER_FORMATS = {
     *(f"lab/runs/{name}.py" for name in ("cluster", "simulation")),
-    *("lab/partitioned/splitting.py", "lab/finished_runs/new_data.py"),
+    *("lab/partitioned/splitting.py", "lab/finished_runs/evaluate.py"),
     *(f"lab/config/{name}.py" for name in ("config", "fields", "method_settings", "unused")),
     *(f"lab/output/{name}.py" for name in ("checkpoint", "curves", "folder")),
     *(f"lab/studies/{name}.py" for name in ("domain_table", "sweep")),
