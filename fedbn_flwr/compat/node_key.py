@@ -25,20 +25,16 @@ from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-__all__ = ["OTHER_FLOWER", "REFUSED", "RefusedKey", "private_key", "public_bytes", "try_key"]
+__all__ = ["REFUSED", "RefusedKey", "private_key", "public_bytes", "try_key"]
 
-REFUSED, OTHER_FLOWER = "refused", "other-flower"
-_CODES: dict[int, str] = {
-    ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED: REFUSED,
-    ApiErrorCode.RUNTIME_VERSION_INCOMPATIBLE: OTHER_FLOWER,
-}
+REFUSED = "refused"
 
 
 class RefusedKey(Exception):
     """The SuperLink did not activate a key.
 
     Attributes:
-        code: ``REFUSED`` (the key is not registered, or is online), ``OTHER_FLOWER``, or "" for another answer.
+        code: ``REFUSED`` (the key is not registered, or is online), or "" for another answer.
     """
 
     def __init__(self, text: str, code: str = "") -> None:
@@ -87,7 +83,8 @@ def try_key(address: str, root_certificates: bytes | None, key: ec.EllipticCurve
         except httpx.HTTPStatusError as error:
             told = FlowerError.from_json(error.response.text)
             text = told.message if told else f"HTTP {error.response.status_code}: {error.response.text[:200]}"
-            raise RefusedKey(text, _CODES.get(told.code, "") if told else "") from error
+            refused = told is not None and told.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+            raise RefusedKey(text, REFUSED if refused else "") from error
         with suppress(httpx.HTTPError):  # the activation ends by itself
             client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
 

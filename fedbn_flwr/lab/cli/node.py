@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.cli.console import BEFORE, app, exit_codes, quiet_flower, say
 
 
@@ -25,9 +23,6 @@ def check_node(
     root_certificates: Annotated[Path | None, typer.Option(help="The server's ca.crt.")] = None,
     key: Annotated[Path | None, typer.Option(help="This node's private key, node.key.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="The server has no TLS.")] = False,
-    server_versions: Annotated[str, typer.Option(help="What `fedbn-flwr --version` prints on the server.")] = "",
-    json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="File for the page, too.")] = None,
 ) -> None:
     """Check this machine, its data and its way to the server before it joins; exit with 1 where it cannot take part."""
     from fedbn_flwr.lab.config.reading import merged, read_settings
@@ -35,17 +30,10 @@ def check_node(
     with exit_codes():
         quiet_flower()
         settings = merged(read_settings(config, set_ or []))
-        from fedbn_flwr.checked_file import write_atomically
         from fedbn_flwr.lab.node_check import Connection, check_node
 
         connection = Connection(superlink, root_certificates, key, insecure)
-        page = check_node(settings, node_config, connection, server_versions)
-        text = json.dumps(page.to_json(), indent=2) if json_ else str(page)
-        say(text)
-        if out:
-            try:
-                write_atomically(out, text + "\n")
-            except OSError as error:
-                raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
+        page = check_node(settings, node_config, connection)
+        say(str(page))
     if page.faults:
         raise typer.Exit(1)

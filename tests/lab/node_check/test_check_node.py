@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -22,22 +20,11 @@ from fedbn_flwr.compat.node_key import private_key, public_bytes
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.node_check import Connection, Page, check_node
-from fedbn_flwr.lab.node_check.check import check_versions
-from fedbn_flwr.lab.node_check.connection import check_connection, supernode_with
-from fedbn_flwr.messages.versions import as_text, differences, own_versions
+from fedbn_flwr.lab.node_check.connection import check_connection
+from fedbn_flwr.messages.versions import as_text, differences
 from tests.support.superlink import NODE_ID, SuperLink, superlink
 
-TABLE = {
-    "dataset": "csv:",
-    "label-column": "sick",
-    "feature-columns": "age,sex:F|M",
-    "task": "binary",
-    "batch-size": 4,
-    "eval-on": "personal-own",
-    "strategy": "fedbn",
-}
-IMAGES = {"dataset": "mnist", "eval-on": "personal-own", "local-steps": 1, "batch-size": 4}
-HERE = as_text(own_versions())
+SETTINGS = {"dataset": "mnist", "strategy": "fedbn", "eval-on": "personal-own", "local-steps": 1, "batch-size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +57,11 @@ def federation(running: SuperLink, certs: Path) -> Federation:
     return Federation(running, Connection(running.address, certs / "node-1/ca.crt", certs / "node-1/node.key"))
 
 
-def write_table(path: Path, columns: str = "age,sex,sick", rows: int = 40) -> Path:
-    lines = [f"{30 + at},{'FM'[at % 2]},{(at // 3) % 2}" for at in range(rows)]
-    path.write_text("\n".join([columns, *lines]))
+def write_images(path: Path, tests: int = 8, classes: int = 2, **changed: Any) -> Path:
+    """Write 8 grey images for training, and some for tests."""
+    x = np.zeros((8, 28, 28), np.uint8) + np.arange(8, dtype=np.uint8)[:, None, None] * 20
+    y = np.arange(8) % classes
+    np.savez(path, **{"x_train": x, "y_train": y, "x_test": x[:tests], "y_test": y[:tests], **changed})
     return path
 
 
@@ -88,10 +77,10 @@ def test_a_node_that_is_ready_sends_nothing_but_its_activation(
     tmp_path: Path, federation: Federation, certs: Path
 ) -> None:
     state = tmp_path / "state"
-    table = write_table(tmp_path / "t.csv")
-    page = check_node(TABLE, node_config(table, state_dir=str(state)), federation.connection, HERE)
+    data = write_images(tmp_path / "x.npz")
+    page = check_node(SETTINGS, node_config(data, state_dir=str(state)), federation.connection)
     assert page.faults == []
-    for code in ("data", "training", "round", "memory", "disk", "versions", "address", "certificate", "key"):
+    for code in ("data", "training", "address", "certificate", "key"):
         assert found(page, code, "ok"), code
     assert not [*state.iterdir()]  # nothing is left behind
     assert [path for path, _ in federation.server.requests] == ["/v1/fleet/activate-node", "/v1/fleet/deactivate-node"]
@@ -105,18 +94,17 @@ def test_a_node_that_is_ready_sends_nothing_but_its_activation(
 
 @pytest.mark.parametrize("strategy", ["fedtan", "fixbn", "scaffold", "staticbn", "fedtan2", "hbn"])
 def test_each_method_plays_its_parts(tmp_path: Path, strategy: str) -> None:
-    settings = {**TABLE, "strategy": strategy, "num-server-rounds": 30}
-    page = check_node(settings, node_config(write_table(tmp_path / "t.csv")), Connection())
+    settings = {**SETTINGS, "strategy": strategy, "num-server-rounds": 30}
+    page = check_node(settings, node_config(write_images(tmp_path / "x.npz")), Connection())
     assert page.faults == []
     assert found(page, "training", "ok")
     assert found(page, "address", "not tried")
 
 
 def test_masks_and_noise_are_left_out_and_record_level_noise_is_not(tmp_path: Path) -> None:
-    config = node_config(write_table(tmp_path / "t.csv"))
-    masked = {**{k: v for k, v in TABLE.items() if k != "eval-on"}, "strategy": "fedavg", "eval-on": ""}
-    masked |= {"masked-sums": True, "masked-threshold": 0.8, "masked-metrics": "published", "eval-on": "personal-own"}
-    masked |= {"standardise": "local"}
+    config = node_config(write_images(tmp_path / "x.npz"))
+    masked = {**SETTINGS, "strategy": "fedavg", "masked-sums": True, "masked-threshold": 0.8}
+    masked |= {"masked-metrics": "published"}
     page = check_node(masked, config, Connection())
     assert page.faults == []
     assert "masked-sums" in found(page, "training", "ok")[0]
@@ -127,18 +115,17 @@ class Planted(NamedTuple):
 
     code: str
     says: str
-    settings: dict[str, Any] = TABLE
+    settings: dict[str, Any] = SETTINGS
     level: str = "fault"
-    versions: str = HERE
 
 
-def plant(name: str, folder: Path, federation: Federation, certs: Path, monkeypatch: Any) -> tuple[str, Connection]:
-    table, connection = write_table(folder / "t.csv"), federation.connection
-    config = node_config(table)
+def plant(name: str, folder: Path, federation: Federation, certs: Path) -> tuple[str, Connection]:
+    data, connection = write_images(folder / "x.npz"), federation.connection
+    config = node_config(data)
     if name == "a key that is not registered":
         connection = Connection(connection.address, connection.root_certificates, certs / "node-2/node.key")
     elif name == "a key that is no key":
-        connection = Connection(connection.address, connection.root_certificates, table)
+        connection = Connection(connection.address, connection.root_certificates, data)
     elif name == "an address where nobody listens":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -150,31 +137,21 @@ def plant(name: str, folder: Path, federation: Federation, certs: Path, monkeypa
         connection = Connection(connection.address, others, connection.key)
     elif name == "another minor version of Flower at the server":
         federation.server.refuses = 1  # any other code
-    elif name == "other columns":
-        write_table(table, "age,gender,sick")
     elif name == "classes that the run does not have":
-        table.write_text("age,sex,sick\n" + "\n".join(f"{at},F,{at % 3}" for at in range(30)))
+        write_images(data, y_train=np.arange(8) + 9)
     elif name == "a data-path that cannot be read":
-        config = node_config(folder / "absent.csv")
+        config = node_config(folder / "absent.npz")
     elif name == "an empty test part":
-        some = np.zeros((8, 28, 28), np.uint8) + np.arange(8, dtype=np.uint8)[:, None, None] * 20
-        y = np.arange(8) % 2
-        np.savez(folder / "x.npz", x_train=some, y_train=y, x_test=some[:0], y_test=y[:0])
-        config = node_config(folder / "x.npz")
+        write_images(data, tests=0)
     elif name == "images in colour for a grey model":
-        some = np.random.default_rng(0).integers(0, 255, (8, 28, 28, 3)).astype(np.uint8)
-        y = np.arange(8) % 2
-        np.savez(folder / "x.npz", x_train=some, y_train=y, x_test=some, y_test=y)
-        config = node_config(folder / "x.npz")
+        colour = np.random.default_rng(0).integers(0, 255, (8, 28, 28, 3)).astype(np.uint8)
+        write_images(data, x_train=colour, x_test=colour)
     elif name == "3-channel images where the run's model takes one":
         config = f"partition-id=0 num-partitions=2 allow-modules='{MODULE}'"
     elif name == "a module that the node does not allow":
         config = "partition-id=0 num-partitions=2"
-    elif name == "no room on the disk":
-        config = node_config(table, state_dir=str(folder / "state"))
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
     elif name == "a state-dir that cannot be written":
-        config = node_config(table, state_dir=str(table / "below-a-file"))
+        config = node_config(data, state_dir=str(data / "below-a-file"))
     elif name == "a misspelt key":
         config = config.replace("data-path", "data_path")
     elif name == "a config that is none":
@@ -191,29 +168,24 @@ OF_FUNCTION = {
     "model": f"{MODULE}:net",
     "eval-on": "personal-own",
 }
-OF_THE_WAY = ("address", "certificate", "key", "versions")
+OF_THE_WAY = ("address", "certificate", "key")
 FAULTS = {
     "a key that is not registered": Planted("key", "not registered"),
-    "a key that is no key": Planted("key", "t.csv"),
+    "a key that is no key": Planted("key", "x.npz"),
     "an address where nobody listens": Planted("address", "127.0.0.1"),
     "a name that does not exist": Planted("address", "no-such-host.invalid"),
     "another federation's certificate": Planted("certificate", "refused"),
     "another minor version of Flower at the server": Planted("key", "Failed to activate"),
-    "other columns": Planted("data", "sex"),
-    "classes that the run does not have": Planted("data", "classification"),
-    "a data-path that cannot be read": Planted("data", "absent.csv"),
-    "an empty test part": Planted("test-part", "empty", IMAGES),
-    "images in colour for a grey model": Planted("data", "3 channels", IMAGES, "warning"),
+    "classes that the run does not have": Planted("data", "labels"),
+    "a data-path that cannot be read": Planted("data", "absent.npz"),
+    "an empty test part": Planted("test-part", "empty"),
+    "images in colour for a grey model": Planted("data", "3 channels", level="warning"),
     "3-channel images where the run's model takes one": Planted("data", "(3, 8, 8)", OF_FUNCTION),
     "a module that the node does not allow": Planted("node-config", "allow-modules", OF_FUNCTION),
-    "no room on the disk": Planted("disk", "10 bytes free"),
-    "a state-dir that cannot be written": Planted("disk", "below-a-file"),
+    "a state-dir that cannot be written": Planted("training", "below-a-file"),
     "a misspelt key": Planted("node-config", "data-path"),
     "a config that is none": Planted("node-config", "partition-id 0"),
-    "a setting that is none": Planted("config", "strategy", {**TABLE, "strategy": "fedbm"}),
-    "another version of this package": Planted("versions", "fedbn-flwr", versions="fedbn-flwr 0.1.9, torch 2.14.1"),
-    "another minor version of Flower": Planted("versions", "flwr", versions="flwr 1.39.0"),
-    "another torch": Planted("versions", "torch", level="warning", versions="torch 2.9.0"),
+    "a setting that is none": Planted("config", "strategy", {**SETTINGS, "strategy": "fedbm"}),
 }
 
 
@@ -226,11 +198,11 @@ def test_a_planted_fault_is_named(
     module.net = lambda num_classes, size: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, MODULE, module)
     planted = FAULTS[name]
-    config, connection = plant(name, tmp_path, federation, certs, monkeypatch)
+    config, connection = plant(name, tmp_path, federation, certs)
     if planted.code in OF_THE_WAY:  # the rest of the page takes seconds
-        page = Page((*check_connection(connection), *check_versions(planted.versions)))
+        page = Page((*check_connection(connection),))
     else:
-        page = check_node(planted.settings, config, connection, planted.versions)
+        page = check_node(planted.settings, config, connection)
     texts = found(page, planted.code, planted.level)
     assert any(planted.says in text for text in texts), str(page)
     assert {finding.code for finding in page.faults} == ({planted.code} if planted.level == "fault" else set())
@@ -238,43 +210,18 @@ def test_a_planted_fault_is_named(
     assert [path for path, _ in federation.server.requests].count("/v1/fleet/activate-node") <= 1
 
 
-def test_a_key_that_is_online_here_is_not_tried(tmp_path: Path, federation: Federation, certs: Path) -> None:
-    """A SuperNode's process with the key is found by its command, whose path may be relative to its folder."""
-    processes = tmp_path / "proc"
-    (processes / "42").mkdir(parents=True)
-    (processes / "42/cwd").symlink_to(certs / "node-1")
-    for words in (
-        ["flower-supernode", "--auth-supernode-private-key", "node.key"],
-        ["/bin/python", "/bin/flower-supernode", "--auth-supernode-private-key=node.key"],
-    ):
-        (processes / "42/cmdline").write_bytes("\0".join(words).encode())
-        assert supernode_with(key_of(certs / "node-1"), processes) == 42
-        assert supernode_with(key_of(certs / "node-2"), processes) == 0
-    (processes / "42/cmdline").write_bytes(b"vim\0--auth-supernode-private-key\0node.key")
-    assert supernode_with(key_of(certs / "node-1"), processes) == 0
-
-
-def test_the_process_of_a_supernode_keeps_the_key_from_being_tried(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("fedbn_flwr.lab.node_check.connection.supernode_with", lambda public: 42)
-    page = check_node(TABLE, node_config(write_table(tmp_path / "t.csv")), federation.connection)
-    assert found(page, "key", "not tried")
-    assert not federation.server.requests
-
-
 def test_the_command_prints_one_page_and_its_status_is_true(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(TABLE))
-    table = write_table(tmp_path / "t.csv")
-    command = ["check-node", str(tmp_path / "run.yaml"), "--node-config", node_config(table)]
-    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "page.txt")])
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
+    data = write_images(tmp_path / "x.npz")
+    command = ["check-node", str(tmp_path / "run.yaml"), "--node-config", node_config(data)]
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    page = (tmp_path / "page.txt").read_text()
-    assert page.splitlines()[-1].startswith("No fault")
-    assert len(page.splitlines()) < 60
-    failed = CliRunner().invoke(app, [*command, "--set", "feature-columns=weight", "--json"])
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "No fault was found."
+    assert len(lines) < 60
+    failed = CliRunner().invoke(app, [*command, "--set", "dataset=npz:"])
     assert failed.exit_code == 1
-    assert json.loads(failed.stdout)["ready"] is False
+    assert failed.stdout.splitlines()[-1] == "This node cannot take part: 1 fault(s)."
 
 
 def test_what_a_server_hears_of_versions_is_compared() -> None:
