@@ -34,8 +34,7 @@ from fedbn_flwr.lab.models import code_changed
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.partitioned.report import has_other_data
-from fedbn_flwr.lab.report.files import RunFiles
-from fedbn_flwr.lab.report.run import run_warnings
+from fedbn_flwr.lab.report import RunFiles, run_warnings
 from fedbn_flwr.lab.setup import make_model, on_device
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.protocol import KEPT

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import pandas as pd
 import pytest
 import typer
 from PIL import Image
@@ -23,13 +24,12 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.cli.before import Kind
 from fedbn_flwr.lab.cli.console import Bar, EngineChoice, Lines, bars, complaints, progress
 from fedbn_flwr.lab.cli.sweep import Display
-from fedbn_flwr.lab.cli.tables import show_pages
+from fedbn_flwr.lab.cli.tables import show_table
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import run as run_module
-from fedbn_flwr.lab.studies.rows import Grid, Page, Pages
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -461,22 +461,11 @@ def test_without_a_terminal_a_round_is_a_line(capsys: pytest.CaptureFixture[str]
     assert second.startswith("round 2/10: loss 1.0000, ")
 
 
-def test_tables_of_several_tests_are_apart_and_a_heading_stands_above_a_table_only(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    head = ("method", "split", "metric", "final, %")
-    rows = (("A", "all", "own", "9.50 ± 1.00"), ("B|b", "all", "test", "61.46 *"), ("A", "all", "test", "1.46"))
-    pages = Pages((Page("s", (Grid.of(head, rows),)), Page("s, differences", ("They need two seeds.",))))
-    show_pages(pages)
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
-        *("", "s, own", "method     final, %", "A       9.50 ± 1.00"),
-        *("", "s, test", "method  final, %", "B|b      61.46 *", "A           1.46"),
-        *("", "They need two seeds."),
-    ]
-    assert str(pages) == (
-        "# s\n\n| method | split | metric | final, % |\n|---|---|---|---|\n| A | all | own | 9.50 ± 1.00 |\n"
-        "| B\\|b | all | test | 61.46 \\* |\n| A | all | test | 1.46 |\n\n# s, differences\n\nThey need two seeds.\n"
-    )
+def test_a_table_is_aligned_and_a_split_that_is_the_only_one_has_no_column(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [["A", "all", "9.50 ± 1.00"], ["B|b", "all", "61.46"]]
+    show_table(pd.DataFrame(rows, columns=["method", "split", "final"]), "s")
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["", "s", "method        final", "A       9.50 ± 1.00", "B|b           61.46"]
 
 
 def test_an_interrupted_command_ends_with_130(monkeypatch) -> None:
@@ -495,8 +484,7 @@ def test_sweep(tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = call("sweep", str(study), "--set", "num-server-rounds=1", "--out", str(out))
     assert result.exit_code == 0, result.output
-    assert "two, test-accuracy\nmethod" in result.stdout, "the tests apart, in aligned tables"
-    assert re.search(r"^A +\d+\.\d\d +\d+\.\d\d +1 ", result.stdout, re.MULTILINE)
+    assert re.search(r"^A +test-accuracy, % +\d+\.\d\d +\d+\.\d\d +1 ", result.stdout, re.MULTILINE)
     assert "|" not in result.stdout
     assert f"next: fedbn-flwr report {out}\n" in result.stdout
     assert "1/2 A/all/seed-0: loss " in result.stderr

@@ -23,8 +23,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, fitting, training_of
-from fedbn_flwr.lab.report.files import RunFiles
-from fedbn_flwr.lab.report.run import run_warnings
+from fedbn_flwr.lab.report import RunFiles, run_warnings
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 from tests.support.versioned import Versioned

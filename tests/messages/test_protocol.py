@@ -34,7 +34,7 @@ OTHER_FORMATS = {
     *("lab/partitioned/splitting.py", "lab/finished_runs/evaluate.py"),
     *(f"lab/config/{name}.py" for name in ("config", "fields", "method_settings", "unused")),
     *(f"lab/output/{name}.py" for name in ("checkpoint", "curves", "folder")),
-    *(f"lab/studies/{name}.py" for name in ("domain_table", "sweep")),
+    *(f"lab/studies/{name}.py" for name in ("results", "sweep")),
     "lab/cli/console.py",
     *("transport/grpc_channel.py", "client/state_folder.py", "engines/flower_run.py"),
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedbn_flwr.errors import ConfigError, EngineError, StateError
-from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, interrupt, say
+from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, say
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_results
 
@@ -25,24 +25,18 @@ _NOT_KNOWN = 3
 @app.add(AFTERWARDS, "report runs/digits --out digits.html")
 def report(
     folder: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="The --out of a run or a sweep.")],
-    live: Annotated[bool, typer.Option("--live", help="Follow a running folder until it is finished.")] = False,
     out: Annotated[Path | None, typer.Option(help="File to write. Default: report.html in the folder.")] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="2 MB, for browsers older than May 2023.")] = False,
 ) -> None:
     """Write one HTML page of a run or a study, which needs no other file and no network."""
     with exit_codes():
         refuse_no_results(folder)
     from fedbn_flwr.lab.doctor import examine
-    from fedbn_flwr.lab.report import REPORT_FILE, follow_report, write_report
+    from fedbn_flwr.lab.report import REPORT_FILE, write_report
 
     target = out or folder / REPORT_FILE
     with exit_codes():
-        if live:
-            say(f"report, live: {target.absolute()}")
-            with interrupt(lambda: f"The report shows the folder as it was last: {target}"):
-                follow_report(folder, out, plain=plain)
         examine(folder)
-        write_report(folder, out, plain=plain)
+        write_report(folder, out)
         say(f"report: {target.absolute()}")
 
 

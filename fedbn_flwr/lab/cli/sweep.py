@@ -24,10 +24,11 @@ from fedbn_flwr.lab.cli.console import (
     quiet_flower,
     say,
 )
-from fedbn_flwr.lab.cli.tables import show_pages
+from fedbn_flwr.lab.cli.tables import show_table
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.studies.rows import Page
+    import pandas as pd
+
     from fedbn_flwr.lab.studies.study import Cell
     from fedbn_flwr.lab.studies.study_checks import Selection
 
@@ -51,7 +52,7 @@ def sweep(
     split: Annotated[list[str] | None, typer.Option(help="Only runs on this split of the study; repeatable.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Only runs with this seed of the study; repeatable.")] = None,
 ) -> None:
-    """Do a grid of runs, methods x splits x seeds, and write tables with mean, deviation and paired differences."""
+    """Do a grid of runs, methods x splits x seeds, and write one table with mean and deviation."""
     from fedbn_flwr.lab.config import read_overrides
     from fedbn_flwr.lab.config.yaml_text import read_yaml
 
@@ -80,13 +81,14 @@ def sweep(
         runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine)
 
         failed: RunFailedError | None = None
-        tables: tuple[Page, ...] = ()  # of lost trials there are none
+        table: pd.DataFrame | None = None  # of lost trials there is none
         try:
             with interrupt(lambda: _saved(out, selected, selection)), bars() as progress:
-                tables = launch(grid, out, runner, Display(progress, grid.name), selection)
+                table = launch(grid, out, runner, Display(progress, grid.name), selection)
         except RunFailedError as error:
-            tables, failed = error.result or tables, error
-        show_pages(tables)
+            table, failed = error.result, error
+        if table is not None:
+            show_table(table, grid.name)
         say()
         say(f"results: {out.absolute()}")
         say(f"next: fedbn-flwr report {shlex.quote(str(out))}")

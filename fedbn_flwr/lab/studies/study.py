@@ -10,13 +10,12 @@ A study file::
     skip: [FedBN/iid]
     paper: {FedAvg+BN/iid: 91.35 ± 0.24}
 
-The tables show the main metric of each run, the first one of ``eval-on``; ``metrics`` names others, by their keys in
+The table shows the main metric of each run, the first one of ``eval-on``; ``metrics`` names others, by their keys in
 ``summary.json``: ``metrics: [personal-own-auroc, held-out-adapted-auroc]``. A metric that a run does not have is left
 out there.
 
-The paper's number, with its ± or without, may also be given by domain, ``{amazon: 61.3, average: 66.3 ± 0.7}``: it is
-then shown in the table by domain, a second table for data sets with several domains. The average is shown in the first
-table, too, if the main metric is the average over the domains.
+The paper's number, with its ± or without, may also be given by domain, ``{amazon: 61.3, average: 66.3 ± 0.7}``: it then
+stands beside the result of that domain, or beside the plain average of the domains.
 
 ``methods`` and ``splits`` override ``base``, a method's settings override those of the split, and ``overrides``, by
 METHOD/SPLIT, override all. A key of ``base`` that has no effect in a run is left out there, and the log says so. Each
@@ -41,11 +40,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
@@ -53,9 +53,35 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, Scalar, number, read_overrides
 from fedbn_flwr.lab.config.texts import text_of
 from fedbn_flwr.lab.config.yaml_text import read_yaml
-from fedbn_flwr.lab.studies.rows import WHOLE, PaperNumber
 
-__all__ = ["Cell", "Study", "StudySettings", "Tuning", "trial_name"]
+__all__ = ["AVERAGE", "WHOLE", "Cell", "PaperNumber", "Study", "StudySettings", "Tuning", "trial_name"]
+
+AVERAGE = "average"  # of the domains
+WHOLE = ""  # in a paper's numbers by domain the key of one that is not by domain
+
+
+class PaperNumber(NamedTuple):
+    """A number of a paper, in the unit of the table, with its ± where the paper has one."""
+
+    mean: float | None = None  # None: the paper has none
+    std: float | None = None
+
+    @classmethod
+    def read(cls, value: Any) -> PaperNumber:
+        """Read a number of a study file, such as 53.97 or "53.97 ± 4.18".
+
+        Raises:
+            ValueError: it is neither.
+        """
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            number = cls(*map(float, value.split("±"))) if isinstance(value, str) else cls(float(value))
+        except (TypeError, ValueError):  # also more than one ±
+            number = cls(math.nan)
+        if not all(math.isfinite(part) for part in number if part is not None) or (number.std or 0) < 0:
+            raise ValueError(f"'{value}' is no number of a paper; write 53.97 or 53.97 ± 4.18")
+        return number
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Protocol
 
+import pandas as pd
 import yaml
 
 from fedbn_flwr.checked_file import write_atomically
@@ -28,11 +29,9 @@ from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.runs.run import Engine
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.studies.one_run import changed, do_cell, finished, is_done, summary_of
-from fedbn_flwr.lab.studies.results import StudyResults
-from fedbn_flwr.lab.studies.rows import Pages
+from fedbn_flwr.lab.studies.results import StudyResults, write_results
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.lab.studies.study_checks import EVERYTHING, Selection
-from fedbn_flwr.lab.studies.tables import write_tables
 from fedbn_flwr.lab.studies.tuning import tuned, tuning_markdown
 
 __all__ = ["Follower", "LogFollower", "Runner", "in_series", "sweep"]
@@ -82,12 +81,12 @@ def sweep(
     runner: Runner | None = None,
     follower: Follower | None = None,
     selection: Selection = EVERYTHING,
-) -> Pages:
-    """Do the unfinished runs of a study, write its tables and curves, and return the tables.
+) -> pd.DataFrame:
+    """Do the unfinished runs of a study, write its table and curves, and return the table.
 
     Args:
         study: the grid. Its trials, if it has ``tune``, are done first; ``tuning.md`` shows them.
-        out: folder of all runs; ``write_tables`` names the files of results. ``study.yaml`` is the study with the
+        out: folder of all runs; ``write_results`` names the files of results. ``study.yaml`` is the study with the
             settings of the command and the tuned ones.
         runner: does the runs; ``in_series()`` by default, ``parallel.in_parallel`` on several cores.
         follower: is told what happens; by default a ``LogFollower``.
@@ -98,7 +97,7 @@ def sweep(
             finished runs are of other data, or what is selected is not in the study; nothing was done.
         EngineError: the study's own files cannot be written; the runs stay.
         RunFailedError: trials failed; or runs failed, trained nothing, or diverged and their ``on-divergence`` is
-            "stop". All other runs are finished, and the error holds the tables. The same call tries the failed ones
+            "stop". All other runs are finished, and the error holds the table. The same call tries the failed ones
             again.
     """
     runner, follower = runner or in_series(), follower or LogFollower()
@@ -119,7 +118,7 @@ def sweep(
             _tables_now(results)
         _do_all(cells, out, runner, follower, lambda: _tables_now(results))
         with _writing(out):
-            tables = write_tables(results)
+            table = write_results(results)
     if former := [cell.name for cell in study.cells() if cell not in selection and _is_former(cell, out)]:
         logger.warning(
             "%d finished runs have other settings than the study, and the tables leave them out: %s. Give the command "
@@ -129,12 +128,10 @@ def sweep(
         )
     if absent := results.absent_metrics():
         logger.warning("metrics: no run of this study has %s", ", ".join(absent))
-    if unused := results.unused_papers():
-        logger.warning("paper: no result stands beside the numbers of %s", ", ".join(unused))
     if failed := [cell.name for cell in cells if _failed(cell, out)]:
         message = f"{len(failed)} of {len(cells)} runs failed or diverged: {', '.join(failed)}"
-        raise RunFailedError(message, tables)
-    return tables
+        raise RunFailedError(message, table)
+    return table
 
 
 def _log_dropped(study: Study, selection: Selection) -> None:
@@ -223,7 +220,7 @@ def _tables_now(results: StudyResults) -> None:
     """Write the tables while runs go on; a full disk does not end the runs."""
     try:
         with _writing(results.out):
-            write_tables(results)
+            write_results(results)
     except EngineError as error:
         logger.warning("%s", error)
 

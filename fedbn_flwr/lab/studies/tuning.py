@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pandas as pd
 
 from fedbn_flwr.lab.early_stopping import validation_metric
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies.one_run import is_done, summary_of
-from fedbn_flwr.lab.studies.rows import grouped, markdown_table
+from fedbn_flwr.lab.studies.results import markdown
 from fedbn_flwr.lab.studies.study import Cell, Study, StudySettings, trial_name
 from fedbn_flwr.training.tasks import in_percent
 
@@ -52,11 +54,11 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
     points = {trial_name(point): point for point in study.tune.points()}
     chosen: dict[str, StudySettings] = {}
     results = []
-    for name, cells in grouped(study.trials(), lambda cell: f"{cell.method}/{cell.split}").items():
+    for name, cells in _grouped(study.trials(), lambda cell: f"{cell.method}/{cell.split}").items():
         if not all(is_done(cell, out) for cell in cells):
             continue
         scores, rejected = {}, {}
-        for trial, repeats in grouped(cells, lambda cell: cell.trial).items():
+        for trial, repeats in _grouped(cells, lambda cell: cell.trial).items():
             scores[trial] = _score(repeats, out)
             rejected[trial] = sum(summary_of(cell.folder(out)).get("rejected", 0) for cell in repeats)
         config = cells[0].config
@@ -84,14 +86,21 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
 
 
 def tuning_markdown(name: str, results: Sequence[Tuned]) -> str:
-    """Return the scores as a table, the best of each row in bold."""
-    trials = list(dict.fromkeys(trial for tried in results for trial in tried.scores))
+    """Return the scores as a table."""
     rows = []
     for tried in results:
-        scores = [_shown(tried, trial) for trial in trials]
-        rows.append([tried.name, tried.metric, *scores])
-    table = markdown_table(["METHOD/SPLIT", "metric", *trials], rows)
+        scores = {trial: _shown(tried, trial) for trial in tried.scores}
+        rows.append({"METHOD/SPLIT": tried.name, "metric": tried.metric, **scores})
+    table = markdown(pd.DataFrame(rows).fillna("-"))
     return f"# {name}, settings chosen by validation\n\n{table}\n"
+
+
+def _grouped(cells: Iterable[Cell], key: Callable[[Cell], str]) -> dict[str, list[Cell]]:
+    """Return the cells by key, in the order in which the keys come first."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(key(cell), []).append(cell)
+    return groups
 
 
 def _score(cells: Sequence[Cell], out: Path) -> float | None:
@@ -111,5 +120,5 @@ def _shown(tried: Tuned, trial: str) -> str:
     if score is not None:
         text = f"{100 * score:.2f} %" if in_percent(tried.metric) else f"{score:.4f}"
     if trial == tried.best:
-        text = f"**{text}**"
+        text = f"{text} (chosen)"
     return text + ", lost replies" if tried.rejected.get(trial) else text

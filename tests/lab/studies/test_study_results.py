@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.stats import ttest_rel
 
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.studies import results
-from fedbn_flwr.lab.studies.comparisons import comparisons, comparisons_page, left_out
 from fedbn_flwr.lab.studies.one_run import finished
-from fedbn_flwr.lab.studies.results import StudyResults
-from fedbn_flwr.lab.studies.rows import PaperNumber, markdown_table
-from fedbn_flwr.lab.studies.study import Study
+from fedbn_flwr.lab.studies.results import StudyResults, markdown, paired_tests, table, write_results
+from fedbn_flwr.lab.studies.study import PaperNumber, Study
 from fedbn_flwr.lab.studies.study_checks import Selection, load_study
 from fedbn_flwr.lab.studies.sweep import sweep
-from fedbn_flwr.lab.studies.tables import table_rows, write_tables
 from fedbn_flwr.lab.studies.tuning import tuned, tuning_markdown
 
 
@@ -31,97 +31,29 @@ def load(folder: Path, text: str, *overrides: str) -> Study:
 
 def row(method: str, seed: int, final: float | None, **more: object) -> dict[str, object]:
     about = {"method": method, "split": "all", "seed": seed, "metric": "test-accuracy", "main": True}
-    return about | {"status": "finished", "final": final} | more
+    return dict.fromkeys(results.FIELDS) | about | {"domain": "", "status": "finished", "final": final} | more
 
 
-def test_differences_are_paired_by_seed_as_scipy_does() -> None:
+def test_differences_to_the_first_method_are_paired_by_seed_as_scipy_does() -> None:
     rng = np.random.default_rng(0)
-    values = {"A": rng.normal(60, 3, 5), "B": rng.normal(62, 3, 5), "C": rng.normal(40, 3, 5)}
+    values = {"A": rng.normal(60, 3, 5), "B": rng.normal(62, 3, 5)}
     rows = [row(method, seed, value) for method, own in values.items() for seed, value in enumerate(own)]
-    rows += [row("A", 5, 99.0), row("B", 6, 0.0), row("B", 7, None), row("C", 8, 1.0, status="diverged")]
-    found = comparisons(rows)
-    assert [(pair["method"], pair["other"], pair["seeds"]) for pair in found] == [
-        ("A", "B", 5), ("A", "C", 5), ("B", "C", 5)
-    ]  # fmt: skip
-    for pair in found:
-        test = ttest_rel(values[pair["method"]], values[pair["other"]])
-        interval = test.confidence_interval(0.95)
-        assert (pair["low"], pair["high"]) == pytest.approx((interval.low, interval.high))
-        assert pair["p"] == pytest.approx(test.pvalue)
-    smallest, middle, largest = sorted(found, key=lambda pair: pair["p"])
-    assert smallest["p-holm"] == pytest.approx(3 * smallest["p"])
-    assert middle["p-holm"] == pytest.approx(max(2 * middle["p"], 3 * smallest["p"]))
-    assert largest["p-holm"] == pytest.approx(max(largest["p"], middle["p-holm"]))
-    text = str(comparisons_page("s", found))
-    assert [line.count("\\*\\*") for line in text.splitlines()[-3:]] == [0, 1, 1]
-    equal = [row("A", seed, 50.0 + seed) for seed in (0, 1)] + [row("B", seed, 50.25 + seed) for seed in (0, 1)]
-    right = {"A": (330, 291, 322), "B": (331, 292, 323)}  # of 360: 1 apart in each, and in float64 not quite
-    counted = [row(method, seed, 100 * (n / 360)) for method, own in right.items() for seed, n in enumerate(own)]
-    for unknown in (rows[:1] + rows[5:6], equal, counted):
-        (pair,) = comparisons(unknown)
-        assert (pair["low"], pair["p"], pair["p-holm"]) == (None, None, None)
-    alone = str(comparisons_page("s", comparisons(rows[:1] + rows[5:6])))
-    assert "need two seeds" in alone
-    assert "|" not in alone
-
-
-def test_methods_with_different_tests_are_compared_by_the_main_metric_of_each() -> None:
-    """FedBN is tested with the clients' models, the others with the global one: this is the papers' comparison."""
-    own, more = {"metric": "personal-own-accuracy"}, {"metric": "test-loss", "main": False}
-    rows = [row("A", 0, 50.0), row("A", 1, 51.0), row("FedBN", 1, 54.0, **own), row("FedBN", 0, 52.0, **own)]
-    rows += [
-        row(name, seed, value, **more) for seed in (0, 1) for name, value in (("A", 1.0), ("B", 0.5))
-    ]  # named in ``metrics`` of the study
-    rows += [row("B", seed, 0.9, metric="test-mae") for seed in (0, 1)]
-    found = comparisons(rows)
-    names = ("method", "metric", "other", "other-metric", "seeds", "difference")
-    assert [tuple(pair[name] for name in names) for pair in found] == [
-        ("A", "test-accuracy", "FedBN", "personal-own-accuracy", 2, -2.5),
-        ("A", "test-loss", "B", "test-loss", 2, 0.5),
-    ]
-    text = str(comparisons_page("s", found))
-    assert "| all | A | test-accuracy | FedBN | personal-own-accuracy | -2.50 |" in text
-    assert "different tests" in text
-    assert "different tests" not in str(comparisons_page("s", found[1:]))
-
-
-def test_holms_correction_counts_pairs_that_are_shown_with_the_main_metrics() -> None:
-    """A and B have the main metric test-accuracy, C another one: of test-accuracy there are three pairs."""
-    values = {"A": (50.0, 51.0, 53.0), "B": (54.0, 56.5, 57.0), "C": (49.0, 52.5, 52.0)}
-    rows = [row(name, seed, v, main=name != "C") for name, own in values.items() for seed, v in enumerate(own)]
-    rows += [row("C", seed, 90.0 + seed, metric="personal-own-accuracy") for seed in range(3)]
-    own = [pair for pair in comparisons(rows) if pair["metric"] == pair["other-metric"] == "test-accuracy"]
-    assert [(pair["method"], pair["other"]) for pair in own] == [("A", "B"), ("A", "C"), ("B", "C")]
-    p = sorted(pair["p"] for pair in own)
-    holm = {p[0]: 3 * p[0], p[1]: max(3 * p[0], 2 * p[1]), p[2]: max(3 * p[0], 2 * p[1], p[2])}
-    for pair in own[1:]:  # A and B are corrected in the family of the main metrics
-        assert pair["p-holm"] == pytest.approx(min(1.0, holm[pair["p"]]))
-    assert own[2]["p-holm"] > 2 * own[2]["p"], "a family of two pairs would give less"
+    rows += [row("A", 5, 99.0), row("B", 6, 0.0), row("B", 7, None), row("B", 8, 1.0, status="diverged")]
+    own = {"metric": "personal-own-accuracy"}  # FedBN is tested with the clients' models: the papers' comparison
+    rows += [row("FedBN", 0, values["A"][0] + 1, **own), row("FedBN", 1, values["A"][1] + 1, **own)]
+    rows += [row("Other", seed, 0.1, metric="test-mae") for seed in range(2)] + [row("Late", 9, 60.0)]
+    found = paired_tests(rows)
+    assert list(found) == [("all", "B"), ("all", "FedBN")]
+    assert found["all", "B"] == pytest.approx(
+        ((values["B"] - values["A"]).mean(), ttest_rel(values["B"], values["A"]).pvalue)
+    )
+    difference, p = found["all", "FedBN"]
+    assert (difference, math.isnan(p)) == (pytest.approx(1), True), "equal differences: their spread is not known"
 
 
 def test_a_bar_in_a_name_ends_no_cell() -> None:
-    text = markdown_table(["a", "b", "c"], [["FedBN | p=1", "two\nlines", 3]])
-    assert text.splitlines() == ["| a | b | c |", "|---|---|---|", "| FedBN \\| p=1 | two lines | 3 |"]
-
-
-def test_a_method_that_is_compared_with_none_is_named_with_the_reason() -> None:
-    rows = [row("A", 0, 50.0), row("A", 1, 51.0), row("B", 0, 50.0), row("Other", 0, 0.1, metric="test-mae")]
-    rows += [row("Late", 2, 60.0), *(row("Wild", seed, 9.0, status="diverged") for seed in (0, 1))]
-    rows.append(row("Lame", 0, None, status="failed", metric=None, main=None))
-    pairs = [("all", name) for name in ("A", "B", "Other", "Late", "Wild", "Lame", "New")]
-    found = left_out(rows, pairs)
-    assert found == [
-        "Other, all: its main metric, test-mae, measures something else than those of the other methods.",
-        "Late, all: it shares no finished seed with another method.",
-        "Wild, all: no run has a final result (2 diverged).",
-        "Lame, all: no run has a final result (1 failed).",
-        "New, all: no run has a final result.",
-    ]
-    assert str(comparisons_page("s", comparisons(rows), found)).endswith(
-        "Left out:\n\n" + "".join(f"- {line}\n" for line in found)
-    )
-    assert left_out(rows[:3], pairs[:2]) == []
-    assert left_out(rows[:1], pairs[:1]) == [], "nothing to compare it with"
+    text = markdown(pd.DataFrame([["FedBN | p=1", "two\nlines", 3]], columns=["a", "b", "c"]))
+    assert text.splitlines() == ["| a | b | c |", "| --- | --- | --- |", "| FedBN \\| p=1 | two lines | 3 |"]
 
 
 TARGETS = """
@@ -161,15 +93,16 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
     to_target = [(r["rounds-to-target"], r["exchanges-to-target"], r["bytes-to-target"]) for r in rows]
     assert to_target == [(3, 6, 90), (None, None, None), (2, 3, 60)]
     assert [(r["best"], r["best-round"]) for r in rows] == [(61.0, 3), (50.0, 4), (90.0, 4)]
-    first, second = table_rows(study, rows)
-    assert (first["reached"], first["rounds-to-target"], first["difference"]) == (2, 2.5, pytest.approx(0.0))
-    assert (first["with-rejected"], second["with-rejected"]) == (1, 0)
-    (undefined,) = table_rows(study, [row | {"final": row["final"] if not row["seed"] else None} for row in rows[::2]])
-    assert (undefined["runs"], undefined["without-value"], undefined["mean"]) == (1, 1, rows[0]["final"])
-    text = str(write_tables(StudyResults(study, tmp_path / "out")))
-    assert "| 2, 1 with lost replies |" in text
-    assert "| 70.00 ± 2.50 | +0.00 |" in text
-    assert (second["reached"], second["rounds-to-target"], second["paper"]) == (0, None, None)
+    first, second = table(rows).to_dict("records")
+    assert (first["reached"], first["rounds to it"], first["minus paper"]) == ("2 of 2", "2.5", "+0.00")
+    assert (first["final"], first["paper"]) == ("70.00 ± 28.28", "70.00 ± 2.50")
+    assert (first["runs"], second["runs"]) == ("2, 1 with lost replies", "1")
+    assert (second["reached"], second["rounds to it"], second["paper"]) == ("0 of 1", "", "")
+    lacking = [row | {"final": None if row["seed"] else row["final"]} for row in rows[::2]]
+    (undefined,) = table(lacking).to_dict("records")
+    assert (undefined["runs"], undefined["final"]) == ("1, 1 without a value, 1 with lost replies", "50.00")
+    write_results(StudyResults(study, tmp_path / "out"))
+    assert "| 70.00 ± 2.50 | +0.00 |" in (tmp_path / "out/table.md").read_text()
     losses = study.model_copy(update={"metrics": ["test-accuracy-x", "test-loss"]})
     for folder, values in ((tmp_path / "out/A/all" / f"seed-{seed}", (2.5, 0.9, 1.0, 1.1)) for seed in (0, 1)):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -212,9 +145,7 @@ def test_a_number_beside_a_result_does_not_change_what_is_compared(beside: str, 
     rows = StudyResults(study, tmp_path).rows()
     assert {row["metric"] for row in rows if row["main"]} == {"personal-own-accuracy"}
     assert any(row["metric"] == "test-accuracy" for row in rows) == bool(beside), "which the number is about"
-    pair = comparisons(rows)[0]
-    assert (pair["metric"], pair["other-metric"]) == ("personal-own-accuracy", "personal-own-accuracy")
-    assert pair["difference"] == pytest.approx(-5)
+    assert paired_tests(rows)["all", "B"][0] == pytest.approx(5)
 
 
 def test_the_numbers_of_each_client_are_not_kept(tmp_path: Path, monkeypatch) -> None:
@@ -226,14 +157,12 @@ def test_the_numbers_of_each_client_are_not_kept(tmp_path: Path, monkeypatch) ->
     assert line == {"round": 1, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, "test-accuracy": 0.5}
 
 
-def test_runs_that_all_failed_have_no_cost(tmp_path: Path, monkeypatch) -> None:
-    study = load(tmp_path, TARGETS)
+def test_runs_that_all_failed_have_no_cost() -> None:
     failed = [row("A", seed, None, status="failed", metric=None, main=None) for seed in (0, 1)]
-    rows = [dict.fromkeys(results.FIELDS) | one for one in failed]
-    (found,) = table_rows(study, rows)
-    assert (found["rounds"], found["exchanges"], found["megabytes"], found["failed"]) == (None, None, None, 2)
-    monkeypatch.setattr(StudyResults, "rows", lambda _: rows)
-    assert "| A | all | - | - | - | - | - | - | 0, 2 failed |" in str(write_tables(StudyResults(study, tmp_path)))
+    (found,) = table(failed).to_dict("records")
+    assert found == {"split": "all", "method": "A", "metric": "-", "runs": "0, 2 failed"}
+    both = table([*failed, row("A", 2, 50.0)]).to_dict("records")
+    assert [line["runs"] for line in both] == ["1, 2 failed"]
 
 
 def test_a_target_that_is_reached_exactly_is_reached() -> None:
@@ -264,7 +193,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplo
     assert sorted(out.rglob("summary.json")) == sorted(cell.folder(out) / "summary.json" for cell in own)
     assert Study.read(out / "study.yaml").overrides == {**study.overrides, "FedBN/all": {"learning-rate": 0.1}}
     caplog.clear()
-    table = sweep(study, out)
+    made_before = sweep(study, out)
     rates = {cell.config.learning_rate for cell in load_study(out / "study.yaml").cells()}
     assert rates == {0.1}
     for cell in trials:
@@ -272,13 +201,13 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplo
         assert cell.config.sgd_momentum == {"BN": 0.1, "FedBN": 0.5}[cell.method]
         score = json.loads((cell.folder(out) / "summary.json").read_text())["final"]
         metric = {"BN": "validation-accuracy", "FedBN": "personal-validation-accuracy"}[cell.method]
-        shown = f"{'**' if '0.1/' in cell.name else ''}{100 * score[metric]:.2f} %"
+        shown = f"{100 * score[metric]:.2f} %{' (chosen)' if '0.1/' in cell.name else ''}"
         assert shown in (out / "tuning.md").read_text()
     ends = "learning-rate=0.1 is best and ends the grid; a larger grid may do better"
     assert [m for m in caplog.messages if "grid" in m] == [f"BN/all: {ends}", f"FedBN/all: {ends}"]
     made = {path: path.read_bytes() for path in out.rglob("summary.json")}
     assert len(made) == 10
-    assert sweep(study, out) == table, "nothing is left to do"
+    assert sweep(study, out).equals(made_before), "nothing is left to do"
     assert {path: path.read_bytes() for path in made} == made
     path = trials[2].folder(out) / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rejected": 3}))
@@ -287,7 +216,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path: Path, caplo
     assert found[0].rejected == {"learning-rate=1e-05": 0, "learning-rate=0.1": 3, "learning-rate=1e-06": 0}
     assert found[1].rejected["learning-rate=0.1"] == 0
     text = tuning_markdown("t", found)
-    assert text.count(" %**, lost replies |") == text.count("lost replies |") == 1
+    assert text.count(" % (chosen), lost replies |") == text.count("lost replies |") == 1
     assert caplog.messages[0] == (
         "BN/all: replies of clients were lost or refused in the trial learning-rate=0.1: its score is not one of all "
         "clients. To repeat the trial, remove its folder."
@@ -308,3 +237,47 @@ def test_fedbs_is_tuned_by_the_loss_of_its_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fedbs weighs by .* set validation-share for the runs, too"):
         load(tmp_path, study)
     load(tmp_path, study.replace("strategy: fedbs", "strategy: fedbs, validation-share: 0.1"))
+
+
+def run_of(metric: str, **domains: float | None) -> dict[str, Any]:
+    final = {metric: 0.5, "domains": {metric: domains}}
+    return {"headline": metric, "sha256": "x", "rounds": 1, "ledger": {}, "final": final}
+
+
+def test_each_domain_and_their_average_stand_beside_the_papers_number(tmp_path: Path, monkeypatch) -> None:
+    """Of the average of a run that lacks a domain nothing is known."""
+    paper = {"A/all": {"cat": 20.5, "average": "40.25 ± 1.5"}}
+    study = Study(name="pets", methods={"A": {}}, seeds=[0, 1], paper=paper)
+    runs = [run_of("test-accuracy", dog=0.5, cat=0.25), run_of("test-accuracy", dog=0.7, cat=None)]
+    monkeypatch.setattr(StudyResults, "_files", lambda self, cell: (runs[cell.seed], []))
+    lines = {line["domain"]: line for line in table(StudyResults(study, tmp_path).rows()).to_dict("records")}
+    assert [(domain, line["final"]) for domain, line in lines.items()] == [
+        *(("", "50.00 ± 0.00"), ("dog", "60.00 ± 14.14"), ("cat", "25.00"), ("average", "37.50"))
+    ]
+    assert [line["paper"] for line in lines.values()] == ["", "", "20.50", "40.25 ± 1.50"]
+    assert (lines["cat"]["minus paper"], lines["average"]["minus paper"]) == ("+4.50", "-2.75")
+
+
+METRICS = """
+name: small
+base: {dataset: digits-domains, partition: domain, num-clients: 5, num-server-rounds: 1, local-steps: 1, batch-size: 8,
+  metrics: balanced-accuracy}
+methods: {FedAvg: {strategy: fedavg}, FedBN: {strategy: fedbn}}
+metrics: [personal-own-balanced-accuracy, test-accuracy, personal-own-accuracy, test-auprc]
+"""
+
+
+def test_a_study_names_the_metrics_of_its_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "out"
+    sweep(load(tmp_path, METRICS), out)
+    final = json.loads((out / "FedBN/all/seed-0/summary.json").read_text())["final"]
+    with (out / "results.csv").open() as file:
+        rows = {(row["method"], row["metric"], row["domain"]): row for row in csv.DictReader(file)}
+    own = [f"personal-own-{name}" for name in ("balanced-accuracy", "accuracy")]
+    expected = [("FedAvg", "test-accuracy"), *(("FedBN", name) for name in own)]
+    assert list(dict.fromkeys(key[:2] for key in rows)) == expected
+    for metric in own:
+        assert float(rows["FedBN", metric, ""]["final"]) == 100 * final[metric]
+        for domain, value in final["domains"][metric].items():
+            assert float(rows["FedBN", metric, domain]["final"]) == 100 * value
+    assert "metrics: no run of this study has test-auprc" in caplog.text

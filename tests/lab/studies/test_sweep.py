@@ -10,20 +10,20 @@ import statistics
 from collections.abc import Generator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from matplotlib import image
 
 from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
 from fedbn_flwr.lab.output.folder import lock_folder
-from fedbn_flwr.lab.studies import one_run, tables
+from fedbn_flwr.lab.studies import one_run, results
 from fedbn_flwr.lab.studies import sweep as module
 from fedbn_flwr.lab.studies.one_run import do_cell, is_done, summary_of
 from fedbn_flwr.lab.studies.parallel import _Watched, in_parallel, memory_need
-from fedbn_flwr.lab.studies.results import StudyResults
+from fedbn_flwr.lab.studies.results import StudyResults, markdown, table
 from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
 from fedbn_flwr.lab.studies.study_checks import Selection, load_study
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
-from fedbn_flwr.lab.studies.tables import table_rows
 from tests.support.pictures import drawn
 
 TEXT = """
@@ -170,16 +170,16 @@ def test_a_sweep_continues_where_it_was_interrupted(study: Study, tmp_path: Path
     half.mkdir(parents=True)
     (half / "config.yaml").write_text("half")
     noted = Noted()
-    table = sweep(study, out, follower=noted)
+    first = sweep(study, out, follower=noted)
     assert noted.begun == [cell.name for cell in cells]
     assert noted.rounds == [(cell.name, 1) for cell in cells]
     assert noted.ended == dict.fromkeys(noted.begun, "")
     aside = half.with_name("seed-0.unfinished-1")
     assert (aside / "config.yaml").read_text() == "half"
-    assert str(table).startswith((out / "table.md").read_text())
+    assert (out / "table.md").read_text() == f"# small\n\n{markdown(first)}\n"
     made = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.parent != out}
     with drawn():
-        assert sweep(study, out, follower=(again := Noted())) == table
+        assert sweep(study, out, follower=(again := Noted())).equals(first)
     assert again.begun == []
     assert {path: path.read_bytes() for path in made} == made
     check_tables(study, out)
@@ -194,7 +194,7 @@ def test_a_part_of_a_study_is_done_and_the_rest_later(study: Study, tmp_path: Pa
         shown[:] = curves
         return b""
 
-    monkeypatch.setattr(tables, "draw_curves", draw)
+    monkeypatch.setattr(results, "draw_curves", draw)
     sweep(study, out, follower=noted, selection=Selection(methods=["FedAvg"], splits=["iid"], seeds=[1]))
     assert noted.begun == ["FedAvg/iid/seed-1"]
     assert shown == ["FedAvg, iid"]
@@ -264,7 +264,7 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(tmp_path:
 
 def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(study: Study, tmp_path: Path, caplog) -> None:
     out = tmp_path / "out"
-    table = sweep(study, out)
+    first = sweep(study, out)
     changed = TEXT.replace("learning-rate: 0.2", "learning-rate: 0.25")
     changed = changed.replace("two classes: {", "two classes: {eval-every: 1, ")  # the default, written out
     former = (out / "FedAvg/iid/seed-0/summary.json").read_bytes()
@@ -276,11 +276,11 @@ def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(study: S
         in caplog.messages
     )
     # Places and timeouts make no other run, and the reference's own tests are no change.
-    assert sweep(study, out, follower=(noted := Noted())) == table
+    assert sweep(study, out, follower=(noted := Noted())).equals(first)
     assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
     again = load_study(written(tmp_path, TEXT), ["round-timeout=9", "tensorboard=false", "checkpoint-every=3"])
     noted = Noted()
-    assert sweep(again, out, follower=noted) == table
+    assert sweep(again, out, follower=noted).equals(first)
     reference = "{name: r, base: {num-server-rounds: 1, eval-on: personal-own}, methods: {C: {strategy: centralized}}}"
     for _ in range(2):
         sweep(load_study(written(tmp_path, reference)), tmp_path / "reference", follower=noted)
@@ -295,25 +295,28 @@ def test_two_sweeps_cannot_write_one_folder(study: Study, tmp_path: Path) -> Non
 
 def check_tables(study: Study, out: Path) -> None:
     """Mean, sample standard deviation and the paper's number, from the summaries."""
-    with (out / "table.csv").open() as file:
-        rows = {(row["method"], row["split"]): row for row in csv.DictReader(file)}
-    assert list(rows) == [("FedAvg", "iid"), ("FedAvg", "two classes"), ("FedBN/own", "two classes")]
-    for (method, split), row in rows.items():
+    with (out / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["method"], row["split"], int(row["seed"])) for row in rows] == [
+        (cell.method, cell.split, cell.seed) for cell in study.cells()
+    ]
+    lines = {
+        (line["method"], line["split"]): line for line in table(StudyResults(study, out).rows()).to_dict("records")
+    }
+    assert list(lines) == [("FedAvg", "iid"), ("FedAvg", "two classes"), ("FedBN/own", "two classes")]
+    for (method, split), line in lines.items():
         folders = [cell.folder(out) for cell in study.cells() if (cell.method, cell.split) == (method, split)]
         summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
         final = [100 * summary["final"][summary["headline"]] for summary in summaries]
-        assert float(row["mean"]) == statistics.fmean(final)
-        assert float(row["std"]) == pytest.approx(abs(final[0] - final[1]) / 2**0.5)
-        assert (row["runs"], float(row["rounds"])) == ("2", 1)
+        assert line["final"] == f"{statistics.fmean(final):.2f} ± {abs(final[0] - final[1]) / 2**0.5:.2f}"
+        assert (line["runs"], line["rounds"]) == ("2", "1")
         traffic = summaries[0]["ledger"]
-        assert float(row["megabytes"]) == (traffic["bytes-down"] + traffic["bytes-up"]) / 2**20
-        assert row["metric"] == ("personal-own-accuracy" if method == "FedBN/own" else "test-accuracy")
-        assert row["paper"] == ("91.35" if (method, split) == ("FedAvg", "iid") else "")
-    lines = (out / "table.md").read_text().splitlines()
-    assert lines[0] == "# small"
-    mean, std = float(rows["FedAvg", "iid"]["mean"]), float(rows["FedAvg", "iid"]["std"])
-    assert f"{mean:.2f} ± {std:.2f}" in lines[4]
-    assert lines[4].endswith(f"| 2 | 91.35 | {mean - 91.35:+.2f} |")
+        assert line["MB of floats"] == f"{(traffic['bytes-down'] + traffic['bytes-up']) / 2**20:.2f}"
+        assert line["metric"] == ("personal-own-accuracy, %" if method == "FedBN/own" else "test-accuracy, %")
+        assert line["paper"] == ("91.35" if (method, split) == ("FedAvg", "iid") else "")
+    text = (out / "table.md").read_text().splitlines()
+    assert text[0] == "# small"
+    assert f"| {lines['FedAvg', 'iid']['final']} |" in text[4]
     assert image.imread(io.BytesIO((out / "curves.png").read_bytes())).shape == (400, 1000, 4)
 
 
@@ -329,12 +332,11 @@ def test_a_failed_run_is_recorded_and_tried_again(study: Study, tmp_path: Path, 
     with pytest.raises(RunFailedError, match="1 of 6 runs failed or diverged: FedAvg/iid/seed-1") as caught:
         sweep(study, out, follower=(noted := Noted()))
     assert [name for name, error in noted.ended.items() if error] == ["FedAvg/iid/seed-1"]
-    assert "| 1, 1 failed |" in str(caught.value.result)
+    assert caught.value.result["runs"][0] == "1, 1 failed"
     failure = json.loads((out / "FedAvg/iid/seed-1/failed.json").read_text())
     assert (failure["error"], failure["type"]) == ("out of luck", "ZeroDivisionError")
     assert "one_fails" in failure["traceback"]
-    statuses = [json.loads(line)["status"] for line in (out / "results.jsonl").read_text().splitlines()]
-    assert sorted(statuses) == ["failed", *["finished"] * 5]
+    assert sorted(pd.read_csv(out / "results.csv")["status"]) == ["failed", *["finished"] * 5]
     monkeypatch.setattr(one_run, "run", real)
     sweep(study, out, follower=(noted := Noted()))
     assert noted.begun == ["FedAvg/iid/seed-1"]
@@ -409,7 +411,7 @@ def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_i
     study = load_study(written(tmp_path, changed.replace("skip: [", "skip: [dies/iid, ")))
     names = [cell.name for cell in study.cells()]
     (dies,) = [name for name in names if name.startswith("dies/")]
-    table = sweep(study, tmp_path / "series")
+    first = sweep(study, tmp_path / "series")
     (tmp_path / "fatal").write_text(str(os.getpid()))
     with pytest.raises(RunFailedError, match=f"1 of 4 runs failed or diverged: {dies}"):
         sweep(study, Path("parallel"), in_parallel(2, 8.0), noted := Noted())
@@ -419,9 +421,9 @@ def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_i
     (failed,) = Path("parallel").rglob("failed.json")
     assert json.loads(failed.read_text())["type"] == "WorkerCrashedError"
     (tmp_path / "fatal").unlink()
-    assert sweep(study, Path("parallel"), follower=(noted := Noted())) == table
+    assert sweep(study, Path("parallel"), follower=(noted := Noted())).equals(first)
     assert noted.ended == {dies: ""}
-    assert Path("parallel/results.jsonl").read_bytes() == Path("series/results.jsonl").read_bytes()
+    assert Path("parallel/results.csv").read_bytes() == Path("series/results.csv").read_bytes()
     need = memory_need(next(study.cells()).config)
     with pytest.raises(ConfigError, match=r"the memory for runs is 0\.5 GiB, and 4 run"):
         sweep(study, tmp_path / "small", in_parallel(2, 0.5))
@@ -521,9 +523,9 @@ def test_the_tables_of_a_repeated_run_have_its_new_results(study: Study, tmp_pat
     files = StudyResults(other, tmp_path / "out")
     assert files.rows() == [], "these are results of other settings"
     sweep(other, tmp_path / "out")
-    rows = json.loads(f"[{','.join((tmp_path / 'out/results.jsonl').read_text().splitlines())}]")
-    for cell, row in zip(other.cells(), rows, strict=True):
-        assert row["sha256"] == summary_of(cell.folder(tmp_path / "out"))["sha256"]
+    hashes = pd.read_csv(tmp_path / "out/results.csv")["sha256"]
+    for cell, sha256 in zip(other.cells(), hashes, strict=True):
+        assert sha256 == summary_of(cell.folder(tmp_path / "out"))["sha256"]
 
 
 def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(study: Study, tmp_path: Path) -> None:
@@ -539,8 +541,7 @@ def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(study: Stu
     other = study.model_copy(update={"base": {**study.base, "local-steps": 3}})
     with pytest.raises(KeyboardInterrupt):
         sweep(other, out, runner=stopped)
-    assert (out / "results.jsonl").read_text() == ""
-    assert not (out / "comparisons.md").exists()
+    assert pd.read_csv(out / "results.csv").empty
     assert not (out / "tuning.md").exists()
     assert all(StudyResults(other, out).history(cell) == [] for cell in other.cells()), "nor curves"
     with pytest.raises(KeyboardInterrupt):  # trials: what is there is of the settings that it names
@@ -554,17 +555,15 @@ def test_what_is_damaged_is_named_or_repeated(study: Study, tmp_path: Path, capl
     first, second = (out / f"FedAvg/iid/seed-{seed}" for seed in (0, 1))
     (first / "config.yaml").write_text("strategy: [fedavg")
     assert not is_done(next(study.cells()), out), "nobody knows its settings"
-    assert (
-        str(sweep(study, out, follower=(noted := Noted())))
-        == (out / "table.md").read_text() + "\n" + (out / "comparisons.md").read_text()
-    )
+    sweep(study, out, follower=(noted := Noted()))
     assert noted.begun == ["FedAvg/iid/seed-0"]
     lines = (second / "metrics.jsonl").read_text()
     (second / "metrics.jsonl").unlink()
     caplog.clear()
-    row = table_rows(aimed := study.model_copy(update={"target": 0.0}), (rows := StudyResults(aimed, out).rows()))[0]
+    aimed = study.model_copy(update={"target": 0.0})
+    rows = StudyResults(aimed, out).rows()
     assert [row["best"] is None for row in rows if row["split"] == "iid"] == [False, True]
-    assert (row["runs"], row["reached"]) == (2, None), "its final result is known"
+    assert table(rows)["reached"][0] == "1 of 2"
     assert [m for m in caplog.messages if "seed-1/metrics.jsonl has 0 of 1 rounds" in m]
     (second / "metrics.jsonl").write_text(f"{{\n{lines}")
     with pytest.raises(
@@ -593,17 +592,11 @@ def test_a_full_disk_ends_no_run_and_is_named(study: Study, tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "_BETWEEN_TABLES", 0.0)
-    monkeypatch.setattr(module, "write_tables", full)
+    monkeypatch.setattr(module, "write_results", full)
     with pytest.raises(EngineError, match=r"out=.* cannot be written: .*No space.*and give the same command again"):
         sweep(study, tmp_path / "out")
     assert all(is_done(cell, tmp_path / "out") for cell in study.cells())
     assert sum("No space left" in message for message in caplog.messages) == 6
-
-
-def test_a_papers_number_that_stands_beside_no_result_is_named(study: Study, tmp_path: Path, caplog) -> None:
-    papers = {"FedAvg/iid": 91.35, "FedBN/own/iid": 92.0, "FedAvg/two classes": {"amazon": 60.0}}
-    sweep(study.model_copy(update={"paper": papers}), tmp_path / "out")
-    assert "paper: no result stands beside the numbers of FedBN/own/iid, FedAvg/two classes" in caplog.messages
 
 
 def test_a_refused_study_leaves_that_of_the_folder(study: Study, tmp_path: Path) -> None:
