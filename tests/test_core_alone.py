@@ -192,7 +192,7 @@ def brought_by(*packages: str) -> frozenset[str]:
 
 def python(code: str, folder: Path, checkout: Path = ROOT) -> subprocess.CompletedProcess[str]:
     brought = brought_by(*sorted(STANDS_ON)) | {"fedbn_flwr"}
-    assert brought.isdisjoint({"PIL", "cloudpickle", "datasets", "matplotlib", "pandas", "plotly", "ray", "sklearn"})
+    assert brought.isdisjoint({"PIL", "cloudpickle", "datasets", "matplotlib", "pandas", "ray", "sklearn"})
     ours = {"fedbn_flwr", *STANDS_ON, *BROUGHT}
     return subprocess.run(
         [sys.executable, "-c", BLOCK + code, str(checkout), ",".join(brought), ",".join(ours)],

@@ -64,7 +64,6 @@ NOT_RUN = {
     ("docs/simulation.md", "needs a GPU"),
     ("studies/README.md", "needs CIFAR-10, and takes an hour"),
     ("docs/reference/output-folder.md", "tests/lab/output/test_tensorboard.py runs it with a stub"),
-    ("docs/report.md", "follows a run until it is finished"),
     ("docs/doctor.md", "needs a model trained elsewhere"),
 }
 

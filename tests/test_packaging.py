@@ -86,8 +86,7 @@ def test_the_source_archive_has_the_link_to_the_strategies(unpacked: dict[str, P
 def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
     wheel = {path.name for path in unpacked["wheel"].iterdir()}
     assert {name for name in wheel if not name.endswith(".dist-info")} == {"fedbn_flwr"}, "no apps, no tests"
-    templates = [f"lab/report/templates/{name}.html.jinja" for name in ("page", "blocks")]
-    for name in ("py.typed", "lab/report/report.css", "lab/report/report.js", *templates):
+    for name in ("py.typed", "lab/report.css"):
         for kind in ("wheel", "sdist"):  # a bundle has no report: Flower takes no files of HTML
             assert (unpacked[kind] / "fedbn_flwr" / name).is_file()
     (info,) = unpacked["wheel"].glob("*.dist-info")

@@ -15,7 +15,6 @@ HEAVY = (
     *(
         "sqlalchemy",
         "sympy",
-        "plotly",
         "tensorboard",
         "torch._dynamo",
         "torchvision",

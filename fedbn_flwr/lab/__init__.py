@@ -20,7 +20,7 @@ from fedbn_flwr.errors import MissingExtraError, install_extra
 __all__: list[str] = []
 
 _NEEDS = (
-    *("PIL", "cloudpickle", "flwr_datasets", "jinja2", "matplotlib", "pandas", "ray", "rich", "scipy", "sklearn"),
+    *("PIL", "cloudpickle", "flwr_datasets", "matplotlib", "pandas", "ray", "rich", "scipy", "sklearn"),
     *("torchvision", "typer", "yaml"),
 )
 """What the extra ``lab`` installs, by the names of modules."""

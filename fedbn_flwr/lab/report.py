@@ -51,7 +51,6 @@ _DIAGNOSES = ("doctor.json", "doctor/doctor.json")
 _TESTS = ("test-", "personal-", "validation-", "held-out-", "train-")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8a6d00", "#000000")  # Okabe and Ito, yellow darker
 _DASHES = ("-", "--", ":", "-.")
-
 _STYLE = Path(__file__).with_name("report.css")
 
 
@@ -261,7 +260,7 @@ def _findings(run: RunFiles) -> Iterator[str]:
         yield f"<h3>{html.escape(finding['what'])}</h3>"
         yield _list(finding["evidence"])
         columns = {"setting": "what to try, in order", "why": "what it does", "expected": "gain where measured, cost"}
-        remedies = pd.DataFrame(finding["remedies"], columns=list(columns)).fillna("")
+        remedies = pd.DataFrame(finding["remedies"], columns=list(columns), dtype=object).fillna("")
         yield _table(remedies.rename(columns=columns))
     if more := [*diagnosis.get("not-measured", []), *diagnosis.get("notes", [])]:
         yield "<h3>What the doctor could not measure, and notes</h3>" + _list(more)

@@ -96,7 +96,9 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(folder
         assert float(result[f"{key}, %"]) == pytest.approx(100 * summary["final"][key], abs=0.01)
     by_domain = summary["final"]["domains"]["test-accuracy"]
     sites = next(frame for frame in tables if "site" in frame).set_index("site")["accuracy, %"]
-    assert dict(sites.astype(float)) == pytest.approx({name: 100 * value for name, value in by_domain.items()}, abs=0.01)
+    assert dict(sites.astype(float)) == pytest.approx(
+        {name: 100 * value for name, value in by_domain.items()}, abs=0.01
+    )
     settings = next(frame for frame in tables if "key" in frame).set_index("key")["value"]
     assert (settings["strategy"], settings["freeze-at"]) == ("fixbn", "3")
     for shown in ("The doctor has 1 finding.", "Batches are &lt;small&gt;", "a &lt; b &amp; c", "looked at 5 clients"):

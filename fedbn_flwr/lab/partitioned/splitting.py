@@ -6,12 +6,9 @@ A run writes them to ``split.json``: ``clients`` has the clients' names, ``table
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
@@ -21,7 +18,7 @@ from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, count_clients, partitioned_data
 from fedbn_flwr.lab.partitioned.report import client_names
 
-__all__ = ["MAX_CLIENTS", "Counts", "count_split", "draw_split", "read_split", "split_counts", "split_to_json"]
+__all__ = ["MAX_CLIENTS", "Counts", "count_split", "draw_split", "split_counts", "split_to_json"]
 
 MAX_CLIENTS = 1000
 """With more clients the tables are larger than the rest of a run's folder, and no picture shows them."""
@@ -75,12 +72,6 @@ def split_to_json(split: PartitionedData) -> dict[str, Any] | None:
         for table in split_counts(split)
     ]
     return {"clients": client_names(split), "tables": tables}
-
-
-def read_split(content: Mapping[str, Any]) -> tuple[list[str], tuple[Counts, ...]]:
-    """Return the clients' names and the tables of a ``split.json``."""
-    tables = (Counts(t["what"], np.asarray(t["counts"]), tuple(t["names"]), t["of"]) for t in content["tables"])
-    return list(content["clients"]), tuple(tables)
 
 
 def draw_split(config: Config, table: Counts, path: Path) -> None:
