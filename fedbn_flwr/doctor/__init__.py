@@ -1,7 +1,7 @@
 """What is wrong with the BatchNorm of a federation: measurements, and the findings drawn from them. Torch only.
 
-Measurements are pure functions: ``by_batch``, ``by_example``, ``heterogeneity``, ``gradients``, ``mismatch`` and
-``state``; ``measuring`` calls them in order. ``rules`` and ``data_rules`` turn them into findings, with the numbers in
+Measurements are pure functions: ``by_batch``, ``differences``, ``each_client``, ``mismatch`` and ``state``;
+``measuring`` calls them in order. ``rules`` and ``data_rules`` turn them into findings, with the numbers in
 ``thresholds`` and the texts in ``remedies``. ``diagnose`` does all of it.
 """
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of
+from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs, merge
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import holds_eval, left_in_eval
@@ -45,7 +45,6 @@ __all__ = [
     "normalising_by_batch",
     "pooled",
     "splits",
-    "window_variance",
 ]
 
 
@@ -137,25 +136,13 @@ def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
     batches = splits(working, data, max(2, data.batch_size))
     usable = [b for b in batches if len(b) > 1 or takes_one_example(working, prepared(data.inputs[b]))]
     by_path: dict[str, list[Moments]] = {path: [] for path in layers if usable}
-    calls = dict[str, list[Moments]]()  # of one pass: a layer may be called more than once
-
-    def note(path: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        moments = moments_of(args[0] if args else kwargs["input"])
-        calls.setdefault(path, []).append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
-
-    handles = [
-        layer.register_forward_pre_hook(lambda _, *call, path=path: note(path, *call), with_kwargs=True)
-        for path, layer in layers.items()
-    ]
     with torch.no_grad():
         for positions in usable:
-            calls.clear()
-            working(prepared(data.inputs[positions]))
-            for path, of_pass in calls.items():
-                if any(one.count for one in of_pass):
-                    by_path[path].append(merge(of_pass))
-    for handle in handles:
-        handle.remove()
+            with gathered_inputs(layers.values()) as sums:
+                working(prepared(data.inputs[positions]))
+            for path, moments in sums.by_path(working).items():
+                if path in by_path:  # a shared layer has several paths
+                    by_path[path].append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
     return by_path
 
 
@@ -174,16 +161,6 @@ def deviation(moments: Sequence[Moments], reference: Statistics, eps: float) -> 
     if not rows:
         return Distance(math.nan, math.nan, math.nan)
     return Distance(*(sum(values) / len(rows) for values in zip(*rows, strict=True)))
-
-
-def window_variance(moments: Sequence[Moments]) -> float | None:
-    """Return the variance of the batch statistics over the batches, averaged over all entries: FixBN, Fig. 3 (b).
-
-    There the window is 200 rounds of training; here it is the batches of one client under fixed weights. Unbiased; None
-    for fewer than two batches.
-    """
-    rows = [torch.cat([m.mean, m.variance]) for m in moments if m.count > 1]
-    return float(torch.stack(rows).var(0).mean()) if len(rows) > 1 else None
 
 
 def noise(moments: Sequence[Moments], eps: float) -> float | None:

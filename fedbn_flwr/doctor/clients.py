@@ -20,7 +20,6 @@ __all__ = [
     "Loaders",
     "classes_of",
     "examples_a_pass",
-    "examples_of_b",
     "inputs_at",
     "outputs_of",
     "parts",
@@ -32,9 +31,7 @@ Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
 
 # Values of the inputs of a pass without gradient: 16 MiB, and a few times as much in a layer of a network.
 _VALUES = 2**22
-# The same of all clients in B_i, whose passes keep every layer for the gradient at the same time.
-_VALUES_B = 2**24
-_FEWEST = 32  # examples, for statistics of a batch; of B_i 2
+_FEWEST = 32  # examples, for statistics of a batch
 
 
 @dataclass(frozen=True)
@@ -245,11 +242,6 @@ def _shape_of(batch: Any) -> str:
 def examples_a_pass(clients: Sequence[ClientData], most: int) -> int:
     """Return the number of examples of a pass: ``most``, fewer of large examples, but 32."""
     return min(most, max(_FEWEST, _VALUES // _size(clients)))
-
-
-def examples_of_b(clients: Sequence[ClientData], most: int) -> int:
-    """Return the number of examples of a client in B_i: ``most``, fewer of large examples or many clients, but 2."""
-    return min(most, max(2, _VALUES_B // (_size(clients) * len(clients))))
 
 
 def parts(order: Tensor, size: int) -> list[Tensor]:

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 
 from fedbn_flwr.doctor import remedies, situations
+from fedbn_flwr.doctor.differences import Shift
 from fedbn_flwr.doctor.findings import Finding, listed, number_of
-from fedbn_flwr.doctor.heterogeneity import Shift, certain
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.thresholds import (
+    CERTAIN,
     LARGE_LOSS,
     MIN_GAP,
     MIN_LOSS,
     MIN_NOISE,
     MIN_PEAK,
-    MIN_SHARE,
     MIN_SHIFT,
     SMALL_BATCH,
     Z_OF_A_GAP,
@@ -67,7 +67,6 @@ def small_batch(m: Measured) -> Finding | None:
             "by as much, at random."
         )
         numbers |= {"noise": m.noise[worst], "layer": worst}
-    evidence += _of_gradients(m)
     # A larger batch is no remedy where clients have no more examples.
     chosen = situations.SMALL_BATCHES.remedies[m.training.batch_size > SMALL_BATCH :]
     return Finding("small-batch", "The batches are too small for BatchNorm.", evidence, numbers, chosen)
@@ -76,30 +75,22 @@ def small_batch(m: Measured) -> Finding | None:
 def label_skew(m: Measured) -> Finding | None:
     """Classes differ between clients beyond chance, and so do the inputs of BatchNorm."""
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or not skew.counts or not _affects(shift) or not _with_classes(m):
+    if skew is None or shift is None or not skew.counts or not _affects(shift):
         return None
-    worst = shift.worst
     evidence = [
         f"The class mix of a client is {skew.mean:.2f} away from that of all clients (total variation, 0 to 1); chance "
-        f"gives {skew.by_chance:.2f} (p = {skew.p_value:.3f}).",
-        f"BatchNorm sees it: statistics of a client are {shift.layers[worst]:.2f} standard deviations from those of "
-        f"all in {shown_path(worst)}, chance gives {shift.by_chance[worst]:.2f} ({_p(shift)}).",
+        f"gives {skew.by_chance:.2f} ({_p(skew.p_value)}).",
+        f"BatchNorm sees it: {_shifted(shift)}",
+        *_furthest(m, skew.distances),
     ]
-    if m.within is not None and m.within.share >= MIN_SHARE:
-        evidence.append(
-            f"Over all layers they are {shift.excess:.2f} standard deviations above chance; compared within each class "
-            f"{m.within.excess:.2f} remain (the clients' classes overlap by {m.within.share:.0%})."
-        )
-    evidence += _furthest(m, skew.distances)
-    evidence += _of_gradients(m)
     steps = m.training.local_steps
     if steps:
         evidence.append(f"A round has E = {steps} local step{'s' if steps > 1 else ''}.")
     numbers = {
         "class-distance": skew.mean,
         "class-distance-by-chance": skew.by_chance,
-        "shift": shift.layers[worst],
-        "layer": worst,
+        "shift": shift.layers[shift.worst],
+        "layer": shift.worst,
         "local-steps": steps or None,
         "clients": _far(m, skew.distances),
     }
@@ -108,51 +99,44 @@ def label_skew(m: Measured) -> Finding | None:
 
 
 def feature_shift(m: Measured) -> Finding | None:
-    """Examples of the same class look different at different clients."""
-    within = m.within
-    if within is None or within.share < MIN_SHARE or not _affects(within):
+    """Examples look different at different clients, whose classes are the same."""
+    if m.shift is None or m.skew is None or m.skew.counts or not _affects(m.shift):
         return None
-    worst = within.worst
+    what = "The same classes look different at different clients (feature shift: other devices, sites, domains)."
     evidence = [
-        f"Among examples of the same class, statistics of a client are {within.layers[worst]:.2f} standard deviations "
-        f"from those of all in {shown_path(worst)}; chance gives {within.by_chance[worst]:.2f} ({_p(within)}).",
-        f"So the classes are not the cause: those of the clients overlap by {within.share:.0%} (100 % = all clients "
-        "have the same mix).",
+        f"In BatchNorm's inputs {_shifted(m.shift)}",
+        f"The classes are not the cause: the class mix of a client is {m.skew.mean:.2f} away from that of all "
+        f"clients, chance gives {m.skew.by_chance:.2f}.",
+        *_furthest(m, m.shift.distances),
     ]
-    evidence += _furthest(m, within.distances)
-    evidence += _of_gradients(m)
-    return Finding(
-        "feature-shift",
-        "The same classes look different at different clients (feature shift: other devices, sites, domains).",
-        evidence,
-        {
-            **{"shift": within.layers[worst], "by-chance": within.by_chance[worst], "layer": worst},
-            "clients": _far(m, within.distances),
-        },
-        situations.FEATURE_SHIFT.remedies,
-    )
+    return Finding("feature-shift", what, evidence, _numbers(m, m.shift), situations.FEATURE_SHIFT.remedies)
 
 
 def clients_differ(m: Measured) -> Finding | None:
-    """The inputs of BatchNorm differ between clients, and the data do not say why."""
-    told_apart = m.skew is not None and m.within is not None and m.within.share >= MIN_SHARE
-    if m.shift is None or told_apart or label_skew(m) or not _affects(m.shift):
+    """The inputs of BatchNorm differ between clients, and the targets do not say why."""
+    if m.shift is None or m.skew is not None or not _affects(m.shift):
         return None
-    worst = m.shift.worst
-    return Finding(
-        "clients-differ",
-        "BatchNorm's statistics differ between clients; feature shift and label skew cannot be told apart here.",
-        [
-            f"Statistics of a client are {m.shift.layers[worst]:.2f} standard deviations from those of all in "
-            f"{shown_path(worst)}; chance gives {m.shift.by_chance[worst]:.2f} ({_p(m.shift)}).",
-            *_furthest(m, m.shift.distances),
-        ],
-        {
-            **{"shift": m.shift.layers[worst], "by-chance": m.shift.by_chance[worst], "layer": worst},
-            "clients": _far(m, m.shift.distances),
-        },
-        remedies.CLIENTS_DIFFER,
+    what = "BatchNorm's statistics differ between clients; feature shift and label skew cannot be told apart here."
+    evidence = [f"In BatchNorm's inputs {_shifted(m.shift)}", *_furthest(m, m.shift.distances)]
+    return Finding("clients-differ", what, evidence, _numbers(m, m.shift), remedies.CLIENTS_DIFFER)
+
+
+def _shifted(shift: Shift) -> str:
+    worst, p_value = shift.worst, min(shift.p_value, shift.peak_p_value)
+    return (
+        f"statistics of a client are {shift.layers[worst]:.2f} standard deviations from those of all in "
+        f"{shown_path(worst)}; chance gives {shift.by_chance[worst]:.2f} ({_p(p_value)})."
     )
+
+
+def _p(value: float) -> str:
+    return f"p = {value:.3f}" if value >= 0.001 else "p < 0.001"
+
+
+def _numbers(m: Measured, shift: Shift) -> dict[str, object]:
+    worst = shift.worst
+    clients = _far(m, shift.distances)
+    return {"shift": shift.layers[worst], "by-chance": shift.by_chance[worst], "layer": worst, "clients": clients}
 
 
 def train_test_mismatch(m: Measured) -> Finding | None:
@@ -229,15 +213,11 @@ def unmoved_statistics(m: Measured) -> Finding | None:
 
 def unanswered(m: Measured) -> list[str]:
     """Return what the measurements cannot tell, one line each."""
-    lines = []
-    if m.shift is not None and m.skew is None:
-        lines.append("label skew: the targets are not one class an example.")
-    if m.within is not None and m.within.share < MIN_SHARE:
-        lines.append(
-            f"feature shift apart from label skew: the clients' classes overlap by {m.within.share:.0%} only (100 % = "
-            "all have the same mix), so the same class can hardly be compared between clients."
-        )
-    return lines
+    if m.shift is not None and m.skew is None and not m.has_classes:
+        return ["label skew: the targets are not one class an example."]
+    if m.skew is not None and m.skew.counts:
+        return ["feature shift apart from label skew: the clients hold different classes."]
+    return []
 
 
 def remarks(m: Measured) -> list[str]:
@@ -249,48 +229,13 @@ def remarks(m: Measured) -> list[str]:
             "they normalise by fixed statistics, so what is said of batches and of clients leaves them out."
         )
     skew, shift = m.skew, m.shift
-    if skew is None or shift is None or not skew.counts or (_affects(shift) and _with_classes(m)):
-        return lines
-    return [
-        *lines,
-        f"the clients hold different classes (total variation {skew.mean:.2f}, by chance {skew.by_chance:.2f}), but "
-        f"BatchNorm's statistics hardly differ with them ({_by_classes(m):.2f} standard deviations above chance). It "
-        "is not BatchNorm that this skew harms.",
-    ]
-
-
-def _by_classes(m: Measured, layer: str = "") -> float:
-    """Return the excess of the shift that the classes make: without what remains with the classes held fixed.
-
-    "" = of all layers together.
-    """
-    free = _excess(m.shift, layer)
-    if m.within is None or m.within.share < MIN_SHARE:
-        return free
-    return math.sqrt(max(0.0, free**2 - _excess(m.within, layer) ** 2))
-
-
-def _excess(shift: Shift | None, layer: str) -> float:
-    if shift is None:
-        return 0.0
-    return shift.excess_in(layer) if layer else shift.excess
-
-
-def _with_classes(m: Measured) -> bool:
-    """Return whether the part of the shift that the classes make affects BatchNorm, in all layers or in one."""
-    return _by_classes(m) >= MIN_SHIFT or (m.shift is not None and _by_classes(m, m.shift.worst) >= MIN_PEAK)
-
-
-def _of_gradients(m: Measured) -> list[str]:
-    relative, chance = m.relative_deviation, m.deviation_by_chance
-    if relative is None or chance is None:
-        return []
-    measured, clients = len(m.deviations), len(m.names)
-    over = f"the first {measured} of {clients} clients" if measured < clients else "the clients"
-    return [
-        f"Gradient deviation B_i (FedTAN, Assumption 1): {relative:.2f} of the gradient's norm, mean over {over}; "
-        f"{chance:.2f} with the same examples dealt to the clients at random."
-    ]
+    if skew is not None and shift is not None and skew.counts and not _affects(shift):
+        lines.append(
+            f"the clients hold different classes (total variation {skew.mean:.2f}, by chance {skew.by_chance:.2f}), "
+            f"but BatchNorm's statistics hardly differ with them ({shift.excess:.2f} standard deviations above "
+            "chance). It is not BatchNorm that this skew harms."
+        )
+    return lines
 
 
 def _far(m: Measured, distances: Sequence[float]) -> list[str]:
@@ -308,9 +253,5 @@ def _furthest(m: Measured, distances: Sequence[float]) -> list[str]:
 
 
 def _affects(shift: Shift) -> bool:
-    everywhere = certain(shift.p_value) and shift.excess >= MIN_SHIFT
-    return everywhere or (certain(shift.peak_p_value) and shift.excess_in(shift.worst) >= MIN_PEAK)
-
-
-def _p(shift: Shift) -> str:
-    return f"p = {min(shift.p_value, shift.peak_p_value):.3f}"
+    everywhere = shift.p_value <= CERTAIN and shift.excess >= MIN_SHIFT
+    return everywhere or (shift.peak_p_value <= CERTAIN and shift.excess_in(shift.worst) >= MIN_PEAK)

@@ -26,7 +26,6 @@ from fedbn_flwr.doctor.state import (
     unmoved,
     unusable_statistics,
     variance_extremes,
-    zero_at_first,
 )
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.norms.renorm import BatchRenorm
@@ -76,7 +75,7 @@ def diagnose(
         shared_keys: in place of ``local_keys``, the names of those that are sent.
         max_examples: examples of each client to use. Of more they are drawn at random, if the loader is a
             ``DataLoader`` of a data set with indices; else they are the first of the loader, and a note says so.
-        seed: of the regroupings.
+        seed: of the groups of examples.
 
     Raises:
         DataError: a loader yields no pairs of tensors, or no loss is known for the targets.
@@ -172,7 +171,7 @@ def diagnose_clients(
         notes.append("training and test were compared on training examples: pass test_loaders for others.")
     of_rules, handled = findings(m)
     lacking += [*measuring.lacking, *unanswered(m)]
-    return Diagnosis(about, of_rules, measures, lacking, [*notes, *measuring.notes, *handled, *remarks(m)])
+    return Diagnosis(about, of_rules, measures, lacking, [*notes, *handled, *remarks(m)])
 
 
 def _chosen_loss(loss: Loss, clients: Sequence[ClientData]) -> Loss:
@@ -221,7 +220,7 @@ def diagnose_state(
     model = None if model is None else unwrap(model)
     state = tensors_by_name(state) if model is None else _as_of(model, state)
     m = _of_state(model, state, training, local_keys, shared_keys)
-    lacking = ["all that needs data: distances of the clients, B_i, mismatch of training and test, dead channels."]
+    lacking = ["all that needs data: distances of the clients, mismatch of training and test."]
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
     about = f"{number_of(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries."
@@ -276,7 +275,7 @@ def _of_state(
     m.diverged = any(name not in statistics for name in m.unusable)
     m.extremes = variance_extremes(parts, state, {path: layer.eps for path, layer in layers.items()})
     m.gammas = tiny_gammas(parts, state)
-    m.starting, m.fresh = zero_at_first(parts, state), all_untrained(parts, state)
+    m.fresh = all_untrained(parts, state)
     m.unmoved = unmoved(parts, state)
     m.held = [] if model is None else held_layers(model)
     m.momenta = {path: layer.momentum for path, layer in layers.items() if path not in m.held}

@@ -20,9 +20,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from fedbn_flwr.doctor.by_example import LayerFeatures
-from fedbn_flwr.doctor.class_mix import class_counts, compare_mixes
+from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.differences import class_counts, class_skew, degrees, group_means
 from fedbn_flwr.doctor.thresholds import (
     LEVEL,
     MIN_BELOW,
@@ -38,7 +38,6 @@ __all__ = [
     "EachClient",
     "accuracies",
     "class_mixes",
-    "group_means",
     "input_units",
     "losses",
     "stand_out",
@@ -47,7 +46,6 @@ __all__ = [
 
 _SHARE_OF_CLASSES = 0.5  # of the level: counts of few examples are the least evidence
 _OTHERS = 6  # which share the rest: inputs of BatchNorm, accuracy, scale and centre of the inputs in both directions
-_FEW = 128  # examples of a client that tell how many channels are independent
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,8 @@ class EachClient:
         scale: log of the spread of a client's inputs over the usual one.
         centre: the centre of a client's inputs minus the usual one, in usual spreads.
         mix: total variation distance of a client's class mix from the usual one.
-        inputs: how far the inputs of BatchNorm are from the usual ones, within each class where classes are known and
-            shared: root mean square over layers and channels, in standard deviations.
+        inputs: how far the inputs of BatchNorm are from the usual ones: root mean square over layers and channels, in
+            standard deviations.
         below: accuracy that the client's classes have elsewhere, minus the client's.
         loss: the client's loss over the usual one, minus 1; only where there is no accuracy.
     """
@@ -93,8 +91,9 @@ class EachClient:
 
     @property
     def other_inputs(self) -> list[int]:
-        """The clients whose inputs look different to BatchNorm; where the units tell why they are left out."""
-        return [k for k in _large(self.inputs, MIN_SHIFT) if k not in self.other_units]
+        """The clients whose inputs look different to BatchNorm; where units or classes tell why they are left out."""
+        known = {*self.other_units, *self.other_mix}
+        return [k for k in _large(self.inputs, MIN_SHIFT) if k not in known]
 
     @property
     def other_mix(self) -> list[int]:
@@ -163,59 +162,54 @@ def input_units(clients: Sequence[ClientData]) -> tuple[Compared, Compared]:
     )
 
 
-def class_mixes(classes: Tensor, owner: Tensor) -> Compared:
-    """Return the class mix of each client, given class and client of each example, (N,); see ``class_mix``."""
-    counts = class_counts(classes, owner)
-    far, scores, odd = compare_mixes(counts, _bound(len(counts), _SHARE_OF_CLASSES))
+def class_mixes(counts: Tensor) -> Compared:
+    """Return the class mix of each client, given the examples of each client in each class, (K, C).
+
+    A client stands out by the chi-square test of its counts against those of all the others, and among the distances of
+    the others. If more than a fifth of the clients do (two, of few), or the others differ, too, it is by design.
+    """
+    distances, tails = [], []
+    for own in counts:
+        pair = torch.stack([own, counts.sum(0) - own])
+        shares = pair / pair.sum(1, keepdim=True)
+        distances.append((shares[0] - shares[1]).abs().sum() / 2)
+        tails.append(class_skew(pair).p_value)
+    far = torch.stack(distances)
+    by_chance = -torch.special.ndtri(torch.tensor(tails, dtype=torch.float64).clamp(min=1e-300))
+    by_design = stand_out(far, far.median().expand_as(far) / 4)
+    scores = torch.minimum(by_chance, by_design)
+    bound = _bound(len(counts), _SHARE_OF_CLASSES)
+    odd = [k for k in torch.nonzero(scores > bound).flatten().tolist() if far[k] >= MIN_MIX]
+    rest = [k for k in range(len(counts)) if k not in odd]
+    if odd and (len(odd) > max(2, len(counts) // 5) or class_skew(counts[rest]).counts):
+        odd = []
     return Compared(far.tolist(), scores.tolist(), odd)
 
 
-def statistics(
-    layers: Mapping[str, LayerFeatures], owner: Tensor, eps: Mapping[str, float], classes: Tensor | None
-) -> Compared:
-    """Return how far the inputs of BatchNorm are, of each client; with ``classes``, (N,), within each class."""
+def statistics(layers: Mapping[str, Sequence[Moments]], owner: Tensor, eps: Mapping[str, float]) -> Compared:
+    """Return how far the inputs of BatchNorm are from the usual ones, of each client, given groups of its examples."""
     rows = []
-    for path, layer in layers.items():
-        first, second = layer.first.double(), layer.second.double()
-        usual = group_means(first, owner).median(0).values
-        square = second - 2 * first * usual + usual.square()
+    for path, groups in layers.items():
+        means = torch.stack([one.mean for one in groups])
+        usual = group_means(means, owner).median(0).values
+        square = torch.stack([one.m2 / one.count for one in groups]) + (means - usual).square()
         variance = group_means(square, owner).median(0).values + eps[path]
-        rows.append(torch.cat([(first - usual) / variance.sqrt(), square / variance], 1))
-    table = torch.cat(rows, 1)
-    free = _distances(table, owner)
-    if classes is None:
-        return free
-    # Labels that are wrong move the means within the classes, and another class mix moves those of all examples.
-    _, known = torch.unique(classes, return_inverse=True)
-    within = _distances(table - group_means(table, known)[known], owner)
-    return _compared(torch.tensor(within.values), torch.tensor(free.scores).minimum(torch.tensor(within.scores)))
+        rows.append(torch.cat([(means - usual) / variance.sqrt(), square / variance], 1))
+    return _distances(torch.cat(rows, 1), owner)
 
 
 def _distances(rows: Tensor, owner: Tensor) -> Compared:
     """Return the clients compared by the distance of their mean row from the usual one, its root mean square."""
     means, sizes = group_means(rows, owner), torch.bincount(owner).double()
     squares = (means - means.median(0).values).square().sum(1)
+    left = rows - means[owner]
+    free = max(1, len(rows) - len(sizes))
     roots = (sizes * squares / (sizes * squares).median().clamp(min=1e-300)).pow(1 / 3)
-    by_chance = stand_out(roots, torch.full_like(roots, math.sqrt(2 / 9 / _degrees(rows, owner))))
-    noise = torch.stack([(rows[owner == k] - means[k]).square().sum() for k in range(len(sizes))]).sum() / len(rows)
+    by_chance = stand_out(roots, torch.full_like(roots, math.sqrt(2 / 9 / degrees(left, free))))
+    noise = left.square().sum() / free
     excess = (squares - noise / sizes).clamp(min=0).sqrt()
     by_design = stand_out(excess, excess.median().expand_as(excess) / 4)
     return _compared((squares / rows.shape[1]).sqrt(), torch.minimum(by_chance, by_design))
-
-
-def _degrees(rows: Tensor, owner: Tensor) -> float:
-    """Return the degrees of freedom of a squared distance: tr(S)^2 / tr(S^2), S a client's covariance; the median."""
-    found = []
-    for k in range(int(owner.max()) + 1):
-        own = rows[owner == k][:_FEW]
-        if len(own) < 4:
-            continue
-        own = own - own.mean(0)
-        products = own @ own.T / (len(own) - 1)
-        trace = products.trace()
-        squared = products.square().sum() - trace.square() / (len(own) - 1)  # without its bias
-        found.append(float(trace.square() / squared) if squared > 0 else float(rows.shape[1]))
-    return min(max(float(torch.tensor(found).median()), 1.0), float(rows.shape[1])) if found else 1.0
 
 
 def accuracies(right: Tensor, classes: Tensor, owner: Tensor) -> Compared:
@@ -244,9 +238,3 @@ def losses(values: Tensor, owner: Tensor) -> Compared:
     usual = means.median().abs().clamp(min=1e-12)
     above = (means - means.median()) / usual
     return _compared(above, stand_out(above, spread / sizes.sqrt() / usual))
-
-
-def group_means(rows: Tensor, groups: Tensor) -> Tensor:
-    """Return the mean of the rows (N, D) of each group, given the group of each row, (N,)."""
-    sums = rows.new_zeros((int(groups.max()) + 1, rows.shape[1])).index_add_(0, groups, rows)
-    return sums / torch.bincount(groups).clamp(min=1)[:, None].to(rows.dtype)

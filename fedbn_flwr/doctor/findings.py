@@ -94,19 +94,16 @@ class Diagnosis:
         return {key: _plain(value) for key, value in entries.items()}
 
     def save(self, out: str | Path) -> list[Path]:
-        """Write ``doctor.json``, ``doctor.md`` and the pictures into a folder; return the files.
+        """Write ``doctor.json`` and ``doctor.md`` into a folder; return the files.
 
         Raises:
             OSError: a file cannot be written.
         """
-        from fedbn_flwr.doctor.pictures import pictures
-
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         files: dict[str, bytes] = {
             "doctor.json": (json.dumps(self.to_json(), indent=2) + "\n").encode(),
             "doctor.md": self.markdown().encode(),
-            **pictures(self.to_json()["measures"]),
         }
         for name, content in files.items():
             temporary = folder / f".{name}.partial"

@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedbn_flwr.doctor.by_batch import Distance
+from fedbn_flwr.doctor.differences import ClassSkew, Shift
 from fedbn_flwr.doctor.each_client import EachClient
-from fedbn_flwr.doctor.gradients import Deviation
-from fedbn_flwr.doctor.heterogeneity import ClassSkew, Shift
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.state import Missed
 
@@ -49,9 +48,6 @@ class Measured:
         gammas: see ``state.tiny_gammas``.
         unmoved: see ``state.unmoved``.
         momenta: momentum of the layers that training moves, by path; None = a mean over all batches.
-        weak: layers whose small gamma costs accuracy: by path the median of abs(gamma), that of the other layers, and
-            what the test examples lose against the same layer with gamma at that size.
-        starting: see ``state.zero_at_first``.
         fresh: see ``state.all_untrained``.
         missed: see ``state.missed_entries``.
         held: BatchNorm layers that are kept in eval mode in training, too: the rules for batches and clients leave
@@ -61,21 +57,18 @@ class Measured:
         untracked: BatchNorm layers without running statistics.
         num_layers: BatchNorm layers.
         first_layer: the first of them in the state.
-        constant: by layer, channels with constant output, and all channels.
-        blocked: see ``by_example.Features``.
-        same_output: see ``by_example.Features``.
+        blocked: see ``differences.Groups``.
+        same_output: see ``differences.Groups``.
         not_finite: by client, its examples with NaN or infinity, and all examples.
         noise: by layer, the noise of a batch, mean over the clients.
         each: each client against the others.
         accuracy: of each client on its own training examples; empty where targets are no classes.
         loss: the same of its loss.
-        apart: names of the clients that ``skew``, ``shift`` and ``within`` leave out, see ``EachClient.apart``.
+        apart: names of the clients that ``skew`` and ``shift`` leave out, see ``EachClient.apart``.
         rest: names of the other clients.
+        has_classes: whether the targets are one class an example.
         skew: how classes differ.
         shift: how the inputs of BatchNorm differ.
-        within: the same within each class.
-        deviations: B_i of each client.
-        deviation_by_chance: mean relative B_i of regrouped batches.
         gap: the mismatch of training and test.
         sorted_accuracy: see ``mismatch.accuracy_by_class``.
         running: by layer, distance of running statistics from those of all clients' batches.
@@ -92,8 +85,6 @@ class Measured:
     gammas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     unmoved: Mapping[str, int] = field(default_factory=dict)
     momenta: Mapping[str, float | None] = field(default_factory=dict)
-    weak: dict[str, tuple[float, float, Mismatch]] = field(default_factory=dict)
-    starting: Collection[str] = ()
     fresh: bool = False
     missed: Missed | None = None
     held: Collection[str] = ()
@@ -102,7 +93,6 @@ class Measured:
     untracked: Sequence[str] = ()
     num_layers: int = 0
     first_layer: str = ""
-    constant: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     blocked: str = ""
     same_output: bool = False
     not_finite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -112,17 +102,10 @@ class Measured:
     loss: Sequence[float] = ()
     apart: Sequence[str] = ()
     rest: Sequence[str] = ()
+    has_classes: bool = False
     skew: ClassSkew | None = None
     shift: Shift | None = None
-    within: Shift | None = None
-    deviations: Sequence[Deviation] = ()
-    deviation_by_chance: float | None = None
     gap: Mismatch | None = None
     sorted_accuracy: float | None = None
     running: dict[str, Distance] = field(default_factory=dict)
     in_data: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def relative_deviation(self) -> float | None:
-        """The mean over the clients of B_i over the gradient's norm."""
-        return sum(d.relative for d in self.deviations) / len(self.deviations) if self.deviations else None

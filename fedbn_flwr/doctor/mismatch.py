@@ -22,7 +22,6 @@ __all__ = [
     "Mismatch",
     "RowLoss",
     "accuracy_by_class",
-    "compared",
     "default_loss",
     "mismatch",
     "scores",
@@ -122,19 +121,10 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def mismatch(model: nn.Module, clients: Sequence[ClientData], loss: Loss, generator: torch.Generator) -> Mismatch:
     """Return the mismatch of training and test on the examples of all clients; the model does not change."""
-    return compared(copied(model).eval(), normalising_by_batch(model), clients, loss, generator)
-
-
-def compared(
-    first: nn.Module, second: nn.Module, clients: Sequence[ClientData], loss: Loss, generator: torch.Generator
-) -> Mismatch:
-    """Return two models on the same batches: the first has the place of running statistics, the second of batch ones.
-
-    They run in the mode they are in.
-    """
     targets, classes = torch.cat([c.targets for c in clients]), classes_of(clients)
     batches = _batches(clients, generator)
-    running, by_batch = (_run(model, clients, targets, classes, batches, loss) for model in (first, second))
+    models = copied(model).eval(), normalising_by_batch(model)
+    running, by_batch = (_run(model, clients, targets, classes, batches, loss) for model in models)
     z, accuracy_z = _z(running[0] - by_batch[0]), 0.0
     if running[1] is not None and by_batch[1] is not None:
         accuracy_z = _z(functional.pad(by_batch[1] - running[1], (0, 1)))

@@ -29,7 +29,6 @@ __all__ = [
     "UNMOVED",
     "UNMOVED_BY_MOMENTUM",
     "UNUSABLE",
-    "WEAK_LAYER",
     "WRONG_VARIANCE",
     "mismatch",
 ]
@@ -138,7 +137,6 @@ DEAD_LAYER = [
     Remedy("agc=0.1", "limits the step that throws gamma and beta so far"),
     Remedy("weight-decay=0.0", "for gamma near 0: weight decay on gamma pulls it there"),
 ]
-WEAK_LAYER = [DEAD_LAYER[2], *DEAD_LAYER[:2]]
 _SMALLER_STEPS = (
     Remedy("learning-rate ten times lower", "activations that explode come from steps that are too large"),
     Remedy("agc=0.1", "limits single steps"),

@@ -11,7 +11,6 @@ from typing import TypeVar
 from fedbn_flwr.doctor import client_rules, data_rules, remedies
 from fedbn_flwr.doctor.findings import Finding, listed
 from fedbn_flwr.doctor.measured import Measured
-from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.thresholds import DEAD_SHARE
 from fedbn_flwr.norms.report import shown_path
 
@@ -119,38 +118,18 @@ def tested_by_batch(m: Measured) -> Finding | None:
 
 
 def dead_layers(m: Measured) -> Finding | None:
-    """Layers of which half of the channels give the same output for every example, or a dead layer of another kind."""
-    seen = {path: counts for path, counts in m.constant.items() if path not in m.starting}
-    by_data = {path: counts for path, counts in seen.items() if counts[0] >= DEAD_SHARE * counts[1]}
+    """Layers of which half of the gammas are 0, or a dead layer of another kind."""
     by_gamma = {path: counts for path, counts in m.gammas.items() if counts[0] >= DEAD_SHARE * counts[1]}
-    weak = {path: found for path, found in m.weak.items() if path not in {*by_data, *by_gamma}}
-    if not by_data and not by_gamma and not weak:
+    if not by_gamma:
         return _dead_elsewhere(m)
-    evidence = [
-        f"{path}: {dead} of {all_} channels have the same output for every example (0 where a ReLU follows)."
-        for path, (dead, all_) in _first(by_data)
-    ]
-    evidence += [f"{path}: gamma of {zero} of {all_} channels is 0." for path, (zero, all_) in _first(by_gamma)]
-    evidence += [_of_weak(path, *found) for path, found in _first(weak)]
-    layers = sorted({*by_data, *by_gamma, *weak})
-    return Finding(
-        "dead-layer",
-        "A BatchNorm layer is dead." if len(layers) == 1 else f"{len(layers)} BatchNorm layers are dead.",
-        evidence,
-        {"layers": layers},
-        remedies.DEAD_LAYER if by_data or by_gamma else remedies.WEAK_LAYER,
-    )
-
-
-def _of_weak(path: str, size: float, usual: float, gap: Mismatch) -> str:
-    seen = f"loss is {gap.batch_loss:.4g}, not {gap.running_loss:.4g}"
-    if gap.running_accuracy is not None:
-        seen = f"accuracy is {gap.batch_accuracy:.3f}, not {gap.running_accuracy:.3f}"
-    return f"{path}: gamma is {size:.3g}. With a gamma of the usual size, {usual:.3g}, the {seen}."
+    evidence = [f"{path}: gamma of {zero} of {all_} channels is 0." for path, (zero, all_) in _first(by_gamma)]
+    layers = sorted(by_gamma)
+    what = "A BatchNorm layer is dead." if len(layers) == 1 else f"{len(layers)} BatchNorm layers are dead."
+    return Finding("dead-layer", what, evidence, {"layers": layers}, remedies.DEAD_LAYER)
 
 
 def _dead_elsewhere(m: Measured) -> Finding | None:
-    """A layer that is no BatchNorm layer is dead: behind it all examples are the same."""
+    """A layer is dead behind BatchNorm, or of another kind: behind it all examples are the same."""
     same_output = m.same_output and not m.fresh
     if not m.blocked and not same_output:
         return None

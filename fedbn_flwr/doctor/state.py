@@ -35,7 +35,6 @@ __all__ = [
     "unmoved",
     "unusable_statistics",
     "variance_extremes",
-    "zero_at_first",
 ]
 
 STATE_FILES = (".safetensors", ".pt", ".pth", ".npz")
@@ -189,15 +188,6 @@ def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
         if at_first and count > 0:
             by_layer[layer.path] = round(count)
     return by_layer
-
-
-def zero_at_first(parts: Parts, state: TensorState) -> set[str]:
-    """Return the layers that have not seen a batch and have a gamma of 0: it is how some networks start."""
-    return {
-        layer.path
-        for layer in parts.layers
-        if "weight" in layer.entries and _untrained(layer, state) and bool((state[layer.entries["weight"]] == 0).any())
-    }
 
 
 def all_untrained(parts: Parts, state: TensorState) -> bool:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 __all__ = [
+    "CERTAIN",
     "DEAD_SHARE",
     "EXPLODING_VARIANCE",
+    "GROUPS",
     "LARGE_LOSS",
     "LEVEL",
-    "LOW_GAMMA",
-    "MAX_CHANNELS",
-    "MAX_CLIENTS_B",
-    "MAX_LAYERS_TRIED",
     "MIN_BELOW",
     "MIN_CENTRE",
     "MIN_CLIENTS",
@@ -22,27 +20,22 @@ __all__ = [
     "MIN_MIX",
     "MIN_NOISE",
     "MIN_PEAK",
-    "MIN_SHARE",
     "MIN_SHARE_BELOW",
     "MIN_SHIFT",
     "MIN_SKEW",
     "MOMENTA",
     "NO_VARIANCE",
-    "REGROUPINGS",
     "SMALL_BATCH",
     "TINY_GAMMA",
     "Z_OF_A_GAP",
 ]
 
-REGROUPINGS = (199, 999)
-"""Random regroupings: the first number; the second if none of these reaches what was found.
+CERTAIN = 1e-3
+"""Largest p value of a difference between clients: with two tests a run, one healthy run in 500 would raise a false
+alarm by chance, if there were no other condition."""
 
-So equal clients cost little, and a finding needs p = 1 / 1000: with two tests a run, one healthy run in 500 would raise
-a false alarm by chance, if there were no other condition.
-"""
-
-MAX_CHANNELS = 64
-"""Channels of a layer in the tests of regrouping, evenly spread: they say enough, and a ResNet-18 takes a second."""
+GROUPS = 256
+"""Groups of examples that are compared, at most, but one a client: each is a pass."""
 
 MIN_SKEW = 0.1
 """Total variation of the class mix above chance from which classes count as skewed: a tenth of the labels moved."""
@@ -60,13 +53,6 @@ MIN_PEAK = 0.3
 In the second layer of lenet it is 0.16 under label skew, and FedTAN and GroupNorm gain only 0.6 points there.
 """
 
-MIN_SHARE = 0.2
-"""Overlap of the clients' classes below which a feature shift cannot be told from a label skew.
-
-Two classes a client with 5 % strays have 0.12 with five clients, and a shift there leaves a fifth of itself within the
-classes; equal clients have 1.
-"""
-
 SMALL_BATCH = 4
 """Largest batch that counts as small: BatchNorm's error rises below 16, sharply at 4 and 2 (Wu & He 2018, Fig. 1)."""
 
@@ -78,12 +64,6 @@ Large images have many values per channel: with a lower noise their small batche
 
 TINY_GAMMA = 1e-4
 """Largest abs(gamma) that counts as 0: the channel's output is beta, whatever the input; gamma starts at 1."""
-
-MAX_LAYERS_TRIED = 8
-"""Layers with a small gamma that are tried, the smallest first: each is a pass over the test examples."""
-
-LOW_GAMMA = 0.2
-"""Median of abs(gamma) over that of the other layers below which it is tried what a gamma of their size gains."""
 
 MOMENTA = (0.3, 0.5)
 """Below the first, a larger momentum follows the weights faster; from the second, the last batches decide."""
@@ -111,9 +91,6 @@ LARGE_LOSS = (2.0, 1.0)
 
 Z_OF_A_GAP = 4.0
 """Number of standard errors, over the test examples, that the loss loses as well; for accuracy its own are enough."""
-
-MAX_CLIENTS_B = 8
-"""Clients in the measurement of B_i: each runs in a thread with a copy of the model."""
 
 LEVEL = 1 / 500
 """Share of the federations of equal clients in which chance makes any client stand out in any measure, at most."""

@@ -1,4 +1,4 @@
-"""Measurements against plain oracles: batches, examples, regroupings, states."""
+"""Measurements against plain oracles: batches, clients, tests, states."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 from torchvision.models import mobilenet_v2, resnet18
 
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.reestimation import Moments, moments_of
 from fedbn_flwr.doctor import clients as client_data
-from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, deviation, distance, noise, pooled, window_variance
-from fedbn_flwr.doctor.by_example import LayerFeatures, Range, features
+from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, deviation, distance, noise, pooled
 from fedbn_flwr.doctor.clients import ClientData, inputs_at, read_clients
 from fedbn_flwr.doctor.data_rules import clients_differ
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
-from fedbn_flwr.doctor.heterogeneity import class_skew, overlap, shift, shuffled, total_variation
+from fedbn_flwr.doctor.differences import class_counts, class_skew, groups_of, overlap, shift, total_variation, units
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.state import averaged_counters, missed_entries
@@ -48,8 +48,6 @@ def test_batch_statistics_against_plain_torch() -> None:
     reference = Statistics(torch.zeros(2), torch.ones(2))
     rows = [distance(Statistics(b.mean((0, 2, 3)), b.var((0, 2, 3))), reference, 1e-5) for b in seen.split(4)]
     assert deviation(found, reference, 1e-5).l1 == pytest.approx(sum(row.l1 for row in rows) / 3)
-    table = torch.stack([torch.cat([b.mean((0, 2, 3)), b.var((0, 2, 3))]) for b in seen.split(4)])
-    assert window_variance(found) == pytest.approx(float(table.var(0).mean()))
     together = pooled(found)
     torch.testing.assert_close(together.variance, seen.var((0, 2, 3)))
 
@@ -75,93 +73,22 @@ def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hid
     assert found.to_json()["measures"]["layers"]["0"]["batch-deviation"]["mean"][1] is None
 
 
-# --- examples --------------------------------------------------------------------------------------------------------
+# --- clients ---------------------------------------------------------------------------------------------------------
 
 
-class Clamp(nn.Module):
-    """A ReLU as some write it."""
-
-    def __init__(self, smallest: float) -> None:
-        super().__init__()
-        self.smallest = smallest
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clamp(min=self.smallest)
+def _moments(rows: torch.Tensor) -> list[Moments]:
+    return [moments_of(row) for row in rows]
 
 
-RELUS = [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(0.0, 1.0), nn.Threshold(0.0, 0.0), Clamp(0.0)]
-
-
-@pytest.mark.parametrize("relu", [*RELUS, nn.Hardtanh(), nn.Threshold(0.1, 20.0), Clamp(-2.0)])
-def test_features_against_plain_torch(relu: nn.Module) -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), relu, nn.Flatten(), nn.Linear(32, 3)).eval()
-    with torch.no_grad():
-        model[1].bias.copy_(torch.tensor([0.0, -100.0]))  # the second channel is 0 after the ReLU
-    inputs = torch.randn(200, 1, 6, 6, generator=_generator())
-    layer = features(model, [_client(inputs[:150]), _client(inputs[150:])], _generator()).layers["1"]
-    seen = model[0](inputs).detach()
-    mean = layer.first.mean(0)
-    torch.testing.assert_close(layer.centre + mean, seen.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        layer.second.mean(0) - mean.square(), seen.var((0, 2, 3), correction=0), rtol=1e-4, atol=1e-5
-    )
-    assert layer.before_relu == (relu(torch.tensor(-1.0)) == 0)
-    assert layer.constant().tolist() == [False, layer.before_relu]
-
-
-@pytest.mark.parametrize(
-    ("between", "keeps_signs"),
-    [
-        (nn.MaxPool2d(2), True),
-        (nn.AvgPool2d(2), True),
-        (nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Dropout(), nn.Flatten()), True),
-        (nn.Sequential(nn.AdaptiveMaxPool2d((2, 2)), nn.Flatten(2), nn.MaxPool1d(2)), True),
-        (nn.Conv2d(2, 2, 1), False),
-        (nn.Tanhshrink(), False),
-    ],
-)
-def test_a_channel_is_dead_where_a_relu_follows_behind_pooling(between: nn.Module, keeps_signs: bool) -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), between, nn.ReLU()).eval()
-    with torch.no_grad():
-        model[1].bias.copy_(torch.tensor([0.0, -100.0]))
-    inputs = torch.randn(40, 1, 6, 6, generator=_generator())
-    layer = features(model, [_client(inputs)], _generator()).layers["1"]
-    assert layer.constant().tolist() == [False, keeps_signs]
-
-
-def test_outputs_of_plus_and_minus_infinity_are_not_the_same() -> None:
-    with torch.no_grad():
-        model = nn.Sequential(nn.BatchNorm1d(2)).eval()
-        model[0].weight.fill_(1e29)
-    inputs = 1e29 * torch.randn(40, 2, generator=_generator())
-    assert features(model, [_client(inputs)], _generator()).layers["0"].constant().tolist() == [False, False]
-
-
-def test_a_layer_whose_rows_are_no_examples_is_left_out() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.own = nn.BatchNorm1d(4), nn.BatchNorm1d(8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.own(self.norm(x.reshape(-1, 4)).reshape(len(x), 8))
-
-    found = features(Twice().eval(), [_client(torch.randn(10, 8))], _generator())
-    assert (list(found.layers), found.left_out) == (["own"], {"norm": "no row an example"})
-
-
-# --- regrouping ------------------------------------------------------------------------------------------------------
-
-
-def test_shuffling_within_classes_keeps_the_classes_of_each_client() -> None:
-    owner, classes = torch.randint(4, (300,), generator=_generator()), torch.randint(3, (300,), generator=_generator())
-    mixed = shuffled(owner, classes, _generator())
-    assert not torch.equal(mixed, owner)
-    for c in range(3):
-        assert torch.equal(
-            torch.bincount(mixed[classes == c], minlength=4), torch.bincount(owner[classes == c], minlength=4)
-        )
-    assert torch.equal(torch.bincount(shuffled(owner, None, _generator())), torch.bincount(owner))
+def test_units_of_groups_against_plain_torch() -> None:
+    groups = torch.randn(5, 6, 3, 2, 2, generator=_generator(), dtype=torch.float64) + 1
+    together = groups.permute(2, 0, 1, 3, 4).reshape(3, -1)
+    mean, var = together.mean(1), together.var(1, correction=0)
+    found = units(_moments(groups), 1e-5, mean, var)
+    for row, group in zip(found, groups, strict=True):
+        apart = group - mean[:, None, None]
+        torch.testing.assert_close(row[:3], apart.mean((0, 2, 3)) / (var + 1e-5).sqrt())
+        torch.testing.assert_close(row[3:], (apart.square().mean((0, 2, 3)) - var) / (var + 1e-5))
 
 
 def test_total_variation_and_overlap_of_classes() -> None:
@@ -174,8 +101,21 @@ def test_total_variation_and_overlap_of_classes() -> None:
     assert overlap(torch.tensor([0, 1]), torch.tensor([0, 0])) == 0, "one client"
 
 
+def test_class_skew_by_chance_against_draws() -> None:
+    generator, distances = _generator(), []
+    shares = torch.tensor([0.5, 0.3, 0.2])
+    for _ in range(200):
+        classes, owner = torch.multinomial(shares, 120, True, generator=generator), torch.arange(120) % 4
+        distances.append(float(total_variation(class_counts(classes, owner)).mean()))
+    found = class_skew(class_counts(classes, owner))
+    assert found.by_chance == pytest.approx(sum(distances) / len(distances), rel=0.1)
+    assert not found.counts
+    skewed = class_skew(torch.tensor([[40.0, 10.0], [10.0, 40.0]]))
+    assert (skewed.counts, skewed.mean) == (True, pytest.approx(0.3))
+
+
 @pytest.mark.parametrize("cause", ["none", "labels", "features"])
-def test_the_two_regroupings_tell_the_causes_apart(cause: str) -> None:
+def test_the_causes_of_a_shift_are_told_apart(cause: str) -> None:
     """X depends on the class. Either the classes differ between clients, or x is shifted at one client, or neither."""
     generator, count = _generator(), 600
     owner = torch.arange(3).repeat_interleave(count // 3)
@@ -187,37 +127,45 @@ def test_the_two_regroupings_tell_the_causes_apart(cause: str) -> None:
     if cause == "features":
         inputs[owner == 1] += 1.0
     clients = [_client(inputs[owner == k], classes[owner == k]) for k in range(3)]
-    seen = features(nn.Sequential(nn.BatchNorm1d(8)).eval(), clients, generator)
-    eps = {"0": 1e-5}
-    skew = class_skew(seen.classes, seen.owner, generator)
-    free = shift(seen.layers, seen.owner, eps, generator)
-    within = shift(seen.layers, seen.owner, eps, generator, seen.classes)
-    assert (skew.p_value < 0.01) == (cause == "labels")
-    assert (free.p_value < 0.01, free.excess > 0.15) == ((cause != "none"),) * 2
-    assert (within.p_value < 0.01, within.excess > 0.15) == ((cause == "features"),) * 2
+    seen = groups_of(nn.Sequential(nn.BatchNorm1d(8)).eval(), clients, generator)
+    found = shift(seen.layers, seen.owner, {"0": 1e-5})
+    assert (found.p_value < 0.001, found.excess > 0.15) == ((cause != "none"),) * 2
+    assert class_skew(class_counts(classes, owner)).counts == (cause == "labels")
+    ids = {
+        finding.id
+        for finding in diagnose(
+            nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval(),
+            [[(client.inputs, client.targets)] for client in clients],
+        ).findings
+    }
+    wanted = {"none": set(), "labels": {"label-skew"}, "features": {"feature-shift"}}[cause]
+    assert ids & {"label-skew", "feature-shift", "clients-differ"} == wanted
 
 
-def _of_layers(shift_of_one: float, count: int = 50) -> tuple[dict[str, LayerFeatures], torch.Tensor]:
-    """Layers of two channels over 300 examples of 3 clients; in one of them client 0 is shifted."""
-    generator, owner = _generator(), torch.arange(3).repeat_interleave(100)
-    found = {}
-    for layer in range(count):
-        first = torch.randn(300, 2, generator=generator)
-        first[owner == 0] += shift_of_one if layer == 7 else 0.0
-        zero = torch.zeros(2)
-        found[f"norm{layer}"] = LayerFeatures(zero, first, first.square(), Range(zero, zero), Range(zero, zero))
-    return found, owner
+def test_equal_clients_differ_by_chance_as_often_as_the_level_says() -> None:
+    """Correlated channels count only as many as are independent: else chance alone would be certain."""
+    generator, small = _generator(), 0
+    mix = torch.randn(3, 40, generator=generator)
+    owner = torch.arange(5).repeat_interleave(8)
+    for _ in range(200):
+        rows = torch.randn(40, 6, 3, generator=generator) @ mix
+        small += shift({"a": _moments(rows)}, owner, {"a": 1e-5}).p_value < 0.05
+    assert 2 <= small <= 25
 
 
 @pytest.mark.parametrize("shifted", [0.0, 1.0])
 def test_a_shift_in_one_of_many_layers_is_seen(shifted: float) -> None:
-    """The mean over 50 layers hides it; the largest of the layers is compared with the largest of each regrouping."""
-    layers, owner = _of_layers(shifted)
-    found = shift(layers, owner, dict.fromkeys(layers, 1e-5), _generator())
+    """The mean over 50 layers hides it; the worst layer is judged by itself."""
+    generator, owner = _generator(), torch.arange(3).repeat_interleave(20)
+    layers = {}
+    for layer in range(50):
+        rows = torch.randn(60, 5, 2, generator=generator)
+        rows[owner == 0] += shifted if layer == 7 else 0.0
+        layers[f"norm{layer}"] = _moments(rows)
+    found = shift(layers, owner, dict.fromkeys(layers, 1e-5))
     assert found.excess < 0.15
-    assert (found.worst == "norm7", found.excess_in(found.worst) > 0.3, found.peak_p_value <= 0.001) == (
-        (shifted > 0),
-    ) * 3
+    seen = found.worst == "norm7", found.excess_in(found.worst) > 0.3, found.peak_p_value <= 0.001
+    assert seen == ((shifted > 0),) * 3
     assert (clients_differ(Measured(shift=found)) is not None) == (shifted > 0)
 
 
@@ -340,7 +288,7 @@ class _Sizes(nn.Sequential):
 
 
 def test_passes_of_large_examples_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass holds so many values of inputs, and B_i so many of all clients; the figures of tests stay."""
+    """A pass holds so many values of inputs; the figures of tests stay."""
     model, generator = _Sizes(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(16, 2)).eval(), _generator()
     inputs, classes = torch.randn(300, 1, 4, 4, generator=generator), torch.randint(2, (300,), generator=generator)
     loaders = [[(inputs[k : k + 150], classes[k : k + 150])] for k in (0, 150)]
@@ -348,15 +296,12 @@ def test_passes_of_large_examples_are_small(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(_Sizes.seen) == 150
     _Sizes.seen.clear()
     monkeypatch.setattr(client_data, "_VALUES", 16 * 40)
-    monkeypatch.setattr(client_data, "_VALUES_B", 2 * 16 * 10)
     parts = diagnose(model, loaders)
     assert _Sizes.seen[:2] == [150, 150], "the batches of the clients"
     assert 30 < max(_Sizes.seen[2:]) <= 40
     assert parts.measures["shift"]["excess"] == pytest.approx(whole.measures["shift"]["excess"], rel=1e-4)
     gaps = [found.measures["train-test-mismatch"]["running_loss"] for found in (parts, whole)]
     assert gaps[0] == pytest.approx(gaps[1], rel=1e-6)
-    assert any("B_i: batches of 10 examples" in note for note in parts.notes)
-    assert not any("B_i" in note for note in whole.notes)
 
 
 def test_examples_of_several_clients_by_position() -> None:
@@ -365,14 +310,6 @@ def test_examples_of_several_clients_by_position() -> None:
     clients = [_client(inputs[a:b], targets[a:b]) for a, b in ((0, 3), (3, 4), (4, 10))]
     order = torch.randperm(10, generator=_generator())
     assert torch.equal(inputs_at(clients, order), inputs[order])
-
-
-def test_of_a_wide_layer_some_channels_are_kept() -> None:
-    inputs = torch.randn(10, 200, generator=_generator())
-    layer = features(nn.Sequential(nn.BatchNorm1d(200)).eval(), [_client(inputs)], _generator()).layers["0"]
-    chosen = torch.linspace(0, 199, 64).round().long()
-    torch.testing.assert_close(layer.centre + layer.first.mean(0), inputs.mean(0)[chosen])
-    assert (layer.first.shape, len(layer.outputs.low)) == ((10, 64), 200)
 
 
 # --- loaders ---------------------------------------------------------------------------------------------------------

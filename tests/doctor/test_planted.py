@@ -17,9 +17,8 @@ from torchvision.models import resnet18
 
 from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Diagnosis, Finding, Training, diagnose_state
-from fedbn_flwr.doctor.by_batch import held_layers, layers_of
+from fedbn_flwr.doctor.by_batch import held_layers
 from fedbn_flwr.doctor.data_rules import train_test_mismatch
-from fedbn_flwr.doctor.gradients import _training_copy
 from fedbn_flwr.doctor.measured import Measured
 from fedbn_flwr.doctor.mismatch import Mismatch
 from fedbn_flwr.doctor.state import named, read_state_file
@@ -81,7 +80,7 @@ def test_nothing_is_found_in_a_healthy_model_and_nothing_changes(trained: nn.Mod
 
 def test_what_was_not_measured_is_not_called_sound(trained: nn.Module) -> None:
     """No finding beside parts that could not be measured is no proof of health."""
-    for found in (diagnose_state(trained.state_dict()), Diagnosis("A model.", [], {}, ["B_i: no memory is left."])):
+    for found in (diagnose_state(trained.state_dict()), Diagnosis("A model.", [], {}, ["shift: no memory is left."])):
         assert found.not_measured
         assert not found.findings
         for text in (str(found), found.markdown()):
@@ -209,33 +208,15 @@ def test_clients_that_hold_less_than_a_batch(first_batch: str, trained: nn.Modul
 @pytest.mark.parametrize("layer", [1, 4])
 @pytest.mark.parametrize("fault", ["gamma", "beta"])
 def test_a_dead_layer(fault: str, layer: int, trained: nn.Module, loaders: Loaders) -> None:
-    """The layers behind it, whose input is constant, are not accused."""
+    """A beta far below 0 is seen by what is behind it: the next BatchNorm's input, or the outputs."""
     model = copy.deepcopy(trained)
     with torch.no_grad():
         model[layer].weight.mul_(1e-9 if fault == "gamma" else 1)
         model[layer].bias.sub_(0 if fault == "gamma" else 100)
     found = diagnose(model, loaders())
     assert first(found) == ("dead-layer", "learning-rate ten times lower")
-    assert found.findings[0].numbers["layers"] == [str(layer)]
-
-
-@pytest.mark.parametrize("layer", [1, 4])
-@pytest.mark.parametrize("factor", [0.03, 1e-3])
-def test_a_small_gamma_is_judged_by_what_it_costs(
-    factor: float, layer: int, trained: nn.Module, loaders: Loaders
-) -> None:
-    """The size alone says nothing: the layer behind it may make up for it."""
-    model = copy.deepcopy(trained)
-    with torch.no_grad():
-        model[layer].weight.mul_(factor)
-    found = diagnose(model, loaders())
-    assert first(found) == ("dead-layer", "weight-decay=0.0")
-    assert found.findings[0].numbers["layers"] == [str(layer)]
-    assert ", the accuracy is 0.99" in found.findings[0].evidence[0] or ", the accuracy is 1.0" in str(found)
-    with torch.no_grad():
-        model[layer].bias.mul_(factor)
-        model[layer + 2].weight.div_(factor)
-    assert "dead-layer" not in [f.id for f in diagnose(model, loaders()).findings]
+    behind = {"layers": [], "in-front-of": "4" if layer == 1 else ""}
+    assert found.findings[0].numbers == ({"layers": [str(layer)]} if fault == "gamma" else behind)
 
 
 class _Shortcut(nn.Module):
@@ -326,6 +307,7 @@ def test_the_scale_of_inputs_is_the_first_remedy_for_the_first_layer_alone(
 def test_of_few_examples_no_layer_is_dead(count: int, digits) -> None:
     model = nn.Sequential(nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10)).eval()
     nn.init.constant_(model[0].bias, -100.0)
+    model[0].num_batches_tracked += 1
     found = diagnose(model, [[(digits[0][:count], digits[1][:count])]])
     assert ("dead-layer" in [f.id for f in found.findings]) == (count == 16)
     assert ("dead layers by their outputs: 15 examples, of 16 that it needs." in found.not_measured) == (count == 15)
@@ -531,12 +513,15 @@ def test_values_that_are_not_finite(fault: str, trained: nn.Module, digits, tmp_
     order = [0, *digits[1].argsort().tolist()]  # clients of different classes
     found = diagnose(model, [[(inputs[own], digits[1][own])] for own in (order[:100], order[-100:])])
     assert not any("nan" in note for note in found.notes)
-    assert any(line.startswith("differences between clients, and dead channels: in") for line in found.not_measured)
+    assert any(
+        line.startswith("shift of the statistics between clients: inputs of BatchNorm are not")
+        for line in found.not_measured
+    )
     if fault == "weight":
         assert first(found) == ("unusable-statistics", "lower learning-rate")
         assert found.findings[0].numbers["entries"] == {"3.weight": "1 of 1536 values are not finite"}
     assert any("mismatch of training and test: the loss of" in line for line in found.not_measured)
-    assert len(found.save(tmp_path)) == 3
+    assert len(found.save(tmp_path)) == 2
 
 
 class _Extra(nn.Module):
@@ -590,36 +575,6 @@ def test_label_skew_and_the_number_of_local_steps(trained: nn.Module, digits) ->
     assert any("since fixbn is a remedy" in note for note in handled.notes)
 
 
-def _three_clients(feature: float, label: float) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Inputs of three clients: x depends on the class, client 1 is shifted, and classes lean towards a client."""
-    generator, owner = torch.Generator().manual_seed(0), torch.arange(3).repeat_interleave(200)
-    leaning = torch.rand(600, generator=generator) < label
-    classes = torch.where(leaning, owner, torch.randint(3, (600,), generator=generator))
-    inputs = torch.randn(600, 8, generator=generator) + 0.2 * classes[:, None]
-    inputs[owner == 1] += feature
-    return [[(inputs[owner == k], classes[owner == k])] for k in range(3)]
-
-
-def test_a_feature_shift_beside_a_mild_class_mix_is_no_label_skew() -> None:
-    """Almost all of the difference between the clients is there with the classes held fixed, too."""
-    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
-    found = diagnose(model, _three_clients(feature=1.0, label=0.25))
-    assert found.measures["class-skew"]["p_value"] == 0.001
-    assert [f.id for f in found.findings] == ["feature-shift"]
-    assert any("BatchNorm's statistics hardly differ with them" in note for note in found.notes)
-
-
-def test_a_shift_that_hardly_shared_classes_hide_is_not_denied() -> None:
-    """Almost each class is with one client: its own shift is in the mean of its class."""
-    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
-    found = diagnose(model, _three_clients(feature=1.0, label=0.96))
-    assert found.findings[0].id == "label-skew"
-    assert not any("within each class" in text for text in found.findings[0].evidence)
-    assert any(
-        line.startswith("feature shift apart from label skew: the clients' classes") for line in found.not_measured
-    )
-
-
 class _Holding(nn.Sequential):
     """Some layers stay in eval mode: the usual way to fine-tune with frozen BatchNorm."""
 
@@ -643,7 +598,7 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(held: str, by: str, tr
     else:
         for index in indices:
             hold_eval(model[index])
-    assert [layer.training for layer in layers_of(_training_copy(model)).values()] == [False, held == "1"]
+    assert held_layers(model) == held.split(" and ")
     by_class = [
         torch.utils.data.DataLoader(torch.utils.data.TensorDataset(digits[0][own], digits[1][own]), batch_size=2)
         for own in order.chunk(NUM_CLIENTS)
@@ -661,7 +616,6 @@ def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_counts_as_held(trai
     model = copy.deepcopy(trained).train()
     model[1].eval()
     assert held_layers(model) == ["1"]
-    assert [layer.training for layer in layers_of(_training_copy(model)).values()] == [False, True]
 
 
 def test_a_model_that_cannot_be_copied_is_measured_in_part(trained: nn.Module, loaders: Loaders) -> None:
@@ -671,7 +625,7 @@ def test_a_model_that_cannot_be_copied_is_measured_in_part(trained: nn.Module, l
     hold_eval(model[4])
     found = diagnose(model, loaders())
     assert "1 of 2 BatchNorm layers are held in eval mode (4)" in " ".join(found.notes)
-    assert sum("cannot be copied" in line for line in found.not_measured) == 5
+    assert sum("cannot be copied" in line for line in found.not_measured) == 4
 
 
 def test_a_model_that_keeps_an_activation_is_measured_in_full(trained: nn.Module, loaders: Loaders) -> None:
@@ -725,18 +679,14 @@ def test_what_few_examples_and_layers_that_are_not_called_leave_open(digits) -> 
     assert "2 BatchNorm layers, 2 clients, 2 examples." in found.about
     open_ = " ".join(found.not_measured)
     assert "aux: the model does not call it in eval mode" in open_
-    assert "2 examples can be dealt to 2 clients in 1 way," in open_
-    ten = [[(digits[0][k : k + 2], digits[1][k : k + 2])] for k in range(0, 20, 2)]
-    found = diagnose(_Auxiliary().eval(), ten)
-    assert any("mean over the first 8 of 10 clients" in line for f in found.findings for line in f.evidence)
-    assert "can be dealt" not in " ".join(found.not_measured)
+    assert "2 groups of examples of 2 clients are too few for a test" in open_
 
 
-def test_the_answer_is_json_and_a_page_with_pictures(trained: nn.Module, loaders: Loaders, tmp_path: Path) -> None:
+def test_the_answer_is_json_and_a_page(trained: nn.Module, loaders: Loaders, tmp_path: Path) -> None:
     found = diagnose(trained.train(), loaders())
     trained.eval()
     files = found.save(tmp_path / "doctor")
-    assert sorted(path.name for path in files) == ["distances.png", "doctor.json", "doctor.md"]
+    assert sorted(path.name for path in files) == ["doctor.json", "doctor.md"]
     read = json.loads((tmp_path / "doctor/doctor.json").read_text())
     assert read.keys() == {"about", "findings", "measures", "not-measured", "notes"}
     assert read["findings"][0].keys() == {"id", "what", "evidence", "numbers", "remedies"}
@@ -789,7 +739,7 @@ def test_a_model_that_returns_no_tensor_is_measured_in_part(loaders: Loaders) ->
     found = diagnose(Named().eval(), loaders())
     assert found.measures["shift"]["p-value"] > 0.001
     assert [line.split(":")[0] for line in found.not_measured] == [
-        *("gradient deviation B_i", "mismatch of training and test", "accuracy and loss of each client")
+        *("mismatch of training and test", "accuracy and loss of each client")
     ]
     assert "the model returns dict, not one tensor" in found.not_measured[0]
 
@@ -811,7 +761,7 @@ def test_a_layer_that_is_called_by_keyword_is_measured(digits) -> None:
     ]
     found = diagnose(_ByKeyword().eval(), loaders)
     assert found.not_measured == [TWO_CLIENTS]
-    assert {"batch-noise", "shift", "constant-channels"} <= found.measures["layers"]["norm"].keys()
+    assert {"batch-noise", "shift"} <= found.measures["layers"]["norm"].keys()
 
 
 class _Twice(nn.Module):
@@ -834,7 +784,7 @@ def test_a_layer_that_is_called_twice_in_a_pass_has_one_batch(digits) -> None:
     noise = [max(row["batch-noise"]) for found in (shared, apart) for row in found.measures["layers"].values()]
     assert noise[0] < min(noise[1:])
     assert "small-batch" not in [f.id for f in shared.findings]
-    assert shared.not_measured[0] == "differences of the clients in a: called more than once in a pass."
+    assert shared.not_measured == [TWO_CLIENTS]
 
 
 def _squeezed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -846,12 +796,12 @@ def _squeezed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("fault", "lacking"),
     [
-        ("frozen", [TWO_CLIENTS, "gradient deviation B_i: no parameter of the model is trainable."]),
+        ("frozen", [TWO_CLIENTS]),
         ("squeeze", [TWO_CLIENTS, "mismatch of training and test: ValueError: no batch", "accuracy and loss"]),
         (
             "labels from 1",
             [
-                *(TWO_CLIENTS, "gradient deviation B_i: IndexError: T"),
+                TWO_CLIENTS,
                 *("mismatch of training and test: IndexError: T", "accuracy and loss of each client: IndexError: T"),
             ],
         ),
@@ -859,7 +809,7 @@ def _squeezed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         ("129 examples", [TWO_CLIENTS]),
         (
             "wrong width",
-            ["statistics of the batches: RuntimeError: ", *["differences", "gradient", "mismatch", "accuracy"]],
+            ["statistics of the batches: RuntimeError: ", *["differences", "mismatch", "accuracy"]],
         ),
     ],
 )
@@ -909,7 +859,7 @@ def test_a_model_of_one_layer_without_parameters(digits) -> None:
     model = nn.BatchNorm1d(64, affine=False).eval()
     model.running_mean.add_(torch.arange(64) * 100.0)
     found = diagnose(model, [[(digits[0][k : k + 32], digits[1][k : k + 32])] for k in (0, 32)])
-    assert found.not_measured == [TWO_CLIENTS, "gradient deviation B_i: no parameter of the model is trainable."]
+    assert found.not_measured == [TWO_CLIENTS]
     assert first(found)[0] == "train-test-mismatch"
     assert "In (the model itself) the running mean" in str(found)
 

@@ -52,7 +52,7 @@ def doctor(
     shared_keys: Annotated[Path | None, typer.Option(help="In its place, the names that it sends.")] = None,
     max_examples: Annotated[int, typer.Option(min=2, help="Examples of each client to use.")] = 1024,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for doctor.json, doctor.md and pictures.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for doctor.json and doctor.md.")] = None,
     strict: Annotated[bool, typer.Option(help="End with code 1 for a finding; 3 if a part is not known.")] = False,
 ) -> None:
     """Say what is wrong with BatchNorm in a run, a model on data, or a saved state: evidence, and what to try."""

@@ -1,0 +1,309 @@
+"""How the clients differ: in their classes, and in what BatchNorm sees of their examples.
+
+A model in eval mode reads small groups of each client's examples, drawn at random. The inputs of every BatchNorm layer
+have a mean and a variance in each group. An analysis of variance compares how these differ between the clients with how
+they differ within them: the noise of few examples is in both. The channels are not independent, so both sums of squares
+count only as many of them as are (Box 1954): tr(S)^2 / tr(S^2) with the covariance S within the clients.
+
+The classes are compared by the chi-square test of their counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs
+from fedbn_flwr.doctor.by_batch import layers_of, pooled
+from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.doctor.thresholds import CERTAIN, GROUPS, MIN_SKEW
+from fedbn_flwr.errors import DataError, needs_package
+from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.memory_format import inputs_for
+
+__all__ = [
+    "ClassSkew",
+    "Groups",
+    "Shift",
+    "class_counts",
+    "class_skew",
+    "degrees",
+    "group_means",
+    "groups_of",
+    "overlap",
+    "shift",
+    "total_variation",
+    "units",
+]
+
+Layers = Mapping[str, Sequence[Moments]]
+"""By path, the moments of a layer's inputs in each group."""
+
+
+@dataclass
+class Groups:
+    """What BatchNorm sees of groups of examples.
+
+    Attributes:
+        layers: by path; a layer that is not called in every group is left out.
+        owner: index of each group's client, (R,).
+        uncalled: paths of the layers that are left out.
+        blocked: the first layer with the same input for all examples, in every channel, although the model's inputs
+            differ; "" = none.
+        same_output: whether the model's output is the same for all examples, although its inputs differ.
+    """
+
+    layers: dict[str, list[Moments]]
+    owner: Tensor
+    uncalled: list[str] = field(default_factory=list)
+    blocked: str = ""
+    same_output: bool = False
+
+
+@dataclass(frozen=True)
+class ClassSkew:
+    """How the clients' classes differ.
+
+    Attributes:
+        distances: total variation distance of each client's class mix from that of all, in [0, 1].
+        by_chance: what the average distance is by chance.
+        p_value: of the chi-square test.
+    """
+
+    distances: list[float]
+    by_chance: float
+    p_value: float
+
+    @property
+    def mean(self) -> float:
+        """The average over the clients."""
+        return sum(self.distances) / len(self.distances)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the classes are skewed: beyond chance, and by a tenth of the labels."""
+        return self.p_value <= CERTAIN and self.mean - self.by_chance >= MIN_SKEW
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How the inputs of BatchNorm differ between clients.
+
+    Attributes:
+        layers: by path, the root mean square over clients and channels of the deviation of a client's statistics from
+            those of all: the mean in standard deviations, and the variance relative to itself.
+        by_chance: the same for clients that differ by chance alone.
+        excess: of all layers together, what is above chance: sqrt(mean square - mean square by chance).
+        p_value: of the analysis of variance over all layers.
+        peak_p_value: of the layer that is furthest above chance, times the number of layers.
+        distances: of each client the root mean square over layers and channels of its deviation.
+    """
+
+    layers: dict[str, float]
+    by_chance: dict[str, float]
+    excess: float
+    p_value: float
+    peak_p_value: float
+    distances: Sequence[float] = ()
+
+    @property
+    def worst(self) -> str:
+        """The layer that is furthest above chance."""
+        return max(self.layers, key=lambda path: self.layers[path] ** 2 - self.by_chance[path] ** 2)
+
+    def excess_in(self, path: str) -> float:
+        """Return what is above chance in one layer; a mean over many layers hides it."""
+        return math.sqrt(max(0.0, self.layers[path] ** 2 - self.by_chance[path] ** 2))
+
+
+def groups_of(model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator) -> Groups:
+    """Return what BatchNorm sees of groups of examples, in eval mode; the model does not change.
+
+    All groups have nearly the same size, two examples or more: a client without running statistics needs them.
+    """
+    working = copied(model).eval()
+    layers, prepared = layers_of(working), inputs_for(working)
+    seen: dict[str, list[Moments]] = {path: [] for path in layers}
+    size = max(2, -(-sum(map(len, clients)) // GROUPS))
+    owner, inputs, outputs = list[int](), _Same(), _Same()
+    with torch.no_grad():
+        for k, client in enumerate(clients):
+            order = torch.randperm(len(client), generator=generator)
+            for positions in order.tensor_split(max(1, len(client) // size)):
+                batch = prepared(client.inputs[positions])
+                with gathered_inputs(layers.values()) as sums:
+                    output = working(batch)
+                inputs.add(batch)
+                outputs.add(output)
+                owner.append(k)
+                for path, moments in sums.by_path(working).items():
+                    if path in seen:
+                        seen[path].append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
+    called = {path: moments for path, moments in seen.items() if len(moments) == len(owner)}
+    uncalled = [path for path in seen if path not in called]
+    constant = [path for path, moments in called.items() if _is_constant(moments)]
+    blocked = constant[0] if constant and not inputs.all else ""
+    return Groups(called, torch.tensor(owner), uncalled, blocked, outputs.all and not inputs.all)
+
+
+def _is_constant(moments: Sequence[Moments]) -> bool:
+    """Return whether no channel varies, up to rounding; NaN varies."""
+    mean, variance = pooled(moments)
+    return bool((variance <= (1e-6 * mean.abs().clamp(min=1e-6)).square()).all())
+
+
+@dataclass
+class _Same:
+    """Whether all examples of some batches have the same value: the first one's, up to rounding."""
+
+    all: bool = True
+    _first: Tensor | None = None
+
+    def add(self, values: object) -> None:
+        """Add a batch (N, *); what is no tensor of finite numbers counts as different."""
+        if not isinstance(values, Tensor) or not values.dim():
+            self.all = False
+        elif self.all:
+            rows = values.detach().float().reshape(len(values), -1)
+            self._first = rows[0] if self._first is None else self._first
+            self.all = bool(torch.isclose(rows, self._first, rtol=1e-6, atol=1e-12).all())
+
+
+def units(groups: Sequence[Moments], eps: float, mean: Tensor, variance: Tensor) -> Tensor:
+    """Return each group's distance from a mean and a variance without units, (R, 2 C).
+
+    The first C columns are (mu - mean) / sqrt(variance + eps), the others the same of the mean square about ``mean``:
+    (var + (mu - mean)^2 - variance) / (variance + eps).
+    """
+    means = torch.stack([one.mean for one in groups])
+    within = torch.stack([one.m2 / one.count for one in groups])
+    scale = variance + eps
+    apart = means - mean
+    return torch.cat([apart / scale.sqrt(), (within + apart.square() - variance) / scale], 1)
+
+
+def group_means(rows: Tensor, groups: Tensor) -> Tensor:
+    """Return the mean of the rows (N, D) of each group, given the group of each row, (N,)."""
+    sums = rows.new_zeros((int(groups.max()) + 1, rows.shape[1])).index_add_(0, groups, rows)
+    return sums / torch.bincount(groups).clamp(min=1)[:, None].to(rows.dtype)
+
+
+def shift(layers: Layers, owner: Tensor, eps: Mapping[str, float]) -> Shift:
+    """Return how the inputs of BatchNorm differ between clients.
+
+    Args:
+        layers: by path, of one or more layers.
+        owner: the client of each group, (R,).
+        eps: of each layer.
+
+    Raises:
+        DataError: inputs are not finite, or there are too few groups to see how they differ within the clients.
+    """
+    rows = {}
+    for path, moments in layers.items():
+        together = pooled(moments)
+        rows[path] = units(moments, eps[path], together.mean, together.variance)
+    table = torch.cat(list(rows.values()), 1)
+    if not bool(table.isfinite().all()):
+        raise DataError("inputs of BatchNorm are not finite. Look for NaN and infinity in weights and inputs.")
+    whole = _Analysis.of(table, owner)
+    by_layer = {path: _Analysis.of(part, owner) for path, part in rows.items()}
+    observed = {path: math.sqrt(one.between) for path, one in by_layer.items()}
+    chance = {path: math.sqrt(one.chance) for path, one in by_layer.items()}
+    distances = group_means(table, owner).square().mean(1).sqrt().tolist()
+    excess = math.sqrt(max(0.0, whole.between - whole.chance))
+    worst = max(by_layer.values(), key=lambda one: one.between - one.chance)
+    return Shift(observed, chance, excess, whole.p_value, min(1.0, len(rows) * worst.p_value), distances)
+
+
+@dataclass(frozen=True)
+class _Analysis:
+    """An analysis of variance: mean squares over the columns between the clients, by chance, and the p value."""
+
+    between: float
+    chance: float
+    p_value: float
+
+    @classmethod
+    def of(cls, rows: Tensor, owner: Tensor) -> _Analysis:
+        sizes = torch.bincount(owner).double()
+        means = group_means(rows, owner)
+        left = rows - means[owner]
+        free = len(rows) - len(sizes)
+        if free < 1:
+            raise DataError(f"{len(rows)} groups of examples of {len(sizes)} clients are too few for a test.")
+        apart = means - rows.mean(0)
+        between = float((sizes / len(rows)) @ apart.square().mean(1))
+        within = float(left.square().sum()) / free / rows.shape[1]
+        chance = within * (len(sizes) - 1) / len(rows)
+        independent = degrees(left, free)
+        ratio = between / max(chance, 1e-300)
+        return cls(between, chance, _tail(ratio, independent * (len(sizes) - 1), independent * free))
+
+
+def degrees(left: Tensor, free: int) -> float:
+    """Return how many of the columns (R, D) are independent: tr(S)^2 / tr(S^2), S the covariance.
+
+    Args:
+        left: the rows without the mean of their client.
+        free: degrees of freedom of the rows.
+    """
+    products = left @ left.T / free
+    trace = products.trace()
+    squared = products.square().sum() - trace.square() / free  # without its bias
+    found = float(trace.square() / squared) if squared > 0 else float(left.shape[1])
+    return min(max(found, 1.0), float(left.shape[1]))
+
+
+def _tail(ratio: float, first: float, second: float) -> float:
+    """Return the probability of an F distribution above a ratio: its cube root is nearly normal (Paulson 1942)."""
+    root = math.copysign(abs(ratio) ** (1 / 3), ratio)
+    one, other = 2 / 9 / max(first, 1e-9), 2 / 9 / second
+    score = ((1 - other) * root - (1 - one)) / math.sqrt(other * root**2 + one)
+    return math.erfc(score / math.sqrt(2)) / 2
+
+
+def class_counts(classes: Tensor, owner: Tensor) -> Tensor:
+    """Return the examples of each client in each class, float64 (K, C), given class and client of each example."""
+    _, known = torch.unique(classes, return_inverse=True)
+    clients, width = int(owner.max()) + 1, int(known.max()) + 1
+    return torch.bincount(owner * width + known, minlength=clients * width).view(clients, width).double()
+
+
+def total_variation(counts: Tensor) -> Tensor:
+    """Return 1/2 sum_c abs(p_kc - p_c) of each client, (K,), given the examples by client and class, (K, C)."""
+    shares = counts / counts.sum(1, keepdim=True)
+    return (shares - counts.sum(0) / counts.sum()).abs().sum(1) / 2
+
+
+def class_skew(counts: Tensor) -> ClassSkew:
+    """Return how the clients' classes differ, given the examples of each client in each class, (K, C).
+
+    Raises:
+        ConfigError: scipy is not installed.
+    """
+    with needs_package("scipy", "comparisons of the clients' classes"):
+        from scipy.stats import chi2_contingency
+    counts = counts[:, counts.sum(0) > 0]
+    sizes, shares = counts.sum(1), counts.sum(0) / counts.sum()
+    # The mean absolute deviation of a share by chance, of nearly normal counts.
+    spread = (2 / math.pi * shares * (1 - shares)).sqrt().sum() / 2
+    by_chance = (spread * (1 / sizes - 1 / counts.sum()).clamp(min=0).sqrt()).mean()
+    p_value = float(chi2_contingency(counts.numpy()).pvalue) if counts.shape[1] > 1 else 1.0
+    return ClassSkew(total_variation(counts).tolist(), float(by_chance), p_value)
+
+
+def overlap(classes: Tensor, owner: Tensor) -> float:
+    """Return how much the clients' classes overlap: 0 without a shared class, 1 for equal clients with one class mix.
+
+    It is the share of pairs of one class (with repetition) whose examples are of two clients, over 1 - 1 / K, which it
+    is for K equal clients.
+    """
+    counts = class_counts(classes, owner).T
+    sizes = counts.sum(1)
+    between = sizes * (1 - (counts / sizes[:, None]).square().sum(1))
+    return float(between.sum() / sizes.sum()) / max(1 - 1 / counts.shape[1], 0.5)
