@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from torch import nn
 
 from fedbn_flwr.doctor import Diagnosis
 from fedbn_flwr.lab.config import Config
