@@ -42,7 +42,6 @@ OWN: dict[str, dict[str, Any]] = {
     "fedbs": {"num-server-rounds": 7, "fedbs-eps": 9.0},  # its second phase begins after round 5
 }
 CLIPPED = {"dp": "server", "dp-clipping-norm": 0.05, "eval-on": "global"}
-RECORDS = {"norm": "group", "eval-on": "global"}
 TEST_BN = {"eval-on": "global-test-bn", "test-bn": "mix"}
 AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 
@@ -114,17 +113,11 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fedbs-eps": (0.0, {}),
     "fedbs-rounds": (1, {}),
     "masked-sums": (True, {"eval-on": "global"}),
-    "masked-range": (1e13, {"masked-sums": True, "eval-on": "global"}),
     "dp": ("server", {"eval-on": "global"}),
     "dp-clipping-norm": (0.01, CLIPPED),
     "dp-clipping": ("adaptive", CLIPPED),
-    "dp-clipping-quantile": (0.1, {**CLIPPED, "dp-clipping": "adaptive"}),
-    "dp-clipping-rate": (3.0, {**CLIPPED, "dp-clipping": "adaptive"}),
-    "dp-statistics-scale": (9.0, CLIPPED),
-    "record-dp": (True, RECORDS),
 }
 OWN_DATA = "tests/lab/data/test_own_data.py"
-SCALE = "tests/lab/runs/test_protected_scale.py"
 ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
     "data-dir": "tests/lab/data/test_loading.py",
@@ -140,9 +133,6 @@ ELSEWHERE = {
     "decimal": "tests/lab/data/test_tables.py",
     "input-shape": "tests/lab/data/test_function_data.py",
     "encoding": "tests/lab/data/test_tables.py",
-    "standardise": OWN_DATA,
-    "feature-ranges": SCALE,
-    "standardise-noise-multiplier": SCALE,
     "skip-unreadable": OWN_DATA,
     "intensity-range": "tests/lab/data/test_image_files.py",
     "test-share": OWN_DATA,
@@ -168,20 +158,10 @@ ELSEWHERE = {
     "early-stopping": "tests/lab/test_early_stopping.py",
     # Masks leave the result as it is.
     "masked-threshold": "tests/privacy/test_masked_sums.py",
-    "masked-neighbours": "tests/privacy/test_masked_sums.py",
-    "masked-metrics": "tests/privacy/test_masked_sums.py",
     # Noise is new in each run.
     "dp-noise-multiplier": "tests/privacy/test_differential.py",
     "dp-delta": "tests/privacy/test_differential.py",
-    "dp-neighbours": "tests/privacy/test_differential.py",
-    "dp-sampling": "tests/privacy/test_differential.py",
     "dp-target-epsilon": "tests/privacy/test_differential.py",
-    "dp-max-epsilon": "tests/privacy/test_differential.py",
-    # The examples of a step are new in each run.
-    "record-dp-noise-multiplier": "tests/privacy/test_record_level.py",
-    "record-dp-target-epsilon": "tests/privacy/test_record_level.py",
-    "record-dp-clipping-norm": "tests/privacy/test_record_level.py",
-    "dp-metrics": "tests/privacy/test_record_level.py",
 }
 
 

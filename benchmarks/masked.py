@@ -1,7 +1,6 @@
 """What masked sums cost: seconds and bytes of a round with masks and without, side by side.
 
-    python benchmarks/masked.py                             # ResNet-20, 5 and 10 clients, 1 minute
-    python benchmarks/masked.py --clients 50 --neighbours 8 # with a ring of neighbours
+    python benchmarks/masked.py   # ResNet-20, 5 and 10 clients, 1 minute
 
 Clients run in this process, one after the other, on one thread; each trains one step on four images, so that what is
 seen is the masks. Rounds with masks and without take turns; medians are shown. Bytes up are those of all arrays and of
@@ -64,7 +63,7 @@ class CountingGrid(InProcessGrid):
         return replies
 
 
-def measure(method: str, num_clients: int, masked: bool, neighbours: int) -> tuple[float, float]:
+def measure(method: str, num_clients: int, masked: bool) -> tuple[float, float]:
     """Return the seconds of a round, and the bytes that a client sends in it."""
     model = functools.partial(build_model, "resnet20", num_classes=10, channels=3, size=32)
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=0, local_steps=1)
@@ -75,7 +74,7 @@ def measure(method: str, num_clients: int, masked: bool, neighbours: int) -> tup
     data: Any = Images()
     strategy: Any = {"fedavg": FedAvg, "fedtan": FedTAN}[method](fraction_evaluate=0.0)
     if masked:
-        strategy.protect(MaskedSums(MaskSettings(masked_sums=True, masked_neighbours=neighbours)))
+        strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
     grid = CountingGrid(client_app(client_fn), num_clients)
     with grid:
         began = time.perf_counter()
@@ -88,7 +87,6 @@ def measure(method: str, num_clients: int, masked: bool, neighbours: int) -> tup
 
 def main(
     clients: Annotated[list[int] | None, typer.Option(help="clients of a round")] = None,
-    neighbours: Annotated[int, typer.Option(help="masked-neighbours; 0 = all")] = 0,
     repeats: Annotated[int, typer.Option(help="rounds of each kind")] = 3,
 ) -> None:
     """Print the table."""
@@ -100,7 +98,7 @@ def main(
             found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
             for _ in range(repeats):
                 for masked in found:
-                    found[masked].append(measure(method, count, masked, neighbours))
+                    found[masked].append(measure(method, count, masked))
             plain, ours = (statistics.median(seconds for seconds, _ in found[masked]) for masked in (False, True))
             (_, before), (_, after) = found[False][0], found[True][0]
             row = [method, str(count), f"{plain:.2f}", f"{ours:.2f}", f"{(ours - plain) / count:.3f}"]

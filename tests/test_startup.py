@@ -135,7 +135,7 @@ _OF_OTHERS = (
         "transport.channel_server",
         "transport.grpc_channel",
     ),
-    *("privacy.differential", "privacy.masked_round", "privacy.masked_sums", "privacy.record_server"),
+    *("privacy.differential", "privacy.masked_round", "privacy.masked_sums"),
 )
 _CLIENT = """
 import json, sys

@@ -7,37 +7,25 @@ from collections.abc import Callable, Mapping
 from fedbn_flwr.privacy.differential import beside_models
 from fedbn_flwr.privacy.masked_sums import beside_sums
 from fedbn_flwr.server.methods import Methods
-from fedbn_flwr.server.travels import model_needs
 from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["privacy_table"]
 
 
 def _of_clients(methods: Methods) -> str:
-    return "; ".join(beside_models(methods)) or _works(methods, "dp-metrics=published")
-
-
-def _of_records(methods: Methods) -> str:
-    if refused := beside_models(methods):
-        return "; ".join(refused)
-    if methods.freezes_bn:
-        return "works with BatchNorm frozen from round 1 (`freeze-at=0`), or with noise of clients until T*"
-    if model_needs(methods.whole):
-        return "it is for BatchNorm in train mode, which mixes the examples of a batch"
-    return "works without BatchNorm in train mode"
+    return "; ".join(beside_models(methods)) or _works(methods)
 
 
 def _masked(methods: Methods) -> str:
-    return "; ".join(beside_sums(methods)) or _works(methods, "masked-metrics=published")
+    return "; ".join(beside_sums(methods)) or _works(methods)
 
 
-def _works(methods: Methods, setting: str) -> str:
-    return f"works; tests by the clients need `{setting}`" if methods.local else "works"
+def _works(methods: Methods) -> str:
+    return "works, with `eval-on=global`: tests by the clients are withheld" if methods.local else "works"
 
 
 PROTECTIONS: Mapping[str, Callable[[Methods], str]] = {
     "differential privacy of clients": _of_clients,
-    "of records": _of_records,
     "masked sums": _masked,
 }
 

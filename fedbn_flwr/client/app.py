@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
@@ -18,18 +18,11 @@ from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import checked, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (
-    BY_CLIENT,
     DATA_REPORT,
     EXCHANGE_QUERY,
     INFO,
-    INPUT_HIGH,
-    INPUT_LOW,
-    INPUT_SUMS,
     MASK_PRESENT,
     MASK_STAGE,
-    METRICS,
-    MOMENTS,
-    MOMENTS_QUERY,
     NUM_EXAMPLES,
     NUM_PARTITIONS,
     PARTITION_ID,
@@ -41,9 +34,7 @@ from fedbn_flwr.messages.protocol import (
     num_partitions_of,
     partition_of,
 )
-from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.messages.versions import as_text, own_versions
-from fedbn_flwr.training.input_scale import FeatureRanges
 
 __all__ = ["SizedApp", "client_app"]
 
@@ -90,8 +81,7 @@ def client_app(
 
     It answers ``train`` and ``evaluate`` with the client's ``fit`` and ``evaluate``, the strategies' ``query`` with the
     partition id (from ``get_properties`` or the node's config), the ``num-partitions`` of the node's config and the
-    number of training examples, and ``query.statistics`` and ``query.moments`` with the ``statistics`` and
-    ``input_moments`` of a ``TorchClient``.
+    number of training examples, and ``query.statistics`` with the ``statistics`` of a ``TorchClient``.
     ``messages.numpy_client`` describes how arrays and their names are sent. In a SuperNode's process they travel in one
     piece (``mods.packed``).
 
@@ -120,7 +110,6 @@ def client_app(
     app.query()(answers.properties)
     app.query(_action(EXCHANGE_QUERY))(answers.train)
     app.query(_action(STATISTICS_QUERY))(answers.statistics)
-    app.query(_action(MOMENTS_QUERY))(answers.moments)
     return app
 
 
@@ -180,28 +169,6 @@ class _ClientMessages:
         if not isinstance(client, TorchClient):
             raise TypeError(f"{type(client).__name__} does not re-estimate BN statistics; fedbn_flwr.TorchClient does")
         return reply_to_fit(message, *client.statistics(*open_message(message)), of="statistics")
-
-    @NamedConfigErrors()
-    def moments(self, message: Message, context: Context) -> Message:
-        """Return the sums of a ``TorchClient``'s training inputs, or why there are none."""
-        partition_id = partition_of(context)
-        info = ConfigRecord({} if partition_id is None else {PARTITION_ID: partition_id})
-        content = RecordDict({INFO: info})
-        try:
-            client = self._client(context)
-            if not isinstance(client, TorchClient):
-                raise DataError(f"its client is a {type(client).__name__}; fedbn_flwr.TorchClient needed")
-            asked = merged_config(message)
-            if INPUT_LOW in asked:
-                ranges = FeatureRanges(tuple(asked[INPUT_LOW]), tuple(asked[INPUT_HIGH]))
-                sums = client.input_sums(ranges, bool(asked.get(BY_CLIENT)))
-                content[MOMENTS] = to_record({str(INPUT_SUMS): sums.numpy()})
-                content[METRICS] = MetricRecord({NUM_EXAMPLES: len(client.train_data)})
-            else:
-                content[MOMENTS] = to_record(to_state(vars(client.input_moments())))
-        except DataError as error:  # an answer, as to the query
-            info[UNUSABLE] = self._reason(error, context)
-        return Message(content, reply_to=message)
 
 
 def masked_if_asked(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

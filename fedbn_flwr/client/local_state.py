@@ -20,7 +20,6 @@ from fedbn_flwr.errors import NOT_FINITE, StateError, coded
 from fedbn_flwr.messages.protocol import (
     BEGUN,
     FINGERPRINT,
-    INPUT_SCALE,
     KEPT,
     KEPT_ABOUT,
     KEPT_BEFORE,
@@ -33,7 +32,6 @@ from fedbn_flwr.messages.protocol import (
     ReplyInfo,
 )
 from fedbn_flwr.messages.records import from_record, state_sha256, to_record, views
-from fedbn_flwr.training.input_scale import Scale
 
 __all__ = ["LocalState"]
 
@@ -124,21 +122,15 @@ class LocalState:
             if key in self._state:
                 self._state[name] = self._state[key]
 
-    def save(self, server_round: int, scale: Scale | None = None) -> None:
+    def save(self, server_round: int) -> None:
         """Write the kept state to the state folder, if there is one.
-
-        Args:
-            server_round: the round.
-            scale: the client's own mean and std of inputs, written beside its part; the hash does not cover it.
 
         Raises:
             StateError: the folder cannot be written.
         """
-        if self._folder is not None and ((sha256 := self.sha256()) or scale):
+        if self._folder is not None and (sha256 := self.sha256()):
             kept: dict[str, Any] = {key: dict(self._read(key)) for key in (KEPT, KEPT_BY_HOOKS)}
             content: dict[str, Any] = {"sha256": sha256, "kept": {k: v for k, v in kept.items() if v}}
-            if scale:
-                content[INPUT_SCALE] = scale.to_json()
             self._folder.write(content, server_round)
 
     def load(self, names: Collection[str]) -> Mapping[str, Array]:

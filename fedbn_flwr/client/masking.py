@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
@@ -24,7 +23,6 @@ from fedbn_flwr.messages.protocol import (
     ATTEMPT,
     EXCHANGE,
     INFO,
-    INPUT_SUMS,
     LOCAL_BEGAN,
     LOCAL_HOME,
     LOCAL_SHA256,
@@ -32,12 +30,10 @@ from fedbn_flwr.messages.protocol import (
     MASK_EQUAL,
     MASK_KEYS,
     MASK_LOST,
-    MASK_METRICS,
     MASK_NUMBER,
     MASK_NUMBERS,
     MASK_PARTY,
     MASK_PRESENT,
-    MASK_RANGE,
     MASK_REPLY,
     MASK_SECRETS,
     MASK_SHARES,
@@ -47,8 +43,6 @@ from fedbn_flwr.messages.protocol import (
     MASK_WEIGHT,
     MASKED,
     METRICS,
-    MOMENTS,
-    MOMENTS_QUERY,
     NUM_EXAMPLES,
     PARTITION_ID,
     SERVER_ROUND,
@@ -77,7 +71,7 @@ def masked_update(message: Message, context: Context, call_next: ClientAppCallab
     It must be the first mod, so that it masks what leaves the client: ``ClientApp(mods=[masked_update, local_bn])``.
     Before it stands ``packed`` alone, which changes no value.
     Without ``masked-sums=true`` nothing changes. In the clear remain the number of examples, the names of the client
-    hooks and hashes; metrics if the server's ``masked-metrics`` is "published".
+    hooks and hashes.
 
     Raises:
         MaskingError: the server asks for something that would tell more than a sum.
@@ -90,12 +84,6 @@ def masked_update(message: Message, context: Context, call_next: ClientAppCallab
         return call_next(message, context)
     party = _party(context, config)
     masking = _Masking(party, config, context)
-    if message.metadata.message_type == MOMENTS_QUERY:
-        reply = call_next(message, context)
-        if reply.has_content():
-            _mask_input_sums(reply.content, masking)
-            _keep(context, party)
-        return reply
     if config.get(ATTEMPT, 0):
         raise MaskingError("a synchronised step with masks is not repeated: its sums would differ by a client's")
     key, before = _received(message, context)
@@ -115,9 +103,9 @@ class _Masking:
         self.party = party
         self._context = context
         self.weight = float(config[MASK_WEIGHT])
-        value_range, total, self.equal = float(config[MASK_RANGE]), float(config[MASK_TOTAL]), bool(config[MASK_EQUAL])
-        party.set_present(config[MASK_PRESENT], about(value_range, total, self.equal))
-        self._point = FixedPoint(value_range, total)
+        self.equal, total = bool(config[MASK_EQUAL]), float(config[MASK_TOTAL])
+        party.set_present(config[MASK_PRESENT], about(total, self.equal))
+        self._point = FixedPoint(total)
         if self.equal != (CLIP in config) or (self.equal and self.weight != 1):
             raise MaskingError(
                 "the server's weights do not fit its dp setting. With dp=client the server must clip updates and give "
@@ -141,10 +129,6 @@ class _Masking:
         """Return the masked statistics that were re-estimated."""
         values = statistics_values(entries, num_examples, self._shared(before))
         return self.party.masked(self._point.vector(values, self.weight))
-
-    def input_sums(self, sums: Array) -> Array:
-        """Return the masked sums of the inputs (3, F), which are at most this client's weight in size."""
-        return self.party.masked(self._point.vector({INPUT_SUMS: np.clip(sums / self.weight, -1, 1)}, self.weight))
 
     def check_weight(self, counts: Sequence[int]) -> None:
         """Refuse a weight of the server's that is not the number of examples.
@@ -208,29 +192,11 @@ def _masked(message: Message, content: RecordDict, key: str, before: State, mask
         else:
             vector = masking.update(entries, before, views(records[MOMENTUM]) if MOMENTUM in records else None)
         seen[key] = to_record({str(MASKED): vector})
-    if masking.config.get(MASK_METRICS):
-        seen.update(metrics)
-    elif counts:
+    if counts:
         seen[METRICS] = MetricRecord({NUM_EXAMPLES: counts[0]})
     info: Mapping[str, Any] = of_kind(content, ConfigRecord).get(INFO, {})
     seen[INFO] = ConfigRecord({name: info[name] for name in _IN_THE_CLEAR if name in info})
     return seen
-
-
-def _mask_input_sums(content: RecordDict, masking: _Masking) -> None:
-    """Put masks over the sums of inputs in a reply; one that says why there are none stays as it is.
-
-    Raises:
-        MaskingError: they are not the bounded sums, or the server has another weight than their number of examples.
-    """
-    records = of_kind(content, ArrayRecord)
-    if MOMENTS not in records:
-        return
-    sums = views(records[MOMENTS])
-    if {*sums} != {INPUT_SUMS}:
-        raise MaskingError("masked sums of inputs need the ranges of the features, and the server has sent none")
-    masking.check_weight([int(record[NUM_EXAMPLES]) for record in of_kind(content, MetricRecord).values()])  # type: ignore[arg-type]
-    content[MOMENTS] = to_record({str(MASKED): masking.input_sums(sums[INPUT_SUMS])})
 
 
 def _answered(message: Message, context: Context, config: Mapping[str, Any]) -> Message:

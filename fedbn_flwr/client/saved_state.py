@@ -13,23 +13,19 @@ from safetensors import SafetensorError, safe_open
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.messages.protocol import FINGERPRINT, INPUT_SCALE, KEPT
+from fedbn_flwr.messages.protocol import FINGERPRINT, KEPT
 from fedbn_flwr.messages.records import tensors
-from fedbn_flwr.training.input_scale import Scale
 
 __all__ = [
     "ABSENT",
     "AVERAGED",
     "KEPT_HASHES",
-    "RUN_ID",
     "SiteState",
     "client_file",
-    "client_scale",
     "global_state",
     "metadata",
     "personal_state",
     "read_state",
-    "scale_in",
     "site_state",
     "why_absent",
 ]
@@ -42,10 +38,6 @@ AVERAGED = "weighted average of the clients' latest: this part stays with the cl
 
 KEPT_HASHES = "kept-sha256"
 """The metadata of ``model.safetensors`` with the SHA-256 of what each client kept at the end of the run, JSON."""
-
-
-RUN_ID = "run"
-"""The metadata of ``model.safetensors`` with the id of a run whose clients have their own mean and std of inputs."""
 
 
 def client_file(run: Path, client: int | str) -> Path:
@@ -114,32 +106,17 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def client_scale(run: Path, client: int) -> Scale | None:
-    """Return the mean and std with which a client standardised its inputs by itself; None if the folder has none."""
-    file = client_file(run, client)
-    about = read_state(file)[1] if file.is_file() else {}
-    return Scale.from_json(json.loads(about[INPUT_SCALE])) if INPUT_SCALE in about else None
-
-
-def scale_in(content: Mapping[str, Any]) -> Scale | None:
-    """Return the client's own mean and std of inputs in a file of a state folder; None if it has none."""
-    return Scale.from_json(content[INPUT_SCALE]) if INPUT_SCALE in content else None
-
-
 class SiteState(NamedTuple):
-    """A site's own model: its state, its partition id, and the mean and std of its inputs if they are its own."""
+    """A site's own model: its state and its partition id."""
 
     state: dict[str, torch.Tensor]
     client: int
-    scale: Scale | None
 
 
 def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client: int | None = None) -> SiteState:
     """Return the state of a site's own model: the shared entries, and those in the site's state folder.
 
-    What the site kept never left it. The server knows its SHA-256 only, so that no other run's entries are used. Where
-    it knows none, since the method keeps nothing with its clients, the site's mean and std of inputs are found by the
-    id of the run.
+    What the site kept never left it. The server knows its SHA-256 only, so that no other run's entries are used.
 
     Args:
         run: a folder with ``model.safetensors`` of the run.
@@ -151,10 +128,9 @@ def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client:
         StateError: the folder has no file that this run left; the error says what each file is.
         ConfigError: the folder has several clients of this run, and ``client`` is None.
     """
-    state, absent = _shared(Path(run))
-    about = metadata(run)
-    expected, run_id = json.loads(about.get(KEPT_HASHES, "{}")), about.get(RUN_ID)
-    if not expected and (absent or AVERAGED in about.values() or run_id is None):
+    state, _ = _shared(Path(run))
+    expected = json.loads(metadata(run).get(KEPT_HASHES, "{}"))
+    if not expected:
         raise StateError(
             f"{run}: model.safetensors does not say what its clients kept. The run kept nothing with them (leave "
             "--state-dir out)."
@@ -168,10 +144,8 @@ def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client:
                 raise StateError(f"{path} is not what a client kept")
             if content[FINGERPRINT] != fingerprint:
                 raise StateError(f"{path} belongs to another model: its names, layer types or shapes differ")
-            if expected and content["sha256"] != expected.get(str(content["partition"])):
+            if content["sha256"] != expected.get(str(content["partition"])):
                 raise StateError(f"{path} is of another run, or of another round than the last of this one")
-            if not expected and content["run"] != run_id:
-                raise StateError(f"{path} is of another run")
         except StateError as error:
             others.append(str(error))
             continue
@@ -187,8 +161,8 @@ def site_state(run: str | Path, state_dir: str | Path, fingerprint: str, client:
             f"{state_dir} has nothing that {who} kept at the end of the run in {run}. Give the state folder of the "
             f"node that took part in this run, and the model.safetensors of this run.\n{why}"
         )
-    kept = tensors(found[chosen]["kept"].get(KEPT, {})) if expected else {}
-    return SiteState({**state, **kept}, chosen, scale_in(found[chosen]))
+    kept = tensors(found[chosen]["kept"].get(KEPT, {}))
+    return SiteState({**state, **kept}, chosen)
 
 
 def metadata(run: str | Path) -> Mapping[str, str]:

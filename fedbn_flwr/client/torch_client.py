@@ -20,11 +20,9 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
-from fedbn_flwr.client.input_scale import scaled, training_moments
 from fedbn_flwr.client.lent_models import BuildModel, LentModel, lender, two_inputs
 from fedbn_flwr.client.local_state import LocalState
 from fedbn_flwr.client.received import Received, entries_that_stay, load_received
-from fedbn_flwr.client.record_privacy import RecordPrivacy, unchanged_buffers
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, StateError
@@ -39,6 +37,7 @@ from fedbn_flwr.messages.protocol import (
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
+    MASK_PRESENT,
     MOD,
     NUM_EXAMPLES,
     PARTITION_ID,
@@ -55,15 +54,13 @@ from fedbn_flwr.messages.protocol import (
     round_in,
 )
 from fedbn_flwr.messages.records import tensors, to_state
-from fedbn_flwr.privacy.input_sums import bounded_mean, bounded_sums
-from fedbn_flwr.privacy.record_level import NOISE, RecordLevel
+from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.method import HookContext
 from fedbn_flwr.strategies import make_hooks
 from fedbn_flwr.training.batches import Batches
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.input_scale import FeatureMoments, FeatureRanges, Scale
 from fedbn_flwr.training.loaded import as_batches
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.losses import LossFn
@@ -114,14 +111,10 @@ class TorchClient(NumPyClient):
         state_dir: folder for durable copies of what a method keeps with the client, used if the server sends its run.
             They remain after the node's process and the run. A partition id is needed. A function opens a folder on
             another machine. None = the ``state-dir`` that the context's node config or run config names, if any.
-        input_scale: the client's own mean and std of inputs, with which its data are standardised already. They are
-            written into ``state_dir`` beside what the method keeps, so that the client's model can be used elsewhere.
         plain_train_data: the training examples in the same order without random transforms, where ``train_data`` is a
             ``Dataset`` that has them. BatchNorm's statistics are measured on these (HBN, FBN and BN-SCAFFOLD by a pass,
             StaticBN, ``recalibrate``). None = ``train_data``.
         data_report: returns a text on the client's data that the server gets with the answer to its query.
-        record_level: train with DP-SGD. Then nothing else of the training data leaves the client but their number:
-            no metrics of the training, no tests, no statistics, no report.
 
     ``fit`` and ``evaluate`` take the entries named in ``config["fedbn-flwr.array-names"]`` (a JSON list) or, without
     it, the whole state dict in its order. ``fit`` needs the round, ``config["server-round"]``; it returns the shared
@@ -143,8 +136,6 @@ class TorchClient(NumPyClient):
         state_dir: Path | None = None,
         validation_data: Batches | Dataset[Any] | None = None,
         data_report: Callable[[], str] | None = None,
-        record_level: RecordLevel | None = None,
-        input_scale: Scale | None = None,
         plain_train_data: Dataset[Any] | None = None,
     ) -> None:
         self.model = model
@@ -163,13 +154,7 @@ class TorchClient(NumPyClient):
         self.task = task
         self._training_task = task if training_loss is None else replace(task, loss=training_loss)
         self.state_dir = state_dir
-        self.data_report = None if record_level else data_report
-        self.record_level = record_level
-        self.input_scale = input_scale
-
-    @property
-    def _privacy(self) -> RecordPrivacy:
-        return RecordPrivacy(self.record_level)
+        self.data_report = data_report
 
     @property
     def parts(self) -> Parts:
@@ -226,9 +211,8 @@ class TorchClient(NumPyClient):
         Raises:
             StateError: the arrays or the kept entries do not fit the model.
             DataError: there is nothing to train on.
-            NormLayerError: ``record_level`` is set, and a layer mixes the examples of a batch.
-            ConfigError: the config names no round; or ``record_level`` is set, and a client hook sends more of the
-                client than its model, or a buffer has changed.
+            ConfigError: the config names no round.
+            NormLayerError: the server asks for masked sums, and a BatchNorm layer has ``momentum=None``.
         """
         arrays, num_examples, metrics = self.fit_uncopied(parameters, config)
         return [array.copy() for array in arrays], num_examples, metrics
@@ -257,40 +241,32 @@ class TorchClient(NumPyClient):
                 "Flower's legacy strategies send none by themselves: give yours on_fit_config_fn=lambda server_round: "
                 f"{{'{SERVER_ROUND}': server_round}}"
             )
+        if MASK_PRESENT in config:
+            refuse_cumulative(lent.plain, "masked-sums=true")
         sent = TrainConfig.read(config)
         local = entries_that_stay(lent, sent.local_entries)
-        self._standardise(sent)
         store = self._store(lent, config, sent)
         if sent.attempt is not None:
             parameters, config = log_answer(self.context, parameters, config)
         replayed = replay(self.context, config)
         hooks = make_hooks(sent.hooks, HookContext(config, frozenset(local), replayed, self._validation_loss))
-        rule = self._privacy.step_rule(
-            sent,
-            local,
-            server_noise=config.get(NOISE),  # declared with DP-SGD, so not in TrainConfig
-            num_examples=len(self.train_data),
-            batch_size=self.settings.batch_size,
-        )
         extras, prefix = load_received(lent, parameters, config, store.load(local))
         for hook in hooks.values():
             hook.receive(extras, tensors(store.hook_state(type(hook).__name__)))
-        with unchanged_buffers(lent.plain, rule):
-            result = train(
-                lent.model,
-                self.train_data,
-                self.settings,
-                learning_rate=self.settings.learning_rate.at(sent.server_round, sent.frozen),
-                stream=functools.partial(self._stream, sent, fresh=sent.fresh_batches),
-                hooks=list(hooks.values()),
-                task=self._training_task,
-                rule=rule,
-                layout=lent.layout,
-            )
+        result = train(
+            lent.model,
+            self.train_data,
+            self.settings,
+            learning_rate=self.settings.learning_rate.at(sent.server_round, sent.frozen),
+            stream=functools.partial(self._stream, sent, fresh=sent.fresh_batches),
+            hooks=list(hooks.values()),
+            task=self._training_task,
+            layout=lent.layout,
+        )
         clear_log(self.context)
         state = to_state(lent.state)
-        _keep(store, {name: state[name] for name in local}, hooks.values(), sent, self.input_scale)
-        metrics = self._privacy.published(_metrics(result), rule, result.num_steps)
+        _keep(store, {name: state[name] for name in local}, hooks.values(), sent.server_round)
+        metrics = _metrics(result)
         if hooks:
             metrics[APPLIED] = ",".join(hooks)
         metrics |= store.reply_metadata(sent.server_round)
@@ -322,9 +298,8 @@ class TorchClient(NumPyClient):
             set); of an empty set only its size. NaN where a test set does not define a metric.
 
         Raises:
-            ConfigError: ``record_level`` is set and does not publish metrics, or a test set is not known here.
+            ConfigError: a test set is not known here.
         """
-        self._privacy.refuse_tests()
         sent = EvaluateConfig.read(config)
         if unknown := [name for name in sent.test_sets if name not in self.test_sets]:
             known = ", ".join(name or "one without a name" for name in self.test_sets) or "none"
@@ -332,7 +307,6 @@ class TorchClient(NumPyClient):
                 f"this client has no test set {unknown[0]!r}; it has {known}. Leave personal-{unknown[0]} out of "
                 f"eval-on, or give the TorchClient this set: test_data={{{unknown[0]!r}: ...}}"
             )
-        self._standardise(sent)
         metrics: Config = {}
         first: tuple[float, int] | None = None
         with self._lend() as lent:
@@ -355,9 +329,7 @@ class TorchClient(NumPyClient):
             ``PATH.count``, ``PATH.mean`` and ``PATH.m2`` of each BN layer, the size of the training set, and their
             names in ``fedbn-flwr.array-names``. See ``batchnorm.reestimation``; nothing is kept.
         """
-        self._privacy.refuse("statistics of its training data")
         sent = MessageConfig.read(config)
-        self._standardise(sent)
         with self._lend() as lent:
             prefix = self._load(lent, parameters, config, sent).prefix
             seed = self._stream(sent, "statistics").initial_seed()
@@ -366,42 +338,6 @@ class TorchClient(NumPyClient):
             entries = to_state(encode_moments(moments, lent.state))
         names = json.dumps([prefix + name for name in entries])
         return list(entries.values()), len(self.train_data), {ARRAY_NAMES: names}
-
-    def input_moments(self) -> FeatureMoments:
-        """Return the sums of the training inputs, from which the server finds the mean and std of all nodes together.
-
-        Raises:
-            DataError: the inputs are not in memory.
-        """
-        self._privacy.refuse("sums of its training inputs")
-        return training_moments(self.train_data)
-
-    def input_sums(self, ranges: FeatureRanges, by_client: bool = False) -> torch.Tensor:
-        """Return the bounded sums of the training inputs, (3, F) float64: ``privacy.input_sums``.
-
-        Args:
-            ranges: of the features; values outside count as the end of their range.
-            by_client: whether the sums are divided by the client's number of records that have the feature.
-
-        Raises:
-            DataError: the inputs are not in memory, or have another number of features.
-            ConfigError: ``record_level`` is set without a noise multiplier for these sums.
-        """
-        noise = self._privacy.input_noise(len(ranges.low))
-        moments = training_moments(self.train_data, ranges)
-        if moments.count.shape != (len(ranges.low),):
-            raise DataError(
-                f"its inputs have {len(moments.count)} features, and the server has {len(ranges.low)} ranges"
-            )
-        shape = self.train_data.batch(torch.arange(1))[0].shape[2:] if len(self.train_data) else torch.Size()
-        sums = bounded_sums(moments, ranges, shape.numel())
-        return bounded_mean(sums) if by_client else sums + torch.from_numpy(noise)
-
-    def _standardise(self, sent: MessageConfig) -> None:
-        """Use the mean and std of inputs that the server sends, if any; see ``scaled``."""
-        if sent.input_mean:
-            sets = scaled({"training": self.train_data, **self.test_sets}, sent.input_mean, sent.input_std)
-            self.train_data, self.test_sets = sets.pop("training"), sets
 
     def _stream(self, sent: MessageConfig, purpose: str, fresh: int = 0) -> torch.Generator:
         """Return the generator for a purpose in this round; ``fresh``: the attempt that draws new batches, or 0."""
@@ -435,12 +371,12 @@ class TorchClient(NumPyClient):
         return load_received(lent, parameters, config, store.load(entries_that_stay(lent, sent.local_entries)))
 
 
-def _keep(store: LocalState, kept: State, hooks: Iterable[ClientHook], sent: TrainConfig, scale: Scale | None) -> None:
+def _keep(store: LocalState, kept: State, hooks: Iterable[ClientHook], server_round: int) -> None:
     """Keep the client's own entries of the model and those of its hooks until the next round."""
     if kept:
-        store.keep(kept, sent.server_round)
-    store.save_hook_state({type(hook).__name__: to_state(hook.keep()) for hook in hooks}, sent.server_round)
-    store.save(sent.server_round, scale)
+        store.keep(kept, server_round)
+    store.save_hook_state({type(hook).__name__: to_state(hook.keep()) for hook in hooks}, server_round)
+    store.save(server_round)
 
 
 def _metrics(result: TrainResult) -> Config:

@@ -10,7 +10,7 @@ from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import merged_config
 from fedbn_flwr.messages.records import to_record, views
-from fedbn_flwr.privacy.coordinates import CLIP, SCALE, Coordinates, clipped
+from fedbn_flwr.privacy.coordinates import CLIP, Coordinates, clipped
 
 __all__ = ["clipped_update"]
 
@@ -42,7 +42,7 @@ def clipped_update(message: Message, context: Context, call_next: ClientAppCalla
                 f"clipped_update: the reply's entry '{odd[0]}' is not one that was received; nothing is sent"
             )
         sent = {name: before[name] for name in state}
-        coordinates = Coordinates(sent, split_state(sent), float(config[SCALE]))
+        coordinates = Coordinates(sent, split_state(sent))
         update = clipped(coordinates.update(state), float(config[CLIP]))
         reply.content[key] = to_record(coordinates.state(update, 0.0))
     return reply

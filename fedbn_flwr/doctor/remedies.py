@@ -59,7 +59,7 @@ _LOOK = Remedy(
 )
 CLIENT_UNITS = [
     Remedy("the same units at every client", "and the same preprocessing: this is the cause, and all else treats it"),
-    Remedy("standardise=local", "each client scales its features with its own mean and standard deviation"),
+    Remedy("scale the features at each client", "each with its own mean and standard deviation, before the model"),
     FEDBN,
 ]
 CLIENT_INPUTS = [_LOOK, FEDBN]
@@ -141,7 +141,7 @@ _SMALLER_STEPS = (
     Remedy("learning-rate ten times lower", "activations that explode come from steps that are too large"),
     Remedy("agc=0.1", "limits single steps"),
 )
-_SCALE = Remedy("standardise=federated", "rows and signals at one scale; drop features that are constant")
+_SCALE = Remedy("scale the inputs", "rows and signals to (x - mean) / std; drop features that are constant")
 EXTREME_VARIANCE = [_SCALE, *_SMALLER_STEPS]
 EXTREME_INSIDE = [*_SMALLER_STEPS, _SCALE]
 WRONG_VARIANCE = [_RECALIBRATE, *_SMALLER_STEPS]

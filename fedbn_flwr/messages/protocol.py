@@ -75,12 +75,6 @@ PACKED = Key(
     "fedbn-flwr.packed", "ArrayRecord: all arrays of the message in one piece", "server, client", "client, server"
 )
 STATISTICS_QUERY = Key("query.statistics", "message type: re-estimated statistics", "server", "client")
-MOMENTS_QUERY = Key("query.moments", "message type: sums of the inputs before round 1", "server", "client")
-MOMENTS = Key("input-moments", "ArrayRecord: count, mean and m2 of each feature of the inputs", "client", "server")
-INPUT_SUMS = Key("sums", "array (3, F) in `input-moments`: bounded sums, if asked with ranges", "client", "server")
-INPUT_LOW = Key("fedbn-flwr.input-low", "list of float: low ends of the features' ranges", "server", "client")
-INPUT_HIGH = Key("fedbn-flwr.input-high", "list of float: high ends of the features' ranges", "server", "client")
-BY_CLIENT = Key("fedbn-flwr.input-by-client", "bool: each client counts alike in the sums", "server", "client")
 
 # --- config of a message from the server ------------------------------------------------------------------------------
 SERVER_ROUND = Key("server-round", "int", "server", "client")
@@ -108,8 +102,6 @@ COMMITTED = Key("fedbn-flwr.committed", "str, comma list: rounds of the checkpoi
 TEST_SETS = Key("test-sets", "str, comma list", "server", "client")
 VALIDATION = "validation"  # in TEST_SETS: the client's validation data
 OWN = "own"  # in TEST_SETS: the client's own test data
-INPUT_MEAN = Key("fedbn-flwr.input-mean", "list of float: mean of inputs over the nodes", "server", "client")
-INPUT_STD = Key("fedbn-flwr.input-std", "list of float: standard deviation of inputs", "server", "client")
 FROZEN = Key("fedbn-flwr.frozen", "bool: BN is frozen in this round", "server", "client")
 BARRIER = Key("fedbn-flwr.fedtan-barrier", "str: id of the barrier in this process", "server", "client")
 CHANNEL_ADDRESS = Key("fedbn-flwr.fedtan-address", "str, host:port", "server", "client")
@@ -132,15 +124,13 @@ MASK_SHARES = Key("fedbn-flwr.mask-shares", "list of bytes: a share for or of ea
 MASK_THRESHOLD = Key("fedbn-flwr.mask-threshold", "int: t", "server", "client")
 MASK_ANSWERED = Key("fedbn-flwr.mask-answered", "list of int: clients whose model has arrived", "server", "client")
 MASK_LOST = Key("fedbn-flwr.mask-lost", "list of int: clients whose model has not", "server", "client")
-MASK_PRESENT = Key("fedbn-flwr.mask-present", "list of int: clients to mask with", "server", "client")
+MASK_PRESENT = Key("fedbn-flwr.mask-present", "list of int: the other clients of the round", "server", "client")
 MASK_WEIGHT = Key("fedbn-flwr.mask-weight", "float: w_i", "server", "client")
 MASK_TOTAL = Key("fedbn-flwr.mask-total-weight", "float: W", "server", "client")
-MASK_RANGE = Key("fedbn-flwr.mask-range", "float: R", "server", "client")
 MASK_EQUAL = Key("fedbn-flwr.mask-equal-weights", "bool: all weights are 1", "server", "client")
 FRESH_BATCHES = Key(
     "fedbn-flwr.fresh-batches", "int: number of the attempt; clients draw new batches for it", "server", "client"
 )
-MASK_METRICS = Key("fedbn-flwr.mask-metrics", "bool: the server may have the metrics", "server", "client")
 MASKED = Key("fedbn-flwr.masked", "int64 vector, in the model's record: the masked update", "client", "server")
 
 # --- arrays as a NumPyClient takes them -------------------------------------------------------------------------------
@@ -158,16 +148,12 @@ TRAIN_ACCURACY = Key("train-accuracy", "float", "client", "server")
 EXAMPLES_PROCESSED = Key("examples-processed", "int", "client", "server")
 STEPS = Key("steps", "int", "client", "server")
 DROPPED_BATCHES = Key("dropped-batches", "int", "client", "server")
-EXAMPLES_NOT_FINITE = Key(
-    "examples-not-finite", "int: gradients of DP-SGD that were not finite, if any", "client", "server"
-)
 EXAMPLES_TESTED = Key("examples-tested", "int", "client", "server")
 
 # --- entries of ReplyInfo and the query -------------------------------------------------------------------------------
 APPLIED = Key("fedbn-flwr.hooks-applied", "str, comma list: client hooks applied", "client", "server")
 LOCAL_HOME = Key("fedbn-flwr.local-home", "str: folder or memory", "client", "server")
 LOCAL_BEGAN = Key("fedbn-flwr.local-began", "str: the kept state began in this round", "client", "server")
-RECORD_DP = Key("fedbn-flwr.record-dp", "str, JSON: z, q and the number of steps of DP-SGD", "client", "server")
 PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client")
 BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "server")
 UNUSABLE = Key("unusable", "str: why the node cannot take part", "client", "server")
@@ -218,13 +204,12 @@ FINGERPRINT = Key("fingerprint", "str, in fedbn-flwr.local.about: fingerprint of
 BEGUN = Key(
     "begun", "int, in fedbn-flwr.local.about: the round that made the kept state anew, else 0", "client", "client"
 )
-INPUT_SCALE = "input-scale"  # in a file of the state folder, beside the kept records: the client's own mean and std
 STEP_ATTEMPT = Key("attempt", "int, in fedbn-flwr.step", "client", "client")
 MASK_PARTY = Key("fedbn-flwr.masks", "ConfigRecord: this client in a round of masked sums", "client", "client")
 MASK_SECRETS = Key("secrets", "bytes, in fedbn-flwr.masks", "client", "client")
 SPEC_SHAPES = Key("frame", "str, JSON, in fedbn-flwr.whole", "mod", "mod")
 
-CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN, RECORD_DP)
+CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
 """Keys of the client part among the metrics of a ``NumPyClient``; they are left out of averages."""
 
 _USERS_ROUND = SERVER_ROUND.replace("-", "_")  # as projects on Flower's legacy strategies write it
@@ -394,8 +379,6 @@ class MessageConfig:
         local_sha256: hash of the state that the client must restore, "" for no state; None = the client decides.
         used_sha256: hash of the state that the client kept in the last round whose reply was used, "" if there was
             none; None = rounds are not undone.
-        input_mean: mean of each feature of the inputs, which only the nodes have; () = the client knows it.
-        input_std: standard deviation in the same way.
     """
 
     server_round: int = 1
@@ -405,8 +388,6 @@ class MessageConfig:
     local_entries: tuple[str, ...] = _entry(LOCAL_ENTRIES, (), _from_json, _to_json)
     local_sha256: str | None = _entry(LOCAL_SHA256, None, _state_named, named_state)
     used_sha256: str | None = _entry(USED_SHA256, None, _state_named, named_state)
-    input_mean: tuple[float, ...] = _entry(INPUT_MEAN, (), tuple, list)
-    input_std: tuple[float, ...] = _entry(INPUT_STD, (), tuple, list)
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -439,7 +420,7 @@ class TrainConfig(MessageConfig):
     Attributes:
         hooks: names of the client hooks to apply, in order.
         extras: names of the method's records beside the model; others are the user's.
-        frozen: whether BN is frozen in this round, for the learning rate and DP-SGD. The method writes it.
+        frozen: whether BN is frozen in this round, for the learning rate. The method writes it.
         attempt: attempt of a synchronised step by messages, of which this message is part; None = it is part of none.
             ``server.step_by_messages`` writes it.
         fresh_batches: attempt of a round of masked sums, which draws batches of its own; 0 = the first.
@@ -474,7 +455,6 @@ class ReplyInfo:
         durable: whether the kept state is also in a state folder.
         began: whether the kept state began in this round.
         partition_id: the client's partition; None if the reply does not name it.
-        record_dp: how it trained with DP-SGD, JSON; "" if it does not say so.
     """
 
     applied: frozenset[str] = frozenset()
@@ -482,7 +462,6 @@ class ReplyInfo:
     durable: bool = False
     began: bool = False
     partition_id: int | None = None
-    record_dp: str = ""
 
     @classmethod
     def read(cls, reply: Message) -> ReplyInfo:
@@ -496,14 +475,12 @@ class ReplyInfo:
             info.get(LOCAL_HOME) == "folder",
             LOCAL_BEGAN in info,
             partition_id if isinstance(partition_id, int) and partition_id >= 0 else None,
-            str(info.get(RECORD_DP, "")),
         )
 
     def write(self) -> dict[str, str]:
         """Return the entries about the kept state: ``local_sha256``, ``durable``, ``began``; empty if nothing is kept.
 
-        The others are written where they are known: the hooks by the training, the steps by DP-SGD, the partition by
-        the client app.
+        The others are written where they are known: the hooks by the training, the partition by the client app.
         """
         if not self.local_sha256:
             return {}

@@ -8,19 +8,14 @@ from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from fedbn_flwr.privacy.masked_sums import MaskedSums
-    from fedbn_flwr.privacy.record_level import DPSGD, RecordLevel
-    from fedbn_flwr.privacy.record_server import RecordLevelDP
     from fedbn_flwr.privacy.settings import MaskSettings
     from fedbn_flwr.privacy.wrapper import DPWrapper
 else:
     _WHERE = {
-        "DPSGD": "record_level",
         "DPWrapper": "wrapper",
         "MaskSettings": "settings",
         "MaskedSums": "masked_sums",
-        "RecordLevel": "record_level",
-        "RecordLevelDP": "record_server",
     }
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
-__all__ = ["DPSGD", "DPWrapper", "MaskSettings", "MaskedSums", "RecordLevel", "RecordLevelDP"]
+__all__ = ["DPWrapper", "MaskSettings", "MaskedSums"]

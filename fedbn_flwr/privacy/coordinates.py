@@ -26,13 +26,14 @@ from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.messages.protocol import Key
 
-__all__ = ["CLIP", "SCALE", "Coordinates", "E", "Update", "add_clipped", "clipped", "norm"]
+__all__ = ["CLIP", "STATISTICS_SCALE", "Coordinates", "E", "Update", "add_clipped", "clipped", "norm"]
 
 Update = Mapping[str, Array]  # float64, by entry; of a complex entry its real and imaginary parts
 
 CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
-SCALE = Key("fedbn-flwr.dp-statistics-scale", "float: s", "server", "client")
 
+STATISTICS_SCALE = 0.1
+"""s: a larger one has less noise in BN's running statistics, and more elsewhere."""
 E = 1e-5  # torch's default eps of a normalisation layer
 
 
@@ -42,18 +43,18 @@ class Coordinates:
     Args:
         before: the shared entries of the global state before the round.
         parts: the split; running statistics of layers like BatchNorm (InstanceNorm) are found by their names.
-        scale: s, the weight of running statistics.
         fixed: entries that no client changes: they have no coordinates and keep their value.
         tied: entries that are the same tensor as another one, and that one: they have its coordinates.
+        scale: s, the weight of running statistics; 1 where no norm is limited.
     """
 
     def __init__(
         self,
         before: State,
         parts: Parts,
-        scale: float,
         fixed: Collection[str] = (),
         tied: Mapping[str, str] | None = None,
+        scale: float = STATISTICS_SCALE,
     ) -> None:
         self._before = before
         self._tied = {name: first for name, first in (tied or {}).items() if name in before}

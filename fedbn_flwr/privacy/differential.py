@@ -29,7 +29,7 @@ much as one noise with multiplier $z$: the updates get $z_u = (z^{-2} - (2 \sigm
 The global models of all rounds, against everybody who sees them, at the level of a client (``privacy.accounting`` says
 what epsilon rests on). The server is trusted: it sees the replies, with ``where="client"`` clipped ones. What else the
 server writes for itself is not covered: log, checkpoints, the split and the report of the data. Metrics of clients are
-withheld, or published without protection.
+withheld: no noise covers them.
 
 ## Law
 
@@ -50,8 +50,8 @@ import numpy as np
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
-from fedbn_flwr.privacy.accounting import PrivacyAccountant, Release, require_dp_accounting
-from fedbn_flwr.privacy.coordinates import CLIP, SCALE, Coordinates, add_clipped, norm
+from fedbn_flwr.privacy.accounting import PrivacyAccountant, require_dp_accounting
+from fedbn_flwr.privacy.coordinates import CLIP, STATISTICS_SCALE, Coordinates, add_clipped, norm
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.settings import DPSettings, dp_conflicts
 from fedbn_flwr.server.method import Reply
@@ -61,30 +61,19 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.run import Run
 from fedbn_flwr.server.sent_beside import sent_beside
 
-__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "beside_models", "refuse_inputs"]
+__all__ = ["NO_ROUND", "ClientLevelDP", "DPSettings", "beside_models"]
 
 logger = logging.getLogger("flwr")
 
 NO_ROUND = "No round has been released."
+_QUANTILE = 0.5  # gamma: C adapts until this share of the updates is not clipped
+_RATE = 0.2  # eta: how fast C adapts
 _NOISY = 0.3  # noise in running variances, relative to them, from which on a warning says so
 
 
 def beside_models(methods: Methods) -> list[str]:
     """Return what the methods take from clients beside the update or the model, which gets noise."""
     return [beside.text for beside in sent_beside(methods)]
-
-
-def refuse_inputs(limit: float, epsilon: float) -> None:
-    """Refuse sums of the inputs that bring epsilon to ``epsilon``, and leave nothing for the rounds.
-
-    Raises:
-        ConfigError: ``limit`` is not 0 (= none), and epsilon reaches it.
-    """
-    if limit and epsilon >= limit:
-        raise ConfigError(
-            f"standardise=federated would bring epsilon to {epsilon:.4g} before round 1, and the run may cost "
-            f"{limit:g}. Use a larger standardise-noise-multiplier, or standardise=ranges, which costs nothing."
-        )
 
 
 class ClientLevelDP(Protection):
@@ -102,14 +91,13 @@ class ClientLevelDP(Protection):
         clipping_norm: C of the next round.
         noise_multiplier: z; None before the first round, where it comes from a target epsilon.
         accountant: the releases so far, of all runs with this object.
-        tells: whether it logs and reports epsilon; not where another protection does so for the whole run.
 
     Raises:
         ConfigError: settings exclude each other, or the library that computes epsilon is not installed.
     """
 
     always_releases = True
-    tells = True
+    publishes_metrics = False
 
     def __init__(
         self,
@@ -121,15 +109,12 @@ class ClientLevelDP(Protection):
     ) -> None:
         self.settings, self.noise, self._fixed = settings, noise or SystemNoise(), frozenset(fixed)
         self._tied = dict(tied or {})
-        self.publishes_metrics = settings.dp_metrics == "published"
-        self.secret_sampling = settings.dp_sampling == "secret"
         if problems := dp_conflicts(settings):
             raise ConfigError("\n".join(problems))
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
             require_dp_accounting()
-        self.accountant = PrivacyAccountant(settings.dp_delta, settings.dp_neighbours, file)
+        self.accountant = PrivacyAccountant(settings.dp_delta, file)
         self.accountant.restore(())
-        self._of_inputs = 0
         self._begin()
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
@@ -140,16 +125,6 @@ class ClientLevelDP(Protection):
         """
         self._begin()
         problems = beside_models(methods)
-        if self.secret_sampling and methods.local:
-            problems.append(
-                "dp-sampling=secret: a client's first message is larger than the next ones, so traffic tells who was "
-                "drawn before; use dp-sampling=known"
-            )
-        if self.secret_sampling and (kept := methods.params.cohort_rounds) > 1:
-            problems.append(
-                f"dp-sampling=secret counts on a new draw in each round, and cohort-rounds={kept} keeps the clients: "
-                "leave it out, or use dp-sampling=known"
-            )
         if problems:
             subject = f"strategy {methods.name!r} with dp={self.settings.dp}"
             raise ConfigError("\n".join(f"{subject}: {what}" for what in problems))
@@ -160,18 +135,11 @@ class ClientLevelDP(Protection):
         self.noise_multiplier = None if settings.dp_target_epsilon else settings.dp_noise_multiplier
         self._spent = False
 
-    def release_inputs(self, noise_multiplier: float, asked: int) -> None:
-        """Note one sum over all clients, with the noise multiplier z."""
-        release = Release(noise_multiplier if self.noise.secret else 0.0, asked, asked)
-        refuse_inputs(self._limit, self.accountant.epsilon([release]))
-        self.accountant.add(release)
-        self._of_inputs = len(self.accountant.releases)
-
     def config(self) -> Mapping[str, Any]:
-        """Return C and s for the mod of a client that clips."""
+        """Return C for the mod of a client that clips."""
         if self.settings.dp == "server":
             return {}
-        return {CLIP: self.clipping_norm, SCALE: self.settings.dp_statistics_scale}
+        return {CLIP: self.clipping_norm}
 
     def check(self, run: Run, reply: Reply, before: State) -> None:
         """Refuse an update that its client should have clipped, or that has changed a fixed entry."""
@@ -208,15 +176,13 @@ class ClientLevelDP(Protection):
 
     def _adapt(self, surplus: float, of_bits: float, asked: int) -> None:
         """Set C of the next round; ``surplus`` is the sum of b_i - 1/2, ``of_bits`` the deviation of its noise."""
-        settings = self.settings
         share = 0.5 + (surplus + of_bits * float(self.noise.normal(()))) / asked
-        surplus_share = min(max(share, 0), 1) - settings.dp_clipping_quantile
-        self.clipping_norm *= math.exp(-settings.dp_clipping_rate * surplus_share)
+        self.clipping_norm *= math.exp(-_RATE * (min(max(share, 0), 1) - _QUANTILE))
 
     def _coordinates(self, run: Run, before: State) -> Coordinates:
         part_of, local = run.parts.part_of, run.methods.local
         shared = {name: array for name, array in before.items() if part_of[name] not in local}
-        return Coordinates(shared, run.parts, self.settings.dp_statistics_scale, self._fixed, self._tied)
+        return Coordinates(shared, run.parts, self._fixed, self._tied)
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
         """Return the deviation of the noise in the sum of bits, and z_u; without adaptive clipping 0 and z."""
@@ -226,71 +192,49 @@ class ClientLevelDP(Protection):
         return of_bits, noise_multiplier / math.sqrt(1 - (noise_multiplier / (2 * of_bits)) ** 2)
 
     def admits(self, run: Run, asked: int) -> bool:
-        """Return whether a round with so many clients keeps within the budget; choose the noise for a target epsilon.
-
-        Raises:
-            ConfigError: not even one round does.
-        """
-        self._choose_noise(run, asked)
-        if len(self.accountant.releases) <= self._of_inputs:
+        """Return whether a round keeps within the target epsilon, if there is one; choose the noise for it."""
+        self._choose_noise(run)
+        if not self.accountant.releases:
             self._warn(run, asked)
-        if not self._limit:
-            return True
-        release = Release(self.noise_multiplier or 0.0, asked, run.num_able, self.secret_sampling)
-        cost = self.accountant.epsilon([release])
-        self._spent = self._exceeds(cost)
+        self._spent = self._exceeds(self.noise_multiplier or 0.0)
         if self._spent:
-            self._tell_spent(run, asked, cost)
+            logger.warning(
+                "epsilon is %.4g, and a further round would bring it above %g: the run ends.",
+                self.accountant.epsilon(),
+                self.settings.dp_target_epsilon,
+            )
         return not self._spent
 
-    @property
-    def _limit(self) -> float:
-        """The largest epsilon of the run; 0 = none."""
-        return self.settings.dp_max_epsilon or self.settings.dp_target_epsilon
+    def _exceeds(self, noise_multiplier: float) -> bool:
+        """Return whether a further release with this noise would cost more than the target epsilon, if there is one."""
+        target = self.settings.dp_target_epsilon
+        if not target:
+            return False
+        return self.accountant.epsilon([noise_multiplier]) > target * (1 + 1e-9)  # a target is met up to rounding
 
-    def _exceeds(self, epsilon: float) -> bool:
-        return epsilon > self._limit * (1 + 1e-9)  # a target is met up to rounding
-
-    def _choose_noise(self, run: Run, asked: int) -> None:
+    def _choose_noise(self, run: Run) -> None:
         """Choose z for a target epsilon, for rounds like this one to the end; not where the target is spent."""
         target = self.settings.dp_target_epsilon
         if self.noise_multiplier is None and self.accountant.epsilon() < target:
-            self.noise_multiplier = self.accountant.noise_for(
-                target, asked, run.num_able, run.rounds_left, self.secret_sampling
-            )
+            self.noise_multiplier = self.accountant.noise_for(target, run.rounds_left)
             logger.info("dp-target-epsilon=%g: noise multiplier %.4g", target, self.noise_multiplier)
-
-    def _tell_spent(self, run: Run, asked: int, cost: float) -> None:
-        """Log that the run ends before this round, which would bring epsilon to ``cost``; raise if it is the first."""
-        if len(self.accountant.releases) <= self._of_inputs:
-            raise ConfigError(
-                f"dp-max-epsilon={self.settings.dp_max_epsilon}: round {run.report.server_round} would bring epsilon "
-                f"to {cost:.4g}. Use more noise (dp-noise-multiplier), or more clients."
-            )
-        logger.warning(
-            "epsilon is %.4g, and a round with %d of %d clients would bring it above %g: the run ends.",
-            self.accountant.epsilon(),
-            asked,
-            run.num_able,
-            self._limit,
-        )
 
     def _warn(self, run: Run, asked: int) -> None:
         own = self.settings
-        if self.tells and self.noise_multiplier and own.dp_delta * run.num_able >= 1:
+        if self.noise_multiplier and own.dp_delta * run.num_able >= 1:
             logger.warning(
                 "dp-delta=%g is not below 1 / %d, the number of clients: a mechanism that publishes one client at "
                 "random would have such a delta. Use a smaller one.",
                 own.dp_delta,
                 run.num_able,
             )
-        size = (self.noise_multiplier or 0.0) * self.clipping_norm / (asked * own.dp_statistics_scale)
+        size = (self.noise_multiplier or 0.0) * self.clipping_norm / (asked * STATISTICS_SCALE)
         if size > _NOISY and Part.STATISTICS not in run.methods.local:
             logger.warning(
                 "in each round the noise in BN's running variances has %.2g times their own size (z C / (m s)), which "
                 "makes them useless. "
-                "Use a smaller dp-clipping-norm, more clients, a larger dp-statistics-scale, or a method that does not "
-                "send statistics (fedbn, silobn, or fixbn with an early freeze-at).",
+                "Use a smaller dp-clipping-norm, more clients, or a method that does not send statistics"
+                " (fedbn, silobn, or fixbn with an early freeze-at).",
                 size,
             )
 
@@ -298,11 +242,9 @@ class ClientLevelDP(Protection):
         """Note the release of this round, before its result exists; report what it costs."""
         if self.noise_multiplier is None:
             raise ConfigError("no noise was chosen for this round: admits() was not called")
-        z = self.noise_multiplier if self.noise.secret else 0.0
-        release = Release(z, run.report.asked, run.num_able, self.secret_sampling)
-        self.accountant.add(release)
+        self.accountant.add(self.noise_multiplier if self.noise.secret else 0.0)
         run.report.privacy = {"clipping-norm": self.clipping_norm, "noise-multiplier": self.noise_multiplier}
-        if self.tells and self.guarantees:
+        if self.guarantees:
             run.report.privacy |= {"epsilon": self.accountant.epsilon(), "delta": self.settings.dp_delta}
             logger.info("%s", self.guarantee())
 
@@ -322,21 +264,15 @@ class ClientLevelDP(Protection):
             return NO_ROUND
         if not math.isfinite(epsilon := accountant.epsilon()):
             return "No privacy is guaranteed: there were releases without noise, or with noise that can be repeated."
-        what = (
-            "whether a client's update is in the sums"
-            if settings.dp_neighbours == "zero-out"
-            else "which data a client has"
-        )
-        against = ", from all but clients" if any(release.secret for release in accountant.releases) else ""
         return (
             f"epsilon = {epsilon:.4g} at delta = {settings.dp_delta:g} after {len(accountant.releases)} releases: the "
-            f"models hide {what}{against}."
+            "models hide whether a client's update is in the sums."
         )
 
     def stops_after(self, server_round: int) -> bool:
-        """Return whether a further round, with as many clients as the last, would cost too much in total."""
-        limit, releases = self._limit, self.accountant.releases
-        return self._spent or (bool(limit and releases) and self._exceeds(self.accountant.epsilon(releases[-1:])))
+        """Return whether a further round, with the noise of the last one, would cost too much in total."""
+        releases = self.accountant.releases
+        return self._spent or (bool(releases) and self._exceeds(releases[-1]))
 
     def outcome(self) -> dict[str, Any]:
         """Return what the summary of a run says."""
@@ -350,11 +286,11 @@ class ClientLevelDP(Protection):
         return {
             "clipping_norm": self.clipping_norm,
             "noise_multiplier": self.noise_multiplier,
-            "releases": [list(release) for release in self.accountant.releases],
+            "releases": [*self.accountant.releases],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore C, z and the releases; a target epsilon chooses z anew, for the rounds that are left."""
         self.clipping_norm = state["clipping_norm"]
         self.noise_multiplier = None if self.settings.dp_target_epsilon else state["noise_multiplier"]
-        self.accountant.restore(Release(*release) for release in state["releases"])
+        self.accountant.restore(state["releases"])

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from fedbn_flwr.messages.protocol import (
     MASK_NUMBER,
     MASK_NUMBERS,
     MASK_PRESENT,
-    MASK_RANGE,
     MASK_REPLY,
     MASK_SHARES,
     MASK_STAGE,
@@ -60,6 +58,33 @@ Read = TypeVar("Read")
 
 
 @dataclass
+class Answers(Generic[Read]):
+    """The answers to a query of the masks, by the number of the client.
+
+    Attributes:
+        read: what was asked for.
+        faults: why there is nothing to read, of clients that have replied.
+    """
+
+    read: dict[int, Read] = field(default_factory=dict)
+    faults: dict[int, str] = field(default_factory=dict)
+
+    def add(self, number: int, reply: Message, read: Callable[[Mapping[str, Any]], Read]) -> None:
+        """Add a client's reply."""
+        if reply.has_error():
+            self.faults[number] = error_text(reply)
+            return
+        records = of_kind(reply.content, ConfigRecord)
+        if MASK_REPLY not in records:
+            self.faults[number] = _LACKS_MOD
+            return
+        try:
+            self.read[number] = read(records[MASK_REPLY])
+        except (KeyError, TypeError, ValueError) as error:  # a client may send anything
+            self.faults[number] = f"its answer on the masks cannot be read: {type(error).__name__}: {error}"
+
+
+@dataclass
 class MaskedRound:
     """The masks of a round and its sums. A client's number is the position of its node in ``nodes``.
 
@@ -68,7 +93,6 @@ class MaskedRound:
         nodes: the sampled nodes.
         grid: the nodes.
         timeout: seconds to wait for the answers to a query.
-        value_range: R, ``masked-range``.
         equal: whether all weights are 1; else a client's weight is its number of examples.
         present: the clients that have sent their shares: those that train.
         threshold: t; 0 before the keys.
@@ -80,58 +104,58 @@ class MaskedRound:
     nodes: Sequence[Node]
     grid: Grid
     timeout: float
-    value_range: float
     equal: bool
     present: frozenset[int] = frozenset()
     threshold: int = 0
     whole: bool = False
     revealing: bool = False
     _keys: dict[int, PublicKeys] = field(default_factory=dict)
-    _neighbours: dict[int, frozenset[int]] = field(default_factory=dict)
     _encrypted: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by receiver, then by sender
 
-    def prepare(self, asked: Sequence[int], share: float, neighbours: int) -> bool:
-        """Exchange keys and shares; return whether enough clients are left in each neighbourhood.
+    def prepare(self, asked: Sequence[int], share: float) -> bool:
+        """Exchange keys and shares; return whether enough clients are left.
 
         Args:
             asked: the clients to ask.
             share: ``masked-threshold``.
-            neighbours: ``masked-neighbours``.
 
         Raises:
             ClientPartError: no client has the mod.
-            ConfigError: R is too large for the weights.
         """
-        self._keys = self._ask("keys", {number: {} for number in asked}, lambda answer: _keys(answer[MASK_KEYS]))
-        half = ((neighbours or len(asked)) + 1) // 2
-        self._neighbours = _ring(list(self._keys), half)
-        around = min(2 * half + 1, len(asked))  # those that were asked: lost ones lower no threshold
-        self.threshold = max(math.ceil(share * around), around // 2 + 1, 2)
+        # Of those that were asked: clients that are lost lower no threshold.
+        self.threshold = max(math.ceil(share * len(asked)), len(asked) // 2 + 1, 2)
+        self._keys = self._ask("keys", {number: {} for number in asked}, _keys)
         left: Collection[int] = self._keys
         if len(left) >= self.threshold:
-            left = self._exchange_shares()
-        if not self.enough(self.present):
+            left = self.present = self._exchange_shares()
+        if len(left) < self.threshold:
             self.give_up(f"{len(left)} of {len(self.nodes)} clients are left for the masks of the round")
             return False
-        _ = self.point  # or it raises
         return True
 
-    def partners(self, number: int) -> list[int]:
-        """Return the present neighbours of a client."""
-        return sorted(self._neighbours[number] & self.present)
+    def _exchange_shares(self) -> frozenset[int]:
+        """Send each client the keys of all; keep the encrypted shares, and return who has sent them."""
+        numbers = sorted(self._keys)
+        keys = [key for number in numbers for key in self._keys[number]]
+        common: dict[str, Any] = {MASK_NUMBERS: numbers, MASK_KEYS: keys, MASK_THRESHOLD: self.threshold}
+        configs = {number: {**common, MASK_NUMBER: number} for number in numbers}
+        senders = []
+        for number, shares in self._ask("shares", configs, _by_number).items():
+            if shares.keys() != {*numbers} - {number}:
+                self.lose(number, "it has sent shares for others than the clients of the round")
+                continue
+            senders.append(number)
+            for receiver, encrypted in shares.items():
+                self._encrypted.setdefault(receiver, {})[number] = encrypted
+        return frozenset(senders)
 
-    def enough(self, numbers: frozenset[int]) -> bool:
-        """Return whether each of these clients has t of them in its neighbourhood, and all are connected.
+    def others(self, number: int) -> list[int]:
+        """Return the present clients but this one."""
+        return sorted(self.present - {number})
 
-        Parts that are not connected would have sums of their own.
-        """
-        if not numbers or any(len(self._around(i) & numbers) < self.threshold for i in numbers):
-            return False
-        reached, new = set[int](), {min(numbers)}
-        while new:
-            reached |= new
-            new = set[int]().union(*(self._around(i) & numbers for i in new)) - reached
-        return reached == numbers
+    def enough(self, numbers: Collection[int]) -> bool:
+        """Return whether so many clients may be summed."""
+        return len(numbers) >= self.threshold
 
     def left_over(self, answered: frozenset[int], size: int) -> Array:
         """Return the masks that remain in the sum of these clients' vectors, whose size is given.
@@ -143,37 +167,59 @@ class MaskedRound:
         if self.whole and answered != self.present:
             raise MaskingError(f"{len(self.present - answered)} client(s) were lost after the synchronised step")
         if not self.enough(answered):
-            raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed in each part")
+            raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed")
         shares, server_round = self._reveal(answered), self.report.server_round
-        told = about(self.value_range, self.weight(self.present), self.equal)
+        told = about(self.weight(self.present), self.equal)
         left = np.zeros(size, np.int64)
         for number in sorted(self.present):
-            partners = [other for other in self.partners(number) if other in answered]
-            if number not in answered and not partners:
-                continue
-            of_secret = shares[number]
+            of_secret = shares[number][: self.threshold]
             if len(of_secret) < self.threshold:
                 raise MaskingError(
                     f"{len(of_secret)} shares for {self.nodes[number]} have come, {self.threshold} needed"
                 )
             if number in answered:
-                left += seed_mask(recovered_seed(of_secret[: self.threshold]), server_round, size)
+                left += seed_mask(recovered_seed(of_secret), server_round, size)
                 continue
-            secret = recovered_key(of_secret[: self.threshold], self._keys[number].masks)
-            for other in partners:
+            secret = recovered_key(of_secret, self._keys[number].masks)
+            for other in sorted(answered):
                 add_pair_mask(left, other, number, secret, self._keys[other].masks, server_round, told)
         return left
+
+    def _reveal(self, answered: frozenset[int]) -> Mapping[int, Sequence[bytes]]:
+        """Ask for the shares of those who have answered and of those who are lost; return them by owner."""
+        common: dict[str, Any] = {MASK_ANSWERED: sorted(answered), MASK_LOST: sorted(self.present - answered)}
+        configs: dict[int, Mapping[str, Any]] = {}
+        for number in answered:
+            others = self.others(number)
+            encrypted = [self._encrypted[number][other] for other in others]
+            configs[number] = {**common, MASK_NUMBERS: others, MASK_SHARES: encrypted}
+
+        def by_owner(revealed: Mapping[int, Mapping[int, bytes]]) -> dict[int, list[bytes]]:
+            shares: dict[int, list[bytes]] = {owner: [] for owner in self.present}
+            for of_client in revealed.values():
+                for owner in self.present & of_client.keys():
+                    shares[owner].append(of_client[owner])
+            return shares
+
+        def enough(revealed: Mapping[int, Mapping[int, bytes]]) -> bool:
+            return all(len(shares) >= self.threshold for shares in by_owner(revealed).values())
+
+        self.revealing = True
+        return by_owner(self._ask("reveal", configs, _by_number, enough))
 
     @property
     def point(self) -> FixedPoint:
         """The fixed-point numbers of the sum."""
-        return FixedPoint(self.value_range, self.weight(self.present))
+        return FixedPoint(self.weight(self.present))
 
     def config(self, number: int) -> dict[str, Any]:
         """Return what a client is told of the sum."""
-        total = self.weight(self.present)
-        entries: dict[str, Any] = {MASK_TOTAL: total, MASK_RANGE: self.value_range, MASK_EQUAL: self.equal}
-        return entries | {MASK_PRESENT: self.partners(number), MASK_WEIGHT: self.weight({number})}
+        return {
+            MASK_TOTAL: self.weight(self.present),
+            MASK_EQUAL: self.equal,
+            MASK_PRESENT: self.others(number),
+            MASK_WEIGHT: self.weight({number}),
+        }
 
     def weight(self, numbers: Collection[int]) -> float:
         """Return the sum of these clients' weights."""
@@ -220,56 +266,6 @@ class MaskedRound:
             if node.node_id not in self.report.rejected:
                 self.report.reject(node.node_id, f"{node}: {why}: nothing is revealed")
 
-    def _around(self, number: int) -> frozenset[int]:
-        return (self._neighbours[number] | {number}) & self.present
-
-    def _exchange_shares(self) -> frozenset[int]:
-        """Send each client its neighbours' keys; keep the encrypted shares, and return who has sent them."""
-        configs: dict[int, Mapping[str, Any]] = {}
-        for number, neighbours in self._neighbours.items():
-            listed = sorted({number, *neighbours})
-            configs[number] = {
-                MASK_NUMBER: number,
-                MASK_NUMBERS: listed,
-                MASK_KEYS: [key for other in listed for key in self._keys[other]],
-                MASK_THRESHOLD: self.threshold,
-            }
-        senders = []
-        for number, shares in self._ask("shares", configs, _by_number).items():
-            if shares.keys() != self._neighbours[number]:
-                self.lose(number, "it has sent shares for others than its neighbours")
-                continue
-            senders.append(number)
-            for other, encrypted in shares.items():
-                self._encrypted.setdefault(other, {})[number] = encrypted
-        self.present = frozenset(senders)
-        return self.present
-
-    def _reveal(self, answered: frozenset[int]) -> Mapping[int, Sequence[bytes]]:
-        """Ask for the shares of those who have answered and of those who are lost; return them by owner."""
-        configs: dict[int, Mapping[str, Any]] = {}
-        for number in answered:
-            around, others = self._around(number), self.partners(number)
-            configs[number] = {
-                MASK_ANSWERED: sorted(around & answered),
-                MASK_LOST: sorted(around - answered),
-                MASK_NUMBERS: others,
-                MASK_SHARES: [self._encrypted[number][other] for other in others],
-            }
-
-        def shares(answers: Mapping[int, Mapping[int, bytes]]) -> dict[int, list[bytes]]:
-            of_secrets: dict[int, list[bytes]] = {number: [] for number in self.present}
-            for number, revealed in answers.items():
-                for owner in self._around(number) & revealed.keys():
-                    of_secrets[owner].append(revealed[owner])
-            return of_secrets
-
-        def enough(answers: Mapping[int, Mapping[int, bytes]]) -> bool:
-            return all(len(of_secret) >= self.threshold for of_secret in shares(answers).values())
-
-        self.revealing = True
-        return shares(self._ask("reveal", configs, _by_number, enough))
-
     def _ask(
         self,
         stage: str,
@@ -284,45 +280,39 @@ class MaskedRound:
         Raises:
             ClientPartError: all clients have answered without the mod.
         """
-        common: dict[str, Any] = {MASK_STAGE: stage, SERVER_ROUND: self.report.server_round}
-        self.report.train.exchanges += 1
-        messages = []
-        for number, config in configs.items():
-            content = RecordDict({_QUERY: ConfigRecord({**common, **without_empty(config)})})
-            messages.append(Message(content, self.nodes[number].node_id, MessageType.QUERY))
         number_of = {self.nodes[number].node_id: number for number in configs}
 
-        def read_all(replies: Iterable[Message]) -> tuple[dict[int, Read], dict[int, str]]:
-            """Return the answers, and why there is none, by number."""
-            answers, why = dict[int, Read](), dict[int, str]()
+        def answers_in(replies: Iterable[Message]) -> Answers[Read]:
+            answers = Answers[Read]()
             for reply in replies:
-                number = number_of[reply.metadata.src_node_id]
-                if reply.has_error():
-                    why[number] = error_text(reply)
-                elif MASK_REPLY not in of_kind(reply.content, ConfigRecord):
-                    why[number] = _LACKS_MOD
-                else:
-                    try:
-                        answers[number] = read(of_kind(reply.content, ConfigRecord)[MASK_REPLY])
-                    except (KeyError, TypeError, ValueError) as error:  # from outside
-                        text = f"{type(error).__name__}: {error}"
-                        why[number] = f"its answer to '{stage}' of the masks cannot be read: {text}"
-            return answers, why
+                answers.add(number_of[reply.metadata.src_node_id], reply, read)
+            return answers
 
+        self.report.train.exchanges += 1
         replies = polling(self.grid).send_and_receive_until(
-            messages, lambda replies: enough(read_all(replies)[0]), timeout=self.timeout
+            [self._query(stage, number, config) for number, config in configs.items()],
+            lambda replies: enough(answers_in(replies).read),
+            timeout=self.timeout,
         )
-        answers, why = read_all(replies)
-        complete = enough(answers)
-        for number in [number for number in configs if number not in answers]:
-            text = why.get(number, f"no answer to '{stage}' of the masks")
-            if stage != "reveal":
-                self.lose(number, text)
-            elif number in why or not complete:  # its vector is in the sum
-                logger.warning("round %d: %s: %s", self.report.server_round, self.nodes[number], text)
-        if configs and list(why.values()).count(_LACKS_MOD) == len(configs):
+        answers = answers_in(replies)
+        if configs and list(answers.faults.values()).count(_LACKS_MOD) == len(configs):
             raise ClientPartError(f"{self.nodes[next(iter(configs))]}: {_LACKS_MOD}")
-        return answers
+        for number in sorted(configs.keys() - answers.read.keys()):
+            self._miss(stage, number, answers.faults.get(number, ""), enough(answers.read))
+        return answers.read
+
+    def _query(self, stage: str, number: int, config: Mapping[str, Any]) -> Message:
+        common: dict[str, Any] = {MASK_STAGE: stage, SERVER_ROUND: self.report.server_round}
+        content = RecordDict({_QUERY: ConfigRecord({**common, **without_empty(config)})})
+        return Message(content, self.nodes[number].node_id, MessageType.QUERY)
+
+    def _miss(self, stage: str, number: int, fault: str, complete: bool) -> None:
+        """Report a client without an answer; ``fault``: what is wrong with its reply, "" if there was none."""
+        why = fault or f"no answer to '{stage}' of the masks"
+        if stage != "reveal":
+            self.lose(number, why)
+        elif fault or not complete:  # it is not lost: its vector is in the sum
+            logger.warning("round %d: %s: %s", self.report.server_round, self.nodes[number], why)
 
 
 def _sum(vectors: Sequence[Array]) -> Array:
@@ -333,21 +323,9 @@ def _sum(vectors: Sequence[Array]) -> Array:
     return total
 
 
-def _ring(numbers: Sequence[int], half: int) -> dict[int, frozenset[int]]:
-    """Return each client's neighbours: those up to ``half`` places before and after it in a random order."""
-    ring, size = list(numbers), len(numbers)
-    secrets.SystemRandom().shuffle(ring)
-    steps = range(-half, half + 1) if 2 * half < size else range(size)
-    neighbours = {}
-    for place, number in enumerate(ring):
-        around = {ring[(place + step) % size] for step in steps}
-        neighbours[number] = frozenset(around - {number})
-    return neighbours
-
-
-def _keys(keys: Sequence[bytes]) -> PublicKeys:
-    masks, channel = map(_bytes, keys)
-    return PublicKeys(masks, channel)
+def _keys(answer: Mapping[str, Any]) -> PublicKeys:
+    masks, channel = answer[MASK_KEYS]
+    return PublicKeys(_bytes(masks), _bytes(channel))
 
 
 def _by_number(answer: Mapping[str, Any]) -> dict[int, bytes]:

@@ -1,17 +1,16 @@
 r"""Masked sums (secure aggregation): the server sees the sum of the clients' updates, and no single one.
 
 Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4, against a server
-that follows the protocol and is curious; with ``masked-neighbours`` the neighbours of Bell et al. 2020, "Secure
-Single-Server Aggregation with (Poly)Logarithmic Overhead". This file and ``privacy.masked_round`` are the server's
-half, ``client.masking`` is the client's; ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
+that follows the protocol and is curious. This file and ``privacy.masked_round`` are the server's half,
+``client.masking`` is the client's; ``privacy.masks`` has the masks, ``privacy.ring`` the numbers.
 
 ## Algorithm
 
 A round of $m$ clients:
 
 1. Each client sends two public keys.
-2. Each client gets its neighbours' keys, and sends each of them encrypted shares of its secrets.
-3. Each client gets the list of the neighbours that are still there, trains, and sends $y_i$: its update in the
+2. Each client gets the keys of the others, and sends each of them encrypted shares of its secrets.
+3. Each client gets the list of the others that are still there, trains, and sends $y_i$: its update in the
    coordinates of ``privacy.coordinates``, in fixed point, times its weight $|D_i|$, plus masks. In a synchronised step
    the tensors of the exchanges are masked in the same way.
 4. The server says whose $y_i$ has arrived. Each client sends its shares of the others' secrets, once. The server takes
@@ -24,15 +23,14 @@ the previous model is kept.
 
 | | per round, beside the plain method |
 |---|---|
-| sent down | public keys and encrypted shares of the neighbours, three queries |
-| sent up | 8 bytes for each float (4 without masks, in float32); two keys, and an encrypted share per neighbour |
+| sent down | public keys and encrypted shares of the others, three queries |
+| sent up | 8 bytes for each float (4 without masks, in float32); two keys, and an encrypted share for each other |
 | not sent | integer entries; the server counts BN's counters by rounds |
 
-## Differs from the papers
+## Differs from the paper
 
 Masks come from ChaCha20 with a key of 256 bits, not from a generator with a seed of 32 bits (Flower's SecAgg+). The
-shares are delivered with the last query. Bell et al. also have a variant against a server that deviates from the
-protocol; this is the other one.
+shares are delivered with the last query.
 
 With differential privacy (``dp=client``) the clients clip before they mask, all weights are 1, and the server adds its
 noise to the sum. That a client clips cannot be checked then.
@@ -60,7 +58,7 @@ from torch import Tensor
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.reestimation import Moments
 from fedbn_flwr.errors import ConfigError, MaskingError, ReplyError
-from fedbn_flwr.messages.protocol import FRESH_BATCHES, MASK_METRICS, MASKED, NUM_EXAMPLES
+from fedbn_flwr.messages.protocol import FRESH_BATCHES, MASKED, NUM_EXAMPLES
 from fedbn_flwr.messages.records import state_sha256
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.differential import ClientLevelDP
@@ -162,7 +160,7 @@ class MaskedSums(Protection):
     """Sums of masked updates.
 
     Args:
-        settings: threshold, neighbours and range.
+        settings: the threshold.
         dp: differential privacy whose updates the clients clip: all weights are 1, and it adds its noise to the sum.
 
     Raises:
@@ -170,6 +168,7 @@ class MaskedSums(Protection):
     """
 
     reads_each = False
+    publishes_metrics = False  # they have no masks
 
     def __init__(self, settings: MaskSettings, dp: ClientLevelDP | None = None) -> None:
         if problems := mask_conflicts(dp.settings) if dp else ():
@@ -177,8 +176,6 @@ class MaskedSums(Protection):
         self.settings = settings
         self._dp = dp
         self._inner: Protection = dp or Protection()
-        self.publishes_metrics = settings.masked_metrics == "published" and self._inner.publishes_metrics
-        self.secret_sampling = self._inner.secret_sampling
         self.always_releases = self._inner.always_releases
         self._terms: Terms | None = None
         self._masks: MaskedRound | None = None
@@ -208,13 +205,12 @@ class MaskedSums(Protection):
         """Return whether differential privacy, if there is any, allows the round; masks allow each."""
         return self._inner.admits(run, asked)
 
-    def release_inputs(self, noise_multiplier: float, asked: int) -> None:
-        """Note it in differential privacy, if there is any."""
-        self._inner.release_inputs(noise_multiplier, asked)
-
     def config(self) -> Mapping[str, Any]:
         """Return the config of differential privacy; in a resumed run also a number: clients draw new batches by it."""
-        return {**self._inner.config(), **({FRESH_BATCHES: self._fresh} if self._fresh else {})}
+        config = dict(self._inner.config())
+        if self._fresh:
+            config[FRESH_BATCHES] = self._fresh
+        return config
 
     def open_round(
         self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float
@@ -258,14 +254,12 @@ class MaskedSums(Protection):
         """Return the messages to the clients that agree on masks; ``again``: without those that repeat their sums."""
         if not messages:
             return []
-        nodes, own = [node for node, _ in messages], self.settings
-        masks = MaskedRound(run.report, nodes, polling(grid), timeout, own.masked_range, bool(self._dp))
+        masks = MaskedRound(run.report, [node for node, _ in messages], polling(grid), timeout, bool(self._dp))
         self._masks = None
-        if not masks.prepare(_able(masks, again), own.masked_threshold, own.masked_neighbours):
+        if not masks.prepare(_able(masks, again), self.settings.masked_threshold):
             return []
         self._masks = masks
-        configs = {n: {**masks.config(n), MASK_METRICS: self.publishes_metrics} for n in sorted(masks.present)}
-        return [with_config(messages[number][1], config) for number, config in configs.items()]
+        return [with_config(messages[number][1], masks.config(number)) for number in sorted(masks.present)]
 
     def limits(self, limits: Limits, members: Mapping[int, Member]) -> Limits:
         """Return the limits of a step in which all stay to the end, and whose exchanges are masked sums."""
@@ -274,7 +268,6 @@ class MaskedSums(Protection):
             raise ConfigError(
                 f"masked-sums=true: node {min(missing)} has masks, and takes no part in the synchronised step"
             )
-
         masks.whole = True
 
         def answer(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -317,7 +310,7 @@ class MaskedSums(Protection):
         terms = self._terms_or_raise
         shared = terms.expected
         values = split(self._mean(vectors, self._training), _like(terms))
-        state = Coordinates(shared, run.parts, 1.0).state(values, 0.0)
+        state = Coordinates(shared, run.parts, scale=1.0).state(values, 0.0)
         extras: dict[str, State] = {MOMENTUM: buffers_of(values, shared)} if MOMENTUM in terms.extras else {}
         average = Reply(Node(0), self._masks_or_raise.weight(vectors.keys()), state, {}, extras)
         terms.check(average)

@@ -34,9 +34,9 @@ _BUFFER = "momentum|"
 _NOT_CALLED = -128.0  # l of a layer that the client did not call
 
 
-def about(value_range: float, total: float, equal: bool) -> str:
-    """Return what the clients are told of a sum, as a text: the range, the sum of the weights, how they weigh."""
-    return f"{value_range!r}|{total!r}|{'equal' if equal else 'examples'}"
+def about(total: float, equal: bool) -> str:
+    """Return what the clients are told of a sum, as a text: the sum of the weights, and how they weigh."""
+    return f"{total!r}|{'equal' if equal else 'examples'}"
 
 
 def model_values(
@@ -54,7 +54,7 @@ def model_values(
         MaskingError: a buffer does not fit the model.
     """
     named = split_state(before)
-    values = Coordinates(before, parts or named, 1.0).update(state)
+    values = Coordinates(before, parts or named, scale=1.0).update(state)
     if buffers is None:
         return values
     trainable = [name for name in (*named.affine, *named.rest) if before[name].dtype.kind == "f"]

@@ -1,25 +1,23 @@
 r"""Pairwise masks that cancel in a sum, and the secrets with which those of lost clients are removed.
 
-Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4; the neighbours
-of a client are those of Bell et al. 2020, "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead",
-IACR ePrint 2020/704.
+Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine Learning", Figure 4.
 
 ## Algorithm
 
 Client $i$ of a round has two fresh key pairs. The first one, $s_i$, gives the masks of the model; its secret key is
 shared. The second one, $c_i$, encrypts what clients send each other and gives the masks of a synchronised step's
-exchanges; its secret key never leaves the client. $b_i$ is a random seed, $N(i)$ the neighbours that are still there.
+exchanges; its secret key never leaves the client. $b_i$ is a random seed, $P$ the clients that are still there.
 
-$$y_i = x_i + G(b_i) + \sum_{j \in N(i), j > i} G(s_{ij}) - \sum_{j \in N(i), j < i} G(s_{ij}) \mod 2^{64}$$
+$$y_i = x_i + G(b_i) + \sum_{j \in P, j > i} G(s_{ij}) - \sum_{j \in P, j < i} G(s_{ij}) \mod 2^{64}$$
 
-The sum of all $y_i$ holds the seeds' masks alone. Each neighbour has a share of $b_i$ and of $s_i$, and gives the
+The sum of all $y_i$ holds the seeds' masks alone. Each other client has a share of $b_i$ and of $s_i$, and gives the
 server one of them: that of $b_i$ if $y_i$ has arrived, that of $s_i$ if not. $t$ shares give the secret. With $t$ above
-half of a neighbourhood the server cannot have both secrets of a client.
+half of the clients the server cannot have both secrets of a client.
 
 An exchange has no seed's mask: pairs of $c$ are never revealed, so it is all clients' sum or nothing.
 
 $G$ is ChaCha20 with the key HKDF-SHA256(secret, what it is for). A stream is used once. What the server has told the
-clients of the sum, its range and their weights, is in the key: masks of clients that were told different things do not
+clients of the sum, its weights, is in the key: masks of clients that were told different things do not
 cancel.
 """
 
@@ -81,7 +79,7 @@ class Party:
     _stage: str = "keys"
     number: int = 0
     threshold: int = 0
-    _neighbours: dict[int, list[bytes]] = field(default_factory=dict)
+    _others: dict[int, list[bytes]] = field(default_factory=dict)
     _channels: dict[int, bytes] = field(default_factory=dict)
     _seed: bytes = b""
     _own_shares: list[bytes] = field(default_factory=list)
@@ -96,11 +94,11 @@ class Party:
         return cls(server_round, [public_masks, public_channel], [masks, channel])
 
     def shares(self, number: int, keys: Mapping[int, PublicKeys], threshold: int) -> dict[int, bytes]:
-        """Return the encrypted shares of this client's secrets, by the number of the neighbour that can read them.
+        """Return the encrypted shares of this client's secrets, by the number of the client that can read them.
 
         Args:
             number: this client's number.
-            keys: the public keys of this client and of its neighbours, by number.
+            keys: the public keys of all clients of the round, by number.
             threshold: t.
         """
         self._go("keys", "shares")
@@ -115,15 +113,15 @@ class Party:
         if len({key for pair in keys.values() for key in pair}) < 2 * size:
             raise MaskingError("two public keys of the round are equal")
         self.number, self.threshold, self._seed = number, threshold, os.urandom(32)
-        self._neighbours = {other: list(pair) for other, pair in keys.items() if other != number}
+        self._others = {other: list(pair) for other, pair in keys.items() if other != number}
         shares = (create_shares(secret, threshold, size) for secret in (self._seed, self._secrets[0]))
         pairs = dict(zip(sorted(keys), map(list, zip(*shares, strict=True)), strict=True))
         self._own_shares = pairs.pop(number)
-        self._channels = {other: _agreed(self._secrets[1], pair[1]) for other, pair in self._neighbours.items()}
+        self._channels = {other: _agreed(self._secrets[1], pair[1]) for other, pair in self._others.items()}
         return {other: self._encrypted(other, pair) for other, pair in pairs.items()}
 
     def set_present(self, present: Collection[int], about: str = "") -> None:
-        """Note the neighbours that are still there; called with each message of the training.
+        """Note the other clients that are still there; called with each message of the training.
 
         Args:
             present: their numbers.
@@ -134,14 +132,13 @@ class Party:
                 f"training with masks comes once a round, after 'shares'; this client has done '{self._stage}' in "
                 f"round {self.server_round}"
             )
-        if unknown := set(present) - set(self._neighbours):
-            raise MaskingError(f"client {min(unknown)} is not a neighbour of this client")
+        if unknown := set(present) - set(self._others):
+            raise MaskingError(f"client {min(unknown)} has no keys in this round")
         if len(set(present)) < len(present):
-            raise MaskingError("the server names a neighbour twice")
+            raise MaskingError("the server names a client twice")
         if len(present) + 1 < self.threshold:
             raise MaskingError(
-                f"{len(present) + 1} clients are left in this client's neighbourhood, {self.threshold} needed: the sum "
-                "would tell too much of each"
+                f"{len(present) + 1} clients are left, {self.threshold} needed: the sum would tell too much of each"
             )
         if self._present is not None and (self._present, self._about) != (sorted(present), about):
             raise MaskingError("the members of the round, or what is said of the sum, have changed within the round")
@@ -154,17 +151,17 @@ class Party:
             raise MaskingError(f"exchange '{tag}' was asked for twice, with other values")
         masked = vector.copy()
         purpose = f"exchange|{self.server_round}|{self._about}|{tag}"
-        for other in self._present_neighbours():
+        for other in self._present_others():
             _add(masked, self.number, other, _stream(self._channels[other], purpose, vector.size))
         return masked
 
     def masked(self, vector: Array) -> Array:
         """Return the vector of the model, int64, with its masks."""
-        present = self._present_neighbours()
+        present = self._present_others()
         self._go("shares", "masked")
         masked = vector + seed_mask(self._seed, self.server_round, vector.size)
         for other in present:
-            key = self._neighbours[other][0]
+            key = self._others[other][0]
             add_pair_mask(masked, self.number, other, self._secrets[0], key, self.server_round, self._about)
         return masked
 
@@ -174,16 +171,16 @@ class Party:
         """Return this client's share of b for each client that answered, and of s for each lost one.
 
         Args:
-            answered: the numbers of those whose vector has arrived, in the neighbourhood of this client, with itself.
+            answered: the numbers of those whose vector has arrived, with this client.
             lost: the others.
-            encrypted: what each neighbour has encrypted for this client.
+            encrypted: what each other client has encrypted for this one.
         """
         self._go("masked", "revealed")
         if len({*answered, *lost}) < len(answered) + len(lost) and not set(answered) & set(lost):
             raise MaskingError("the server names a client twice")
         if set(answered) & set(lost):
             raise MaskingError("the server calls a client both answered and lost: the shares of both would unmask it")
-        if {*answered, *lost} != {self.number, *self._present_neighbours()} or self.number not in answered:
+        if {*answered, *lost} != {self.number, *self._present_others()} or self.number not in answered:
             raise MaskingError("the server names others than the clients with which this one has masked its vector")
         if len(answered) < self.threshold:
             raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed: nothing is revealed")
@@ -203,7 +200,7 @@ class Party:
         """Return the client that was kept."""
         kept: dict[str, Any] = json.loads(data)
         numbered: Mapping[str, Any] = {
-            "_neighbours": lambda pair: list(map(bytes.fromhex, pair)),
+            "_others": lambda pair: list(map(bytes.fromhex, pair)),
             "_channels": bytes.fromhex,
         }
         for name, read in numbered.items():
@@ -221,7 +218,7 @@ class Party:
             )
         self._stage = stage
 
-    def _present_neighbours(self) -> Sequence[int]:
+    def _present_others(self) -> Sequence[int]:
         if self._present is None:
             raise MaskingError("the members of the round are not known yet")
         return self._present

@@ -1,4 +1,4 @@
-"""Gaussian noise, and torch's generators, from the operating system's entropy.
+"""Gaussian noise from the operating system's entropy.
 
 A run's seed is in its config: whoever knows it could compute a noise that comes from it, and subtract it. So the
 noise comes from ChaCha20 with a fresh key for each draw, and no run repeats it.
@@ -7,19 +7,16 @@ noise comes from ChaCha20 with a fresh key for each draw, and no run repeats it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["Noise", "SystemNoise", "drawing_from", "generator_from", "keystream"]
+__all__ = ["Noise", "SystemNoise", "keystream"]
 
 _BLOCK = 2**20  # values
 
@@ -41,9 +38,6 @@ class Noise(Protocol):
     def normal(self, shape: Sequence[int]) -> Array:
         """Return standard normal values in float64."""
 
-    def uniform(self, size: int) -> Array:
-        """Return values in [0, 1), multiples of 2^-53, in float64."""
-
 
 class SystemNoise:
     """Noise with a fresh key from the operating system for each draw."""
@@ -56,37 +50,13 @@ class SystemNoise:
         for start in range(0, values.size, _BLOCK):  # in blocks, which need less memory
             block = values[start : start + _BLOCK]
             pairs = (block.size + 1) // 2
-            first, second = self.uniform(2 * pairs).reshape(2, pairs)
+            first, second = _uniform(2 * pairs).reshape(2, pairs)
             radius, angle = np.sqrt(-2 * np.log(first + 2.0**-53)), 2 * np.pi * second
             block[:pairs], block[pairs:] = radius * np.cos(angle), (radius * np.sin(angle))[: block.size - pairs]
         return values.reshape(shape)
 
-    def uniform(self, size: int) -> Array:
-        """Return values in [0, 1), multiples of 2^-53, in float64."""
-        words = np.frombuffer(keystream(os.urandom(32), 8 * size), np.uint64) >> np.uint64(11)
-        return words * 2.0**-53
 
-
-_STATE = slice(24, 24 + 624 * 8)  # of torch's generator on the CPU: the words of the Mersenne Twister
-
-
-def generator_from(noise: Noise) -> torch.Generator:
-    """Return a generator on the CPU, drawn from the noise.
-
-    All of its state is drawn, because torch keeps 32 bits of a seed there, and these can be searched.
-    """
-    generator = torch.Generator()
-    state = generator.manual_seed(int(noise.uniform(1)[0] * 2**53)).get_state()
-    words = state[_STATE].view(torch.int64)
-    words.copy_(torch.from_numpy((noise.uniform(len(words)) * 2**32).astype(np.int64)))
-    generator.set_state(state)
-    return generator
-
-
-@contextmanager
-def drawing_from(noise: Noise) -> Iterator[None]:
-    """Draw from such a generator in the block: the default one on the CPU; on CUDA the seed has 53 bits."""
-    generator = generator_from(noise)
-    with seeded(generator.initial_seed()):
-        torch.default_generator.set_state(generator.get_state())
-        yield
+def _uniform(size: int) -> Array:
+    """Return values in [0, 1), multiples of 2^-53, in float64."""
+    words = np.frombuffer(keystream(os.urandom(32), 8 * size), np.uint64) >> np.uint64(11)
+    return words * 2.0**-53

@@ -21,7 +21,10 @@ import numpy as np
 from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import NOT_FINITE, ConfigError, DataError, ReplyError, coded
 
-__all__ = ["FixedPoint", "split"]
+__all__ = ["VALUE_RANGE", "FixedPoint", "split"]
+
+VALUE_RANGE = 2.0**16
+"""R, the largest size of a masked value: updates are in units of their layer (``privacy.coordinates``)."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +32,22 @@ class FixedPoint:
     """The numbers of a round.
 
     Args:
-        value_range: R, the largest size of a value.
         total_weight: W, the sum of the weights of all clients that may send.
+        value_range: R, the largest size of a value.
 
     Raises:
         ConfigError: W R is too large for a digit after the point.
     """
 
-    value_range: float
     total_weight: float
+    value_range: float = VALUE_RANGE
 
     def __post_init__(self) -> None:
         """Check that at least one bit is left for the fraction."""
         if self.fraction_bits < 1:
             raise ConfigError(
-                f"masked-range={self.value_range:g} with weights of {self.total_weight:g} in total needs more than 62 "
-                f"bits. Use a masked-range of at most {2.0**60 / self.total_weight:.3g}."
+                f"masked sums of values up to {self.value_range:g} with weights of {self.total_weight:g} in total need "
+                "more than 62 bits"
             )
 
     @property
@@ -76,8 +79,8 @@ class FixedPoint:
                     raise DataError(coded(NOT_FINITE, text))
                 # Without the value: the server reads this.
                 raise DataError(
-                    f"entry '{name}' holds a value above masked-range={self.value_range:g}, the largest size that a "
-                    "masked value may have. Use a larger masked-range, or smaller steps."
+                    f"entry '{name}' holds a value above {self.value_range:g}, the largest size that a masked value "
+                    "may have. Use smaller steps, and inputs of a usual scale."
                 )
             whole[start : start + size] = np.rint(wide * factor)
             start += size

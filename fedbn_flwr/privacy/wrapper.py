@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.noise import Noise
-from fedbn_flwr.privacy.settings import DPSettings, unused_dp
+from fedbn_flwr.privacy.settings import DPSettings
 from fedbn_flwr.server.strategy import Strategy
 
 __all__ = ["DPWrapper"]
@@ -42,7 +42,9 @@ class DPWrapper(FlowerStrategy):
         fixed: names of the entries that no client trains (``fixed_entries(model)``); they get no noise.
         tied: names of the entries that share a tensor with another one, and that one's (``tied_entries(model)``): they
             get one noise.
-        **settings: further fields of ``DPSettings`` without ``dp_``: ``clipping="adaptive"``, ``delta``, ...
+        clipping: "fixed", or "adaptive": C follows the median of the updates' norms.
+        delta: delta for which epsilon is stated, well below 1 / number of clients.
+        target_epsilon: choose z so that all rounds cost this epsilon, in place of ``noise_multiplier``; 0 = do not.
 
     Raises:
         ConfigError: a value is out of range, or settings exclude each other.
@@ -59,21 +61,25 @@ class DPWrapper(FlowerStrategy):
         file: Path | None = None,
         fixed: Collection[str] = (),
         tied: Mapping[str, str] | None = None,
-        **settings: Any,
+        clipping: Literal["fixed", "adaptive"] = "fixed",
+        delta: float = 1e-5,
+        target_epsilon: float = 0.0,
     ) -> None:
-        named = {"noise_multiplier": noise_multiplier, "clipping_norm": clipping_norm, **settings}
-        values: dict[str, Any] = {f"dp_{name}": value for name, value in named.items()}
         if not isinstance(strategy, Strategy):
             raise ConfigError(
                 f"DPWrapper is for the strategies of fedbn_flwr.strategies, and {type(strategy).__name__} is none. "
                 "Flower's own wrappers are for Flower's strategies."
             )
-        chosen = DPSettings(dp=where, **values)
-        problems = [f"{name}: {use}" for name, use in unused_dp(chosen).items() if name in values]
-        if chosen.dp == "off":
-            problems = ["where='off' protects nothing; use 'server' or 'client'"]
-        if problems:
-            raise ConfigError("\n".join(problems))
+        if where not in ("server", "client"):
+            raise ConfigError(f"where={where!r} protects nothing; use 'server' or 'client'")
+        chosen = DPSettings(
+            dp=where,
+            dp_noise_multiplier=noise_multiplier,
+            dp_clipping=clipping,
+            dp_clipping_norm=clipping_norm,
+            dp_delta=delta,
+            dp_target_epsilon=target_epsilon,
+        )
         self.privacy = ClientLevelDP(chosen, noise, file, fixed, tied)
         self.strategy = strategy
         strategy.protect(self.privacy)
@@ -101,7 +107,7 @@ class DPWrapper(FlowerStrategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return no messages if the clients' metrics are withheld."""
+        """Return no messages: the clients' metrics are withheld."""
         return self.strategy.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -32,13 +32,11 @@ class Protection:
 
     Attributes:
         publishes_metrics: whether the clients' metrics go into the reports of the run.
-        secret_sampling: whether nobody may know which clients take part.
         always_releases: whether a round has a result also with too few usable replies, or none.
         reads_each: whether the method can check each reply; else ``pool`` lets it check the result.
     """
 
     publishes_metrics = True
-    secret_sampling = False
     always_releases = False
     reads_each = True
 
@@ -60,17 +58,6 @@ class Protection:
     def admits(self, run: Run, asked: int) -> bool:
         """Return whether so many clients may be asked to train in this round; if not, the round does nothing."""
         return True
-
-    def release_inputs(self, noise_multiplier: float, asked: int) -> None:
-        """Note the release of sums of the inputs with this noise, before round 1 and before their result exists.
-
-        Args:
-            noise_multiplier: z.
-            asked: the number of clients.
-
-        Raises:
-            ConfigError: it would cost more than the run may.
-        """
 
     def config(self) -> Mapping[str, Any]:
         """Return the further config of a training message."""

@@ -15,7 +15,6 @@ from fedbn_flwr.errors import split_code
 from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
-    EXAMPLES_NOT_FINITE,
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     NUM_EXAMPLES,
@@ -118,7 +117,7 @@ class RoundReport:
         self.rejected[node_id] = text if before is None else f"{before}; {text}"
 
 
-_COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_NOT_FINITE, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
+_COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
 _OF_SET = f"-{NUM_EXAMPLES}"  # of one test set
 AVERAGED = "averages weighted by examples, counts summed"
 """The result of ``average_metrics`` in words, for the log."""

@@ -24,7 +24,6 @@ from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.server.synchronised_training import Link
 from fedbn_flwr.server.travels import Travels
-from fedbn_flwr.training.input_scale import Scale
 
 __all__ = ["OnReplies", "OnRoundEnd", "Options", "Run"]
 
@@ -55,7 +54,6 @@ class Options:
     config_key: str
     average_train_metrics: Average
     average_test_metrics: Average
-    input_scale: Scale | None = None
     on_replies: OnReplies | None = None
     on_round_end: OnRoundEnd | None = None
 
@@ -86,7 +84,6 @@ class Run:
         link: the way of a synchronised step.
         num_able: number of nodes with training data, N of the papers.
         most_able: the largest ``num_able`` of a round so far; counted where ``cohort_rounds`` is above 1.
-        smallest: training examples of the node among them that has fewest; 0 if none says how many it has.
         reestimated: re-estimated running statistics of the model after this round.
         statistics_at_start: those of the model at the start of this round.
         not_finite_since: the first of the latest rounds of which all replies were not finite; 0 = the last is none.
@@ -119,7 +116,6 @@ class Run:
     link: Link = field(default_factory=Link)
     num_able: int = 0
     most_able: int = 0
-    smallest: int = 0
     reestimated: dict[str, Any] = field(default_factory=dict)
     statistics_at_start: dict[str, Any] = field(default_factory=dict)
     not_finite_since: int = 0
@@ -196,15 +192,12 @@ class Run:
 
     def message_config(self, number: int) -> MessageConfig:
         """Return the config entries of every message with the model."""
-        scale = self.options.input_scale
         return MessageConfig(
             server_round=number,
             local_entries=self.local_entries,
             continuity=self.continuity,
             start_id=self.start_id,
             seed=self.methods.params.seed,
-            input_mean=scale.mean if scale else (),
-            input_std=scale.std if scale else (),
         )
 
     def tests_after(self, number: int) -> bool:

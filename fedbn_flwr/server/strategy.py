@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -32,7 +31,6 @@ from fedbn_flwr.server.round import Played, ShouldStop, TestModel, close_round, 
 from fedbn_flwr.server.run import OnReplies, OnRoundEnd, Options, Run
 from fedbn_flwr.server.sent_beside import check_wrapper
 from fedbn_flwr.server.travels import PartSet
-from fedbn_flwr.training.input_scale import Scale
 from fedbn_flwr.transport.polling_grid import polling
 
 __all__ = ["Combination", "Strategy"]
@@ -135,7 +133,6 @@ class Strategy(FlowerFedAvg):
         on_round_end: as given.
         completes_tests: whether ``evaluate_fn`` gets averaged BN parts, or a warning; a caller who completes the global
             model with ``server.testing`` sets it to False.
-        input_scale: mean and std of inputs that only the nodes have; every message with the model has them.
         stopped: set it to True, in ``evaluate_fn`` say, and ``start`` does no further round; ``should_stop`` sets it.
         protection: what happens to the replies before the method sees them.
         num_partitions: number of the parts of the data that nodes with one of them must name; 0 = any, all the same;
@@ -194,7 +191,6 @@ class Strategy(FlowerFedAvg):
         if lines := self.methods.wrong_settings():
             raise ConfigError("\n".join(lines))
         self.on_round_end = on_round_end
-        self.input_scale: Scale | None = None
         self.protection = Protection()
         self._saved: tuple[int, Mapping[str, Any]] | None = None
         self._in_start = False
@@ -321,8 +317,9 @@ class Strategy(FlowerFedAvg):
         self, num_rounds: int | None, timeout: float, parts: Parts | None, continuity: Continuity | None
     ) -> Run:
         synchronises = self.methods.whole.exchanges is not None
-        seed = secrets.randbits(63) if self.protection.secret_sampling else self.params.seed
-        nodes = NodeRegistry(seed, timeout, {SYNCHRONISES: True} if synchronises else {}, self.num_partitions)
+        nodes = NodeRegistry(
+            self.params.seed, timeout, {SYNCHRONISES: True} if synchronises else {}, self.num_partitions
+        )
         return Run(
             self.methods,
             nodes,
@@ -347,7 +344,6 @@ class Strategy(FlowerFedAvg):
             config_key=self.configrecord_key,
             average_train_metrics=self.train_metrics_aggr_fn,
             average_test_metrics=self.evaluate_metrics_aggr_fn,
-            input_scale=self.input_scale,
             on_replies=self.on_replies,
             on_round_end=self.on_round_end,
         )

@@ -36,7 +36,6 @@ def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     present = run.nodes.present(grid, max(options.min_available_nodes, options.min_train_nodes))
     able = _able_to_train(run, present)
     run.num_able = len(able)
-    run.smallest = min((node.num_examples for node in able if node.num_examples), default=0)
     nodes = _drawn(run, able, number)
     if nodes and not run.protection.admits(run, len(nodes)):
         return []
@@ -182,8 +181,7 @@ def _report_usable(run: Run, replies: Sequence[Reply]) -> None:
         run.nodes.initialised.add(reply.node.node_id)
         for size in reply.sizes:
             run.report.train.count_up(size)
-    if not run.protection.secret_sampling:
-        run.report.participants = [reply.node.partition_id for reply in replies]
+    run.report.participants = [reply.node.partition_id for reply in replies]
     if run.protection.publishes_metrics:
         run.report.clients = {reply.node.label: dict(reply.metrics) for reply in replies}
     run.trained.update(reply.node.label for reply in replies)

@@ -7,7 +7,6 @@ their running statistics once per step.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,10 +20,10 @@ from fedbn_flwr.training.client_hook import ClientHook, LossAndOutputs, RetrySte
 from fedbn_flwr.training.layout import Layout
 from fedbn_flwr.training.memory_format import device_of, inputs_for
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
+from fedbn_flwr.training.passes import forward_backward
 from fedbn_flwr.training.randomness import Generators, seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.single_examples import SingleExamples, named_error
-from fedbn_flwr.training.step_rule import StepRule, Stream
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.training.wrappers import load_state, named_compiler, unwrap
 
@@ -60,11 +59,10 @@ def train(
     settings: LocalTraining,
     *,
     learning_rate: float,
-    stream: Stream,
+    stream: Callable[[str], torch.Generator],
     hooks: Sequence[ClientHook] = (),
     task: Task = CLASSIFICATION,
     optimizer: torch.optim.Optimizer | None = None,
-    rule: StepRule | None = None,
     layout: Layout | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
@@ -78,7 +76,6 @@ def train(
         hooks: the method's hooks.
         task: the loss, and which targets count.
         optimizer: an optimizer to continue with (the centralized reference keeps its momentum); None = a new one.
-        rule: how a step draws its batch and computes its gradients; None = as the settings say.
         layout: the known layout of the model without wrappers; None = it is found.
 
     Raises:
@@ -98,10 +95,8 @@ def train(
     with _begun(hooks, bare):
         for hook in hooks:
             hook.survey(bare, data, settings.batch_size, stream("survey").initial_seed())
-        rule = rule or StepRule()
         known = None if hooks else layout.parameters()  # a hook may have given the model other parameters
         optimizer = optimizer or make_optimizer(model, settings, known)
-        stream = rule.stream(stream)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         for hook in hooks:
@@ -109,12 +104,13 @@ def train(
         augment = stream("augment")
         totals, singles = _Totals(task), SingleExamples(model, hooks)
         with seeded(stream("dropout").initial_seed()), named_compiler(model):
-            order = rule.batches(model, settings, len(data), stream("batches"))
+            order = settings.batches(len(data), stream("batches"))
             for step, (positions, (inputs, targets)) in enumerate(with_positions(data, order, augment)):
                 inputs, targets = prepared(inputs), task.on_device(targets, device)
-                if rule.may_drop and positions.shape[0] == 1 and singles.drop(step, inputs):
+                if positions.shape[0] == 1 and singles.drop(step, inputs):
                     continue
-                compute = functools.partial(rule.compute, model, inputs, targets, optimizer, hooks, task, settings.amp)
+                args = (model, inputs, targets, optimizer, hooks, task, settings.amp)
+                compute = functools.partial(forward_backward, *args)
                 try:
                     loss, outputs = _computed(compute, hooks, step, bare, positions.shape[0]) if hooks else compute()
                 except ValueError as error:
@@ -179,8 +175,6 @@ class _Totals:
     def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Add a step's mean loss, its outputs (B, classes, ...) and its targets (B, ...)."""
         self.steps += 1
-        if not outputs.shape[0]:
-            return
         self.losses.append(loss)
         self.sizes.append(outputs.shape[0])
         self.correct.append(self.task.correct(outputs, targets))
@@ -196,8 +190,6 @@ class _Totals:
         """
         if self.unusable:
             self.task.refuse(int(torch.stack(self.unusable).sum()))
-        if not self.sizes:
-            return TrainResult(math.nan, None, 0, self.steps, dropped, metrics)
         counted = torch.stack(self.counted).tolist()
         total = 0.0  # not sum(), which rounds differently from Python 3.12 on
         for loss, size, targets in zip(torch.stack(self.losses).tolist(), self.sizes, counted, strict=True):

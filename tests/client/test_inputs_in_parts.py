@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.privacy import RecordLevel
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedBN, FedProx, FedTAN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining, batches_of, loaded
 from fedbn_flwr.training.inputs import map_inputs, tensors_in
@@ -82,16 +81,6 @@ def test_a_model_with_inputs_in_parts_has_the_bits_of_one_tensor(
     for name, entry in whole.items():
         assert torch.equal(entry, parts[name]), name
     assert tested == also_tested
-
-
-def test_dp_sgd_refuses_inputs_in_parts_by_name(points, mlp) -> None:
-    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=2, batch_size=4)
-    level = RecordLevel(noise_multiplier=1.0, clipping_norm=1.0)
-    data = InParts(points(8), "pair")
-    model = nn.Sequential(nn.Linear(5, 3)).double()
-    client = TorchClient(model, data, data, settings, partition_id=0, record_level=level)
-    with pytest.raises(DataError, match=r"a batch's inputs are a list; record-level privacy .* one tensor"):
-        client.fit(client.get_parameters({}), {"server-round": 1})
 
 
 def test_inputs_keep_their_structure_and_other_objects_stay() -> None:

@@ -88,7 +88,7 @@ def test_a_client_that_differs_from_the_others_is_named(
     assert {*by_id} & about_clients == {wanted}, "the others are alike"
     if wanted == "client-units":
         settings = [remedy.setting for remedy in by_id["client-units"].remedies]
-        assert settings == ["the same units at every client", "standardise=local", "strategy=fedbn"]
+        assert settings == ["the same units at every client", "scale the features at each client", "strategy=fedbn"]
     assert "label-skew" not in by_id
     assert {*found.measures["each-client"]} == {"scale", "centre", "class-mix", "inputs", "below"}
 

@@ -138,7 +138,6 @@ def test_a_copy_of_a_key_is_a_plain_name() -> None:
     "config",
     [
         MessageConfig(),
-        MessageConfig(input_mean=(0.1, -2.0), input_std=(1.0, 1e-9)),
         MessageConfig(server_round=3, local_entries=("a.b", 'c"d'), local_sha256="", continuity=Continuity("s", "r")),
         TrainConfig(server_round=2, hooks=("a", "b"), continuity=Continuity("s", "r", (1, 2))),
         TrainConfig(frozen=True, attempt=0, fresh_batches=2),

@@ -11,7 +11,6 @@ import pytest
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.privacy import MaskedSums, MaskSettings
-from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.strategies import FedAvg, Strategy
 
 SIZES = (5, 6, 7, 5, 6, 8)
@@ -72,13 +71,6 @@ def test_a_warning_comes_before_the_first_training(
     assert len(found) == int(warns)
     if warns:
         assert found[0] < next(at for at, text in enumerate(said) if "[ROUND 2" in text)
-
-
-def test_secret_sampling_refuses_clients_that_stay() -> None:
-    protection = ClientLevelDP(DPSettings(dp="server", dp_sampling="secret", dp_neighbours="replace-one"))
-    protection.begin(FedAvg().methods, "num-examples")
-    with pytest.raises(ConfigError, match="cohort-rounds=2"):
-        protection.begin(FedAvg(cohort_rounds=2).methods, "num-examples")
 
 
 def test_clients_that_stay_need_a_part_of_them_to_train() -> None:

@@ -41,7 +41,7 @@ PARTS = split_state(net())
 
 def test_an_average_of_updates_is_the_update_of_the_average() -> None:
     states = [moved(seed) for seed in (1, 2, 3)]
-    coordinates = Coordinates(BEFORE, PARTS, 0.1)
+    coordinates = Coordinates(BEFORE, PARTS)
     updates = [coordinates.update(state) for state in states]
     mean = {name: sum(0.5 * w * u[name] for w, u in zip((1.0, 0.5, 0.5), updates, strict=True)) for name in updates[0]}
     found, expected = coordinates.state(mean, 0.0), average(states, [2, 1, 1], PARTS)
@@ -57,10 +57,10 @@ def test_the_unit_of_statistics_is_that_of_their_layer() -> None:
     var = BEFORE["1.running_var"]
     state["1.running_mean"] = BEFORE["1.running_mean"] + np.sqrt(var + 1e-5)
     state["2.running_var"] = BEFORE["2.running_var"] * 2 + 1e-5
-    update = Coordinates(BEFORE, PARTS, 0.25).update(state)
-    np.testing.assert_allclose(update["1.running_mean"], 0.25, rtol=1e-12)
-    np.testing.assert_allclose(update["2.running_var"], 0.25, rtol=1e-12)
-    assert norm(update) == pytest.approx(0.25 * np.sqrt(6), rel=1e-12)
+    update = Coordinates(BEFORE, PARTS).update(state)
+    np.testing.assert_allclose(update["1.running_mean"], 0.1, rtol=1e-12)
+    np.testing.assert_allclose(update["2.running_var"], 0.1, rtol=1e-12)
+    assert norm(update) == pytest.approx(0.1 * np.sqrt(6), rel=1e-12)
     assert "1.num_batches_tracked" not in update
     assert "table" not in update
 
@@ -68,7 +68,7 @@ def test_the_unit_of_statistics_is_that_of_their_layer() -> None:
 @given(st.integers(0, 2**32), st.floats(0, 1e6))
 @settings(max_examples=50, deadline=None)
 def test_variances_stay_above_zero_under_any_noise(seed: int, deviation: float) -> None:
-    coordinates, rng = Coordinates(BEFORE, PARTS, 0.1), np.random.default_rng(seed)
+    coordinates, rng = Coordinates(BEFORE, PARTS), np.random.default_rng(seed)
     noise = {name: deviation * rng.standard_normal(a.shape) for name, a in coordinates.update(BEFORE).items()}
     state = coordinates.state(noise, deviation)
     for name in ("1.running_var", "2.running_var"):
@@ -85,7 +85,7 @@ def test_variances_stay_finite_when_noise_of_their_size_goes_on_for_hundreds_of_
     rng = np.random.default_rng(0)
     state = {name: array.astype(kind) if array.dtype.kind == "f" else array for name, array in BEFORE.items()}
     for _ in range(600):
-        coordinates = Coordinates(state, PARTS, 0.1)
+        coordinates = Coordinates(state, PARTS)
         noise = {name: 0.3 * rng.standard_normal(a.shape) for name, a in coordinates.update(state).items()}
         state = coordinates.state(noise, 0.3)
         assert all(np.isfinite(array).all() for array in state.values())
@@ -94,7 +94,7 @@ def test_variances_stay_finite_when_noise_of_their_size_goes_on_for_hundreds_of_
 
 def test_a_variance_that_begins_outside_the_limits_moves_as_it_does_without_them() -> None:
     before = {**BEFORE, "1.running_var": np.array([1e-30, 1e15, 1.0])}
-    coordinates = Coordinates(before, PARTS, 0.1)
+    coordinates = Coordinates(before, PARTS)
     states = [{**before, "1.running_var": np.array([3e-30, 2e15, 2.0])}] * 2
     update = coordinates.update(states[0])
     np.testing.assert_allclose(coordinates.state(update, 0.0)["1.running_var"], [3e-30, 2e15, 2.0], rtol=1e-12)
@@ -107,7 +107,7 @@ def test_tied_entries_have_one_coordinate_and_stay_equal() -> None:
     tied, before = tied_entries(model), to_state(model.state_dict())
     leaves = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     assert tied == {"2.weight": "0.weight", **{f"3.{leaf}": f"1.{leaf}" for leaf in leaves}}
-    coordinates = Coordinates(before, split_state(model), 0.1, tied=tied)
+    coordinates = Coordinates(before, split_state(model), tied=tied)
     update = coordinates.update(before)
     assert set(update) == {"0.weight", "0.bias", "2.bias", *(f"1.{leaf}" for leaf in leaves[:4])}
     rng = np.random.default_rng(0)

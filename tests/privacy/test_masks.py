@@ -193,15 +193,15 @@ def test_a_client_does_each_step_once() -> None:
 
 def test_a_client_refuses_other_or_too_few_members() -> None:
     parties, _ = parties_of(4)
-    with pytest.raises(MaskingError, match="2 clients are left in this client's neighbourhood, 3 needed"):
+    with pytest.raises(MaskingError, match="2 clients are left, 3 needed"):
         parties[0].set_present([1])
-    with pytest.raises(MaskingError, match="client 7 is not a neighbour"):
+    with pytest.raises(MaskingError, match="client 7 has no keys in this round"):
         parties[0].set_present([1, 2, 7])
     with pytest.raises(MaskingError, match="members of the round, or what is said of the sum, have changed"):
         parties[0].set_present([1, 2])
     with pytest.raises(MaskingError, match="members of the round, or what is said of the sum, have changed"):
         parties[0].set_present([1, 2, 3], "other range")
-    with pytest.raises(MaskingError, match="names a neighbour twice"):
+    with pytest.raises(MaskingError, match="names a client twice"):
         parties[0].set_present([1, 1])
 
 

@@ -18,6 +18,3 @@ class SeededNoise:
 
     def normal(self, shape: Sequence[int]) -> Array:
         return self._generator.standard_normal(tuple(shape))
-
-    def uniform(self, size: int) -> Array:
-        return self._generator.random(size)

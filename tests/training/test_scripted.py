@@ -14,7 +14,6 @@ from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.taken_forward import layers_in_training
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import NORMS, replace_norm
-from fedbn_flwr.privacy.example_gradients import mixes_examples
 from fedbn_flwr.strategies.bn_scaffold import BNControlVariates
 from fedbn_flwr.strategies.fbn import GlobalStatistics
 from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift
@@ -70,11 +69,6 @@ def test_what_does_not_act_on_it_works(scripted: nn.Module, mlp: Any, points: An
     assert evaluate_adapted(scripted, data, None) == evaluate(mlp(), data)
     assert not replace_norm(scripted, "batch")[1]
     FreezeBN(affine=False).begin(torch.jit.script(mlp(norm=False)))
-
-
-def test_it_mixes_examples_as_the_plain_layer_does(scripted: nn.Module) -> None:
-    assert "1 (RecursiveScriptModule) normalises an example" in mixes_examples(scripted.train())[0]
-    assert mixes_examples(scripted.eval()) == []
 
 
 def test_a_scripted_backbone_in_eval_mode_is_left_as_it_is(mlp: Any) -> None:

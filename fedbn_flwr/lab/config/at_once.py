@@ -25,8 +25,8 @@ __all__ = ["problems_at_once", "refuse_at_once", "refuse_settings_at_once"]
 
 # A value of these other than the default is read by the full check alone.
 _READ_LATER = (
-    *("augment", "client-hooks", "dp", "eval-on", "feature-ranges", "local-part", "lr-decay-at"),
-    *("lr-decay-factor", "masked-sums", "metrics", "record-dp", "series", "server-step"),
+    *("augment", "client-hooks", "dp", "eval-on", "local-part", "lr-decay-at"),
+    *("lr-decay-factor", "masked-sums", "metrics", "series", "server-step"),
     *("task", "test-bn"),
 )
 

@@ -61,7 +61,7 @@ def _of_methods(config: Values | Known) -> list[str]:
     from fedbn_flwr.lab.config.privacy_checks import dp_problems, mask_problems
 
     with_data = cast("Values", config)  # the others are never protected
-    if config.dp != "off" or config.record_dp:
+    if config.dp != "off":
         problems += dp_problems(with_data)
     if not problems and config.masked_sums:
         problems += mask_problems(with_data)
@@ -79,8 +79,6 @@ def _of_data(config: Values | Known) -> list[str]:
     _noted(problems, config.decays)
     for name in split(config.eval_on):
         _noted(problems, check_known, "eval-on", name, config.known("eval-on"))
-    if info and info.input_shape:
-        _noted(problems, config.ranges)
     asked = ",".join(config.adapted_tests())
     classes = info.num_classes if info and not config.is_own() else 0
     moved = augment.each if augment and info and info.task.by_pixel else ()
@@ -100,19 +98,6 @@ def _of_data(config: Values | Known) -> list[str]:
         if name.endswith("-augment"):
             problems.append(f"augment: {name} would move the image and not the classes of its pixels")
     return problems + wrong(
-        (
-            config.standardise == "ranges" and not config.feature_ranges,
-            "standardise=ranges needs feature-ranges, such as age:0:120,*:-5:5",
-        ),
-        (
-            config.standardise == "ranges" and info and not info.input_shape,
-            "standardise=ranges is for rows and signals; leave it out for images",
-        ),
-        (
-            config.standardise == "none" and config.missing == "mean",
-            "missing=mean needs standardise=federated or local, the mean of the training examples, or ranges, the "
-            "middle of feature-ranges",
-        ),
         (
             config.num_classes and config.num_classes < classes,
             f"num-classes={config.num_classes} is fewer than the {classes} of dataset={config.dataset}",

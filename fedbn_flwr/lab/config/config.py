@@ -22,7 +22,6 @@ from fedbn_flwr.lab.config.values import Values
 __all__ = ["Config", "Scalar", "state_in_out"]
 
 Scalar = str | int | float | bool
-_OF_RECORDS = ("dp-noise-multiplier", "dp-target-epsilon", "dp-clipping-norm")
 # The service `cli` of docker-compose.yml sets these in every run config; a run that cannot use them goes without.
 _OF_THE_COMPOSE_FILE = ("fedtan-transport", "fedtan-bind", "fedtan-address", "fedtan-tls-dir")
 
@@ -55,8 +54,6 @@ class Config(Values):
         """
         defaults = _defaults()
         settings, problems = new_names(values)
-        settings, twice = _of_records(settings)
-        problems += twice
         problems += two_lengths(settings, defaults["local-epochs"] if complete else 0)
         config, invalid = cls._validated(settings)
         problems += invalid
@@ -112,10 +109,8 @@ class Config(Values):
         Raises:
             ConfigError: as ``make``; also if a key of the run's own has no effect.
         """
-        settings, twice = _of_records(merged([shared, own]))
-        if twice:
-            raise ConfigError("\n".join(twice))
-        stay = {RENAMED.get(key, key) for key in own} | {f"record-{key}" for key in own if key in _OF_RECORDS}
+        settings = merged([shared, own])
+        stay = {RENAMED.get(key, key) for key in own}
         dropped: dict[str, str] = {}
         while True:  # without one key another may have no effect
             try:
@@ -178,28 +173,6 @@ def _with_nobody_held_out(config: Config) -> Config:
         return config
     named = config.split_name() == "natural" and "0" in config.data_info().client_names
     return config if named else config.model_copy(update={"held_out_clients": ""})
-
-
-def _of_records(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Read ``dp=record`` as ``record-dp=true``, and the noise and the norm beside it as those of records.
-
-    Returns:
-        The settings, and a line for each that was set to two values, as its own and as that of records.
-    """
-    if values.get("dp") != "record":
-        return dict(values), []
-    defaults = _defaults()
-    settings: dict[str, Any] = {**values, "dp": "off", "record-dp": True}
-    twice = []
-    for key in _OF_RECORDS:
-        of_records, given = f"record-{key}", settings.pop(key, defaults[key])
-        if given == defaults[key]:
-            continue
-        if settings.get(of_records, defaults[of_records]) not in (given, defaults[of_records]):
-            both = f"{key}={given} with dp=record and {of_records}={settings[of_records]} are both set"
-            twice.append(f"{both}; set one of them")
-        settings[of_records] = given
-    return settings, twice
 
 
 def state_in_out(config: Config) -> Path:

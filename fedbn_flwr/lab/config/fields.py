@@ -10,8 +10,8 @@ from pydantic import ConfigDict, ValidationInfo, create_model, field_validator
 from fedbn_flwr.batchnorm.adaptation import TestBNMode
 from fedbn_flwr.lab.config.method_settings import fields_of, method_fields
 from fedbn_flwr.lab.config.reading import refuse_bool
-from fedbn_flwr.lab.data import MISSING_VALUES, Standardise
-from fedbn_flwr.privacy.settings import DPSettings, MaskSettings, RecordDPSettings
+from fedbn_flwr.lab.data import MISSING_VALUES
+from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
 from fedbn_flwr.server.method import Role
 from fedbn_flwr.server.params import Params, setting
 from fedbn_flwr.strategies import METHODS, STRATEGIES
@@ -25,11 +25,11 @@ GROUPS = ("what", "own data and models", "rounds", "local training", "methods", 
 
 if TYPE_CHECKING:
 
-    class MethodSettings(Params, DPSettings, MaskSettings, RecordDPSettings):
+    class MethodSettings(Params, DPSettings, MaskSettings):
         """The settings of all methods and protections."""
 
 else:
-    _PRIVACY = fields_of(DPSettings) | fields_of(MaskSettings) | fields_of(RecordDPSettings)
+    _PRIVACY = fields_of(DPSettings) | fields_of(MaskSettings)
     _LATER = ConfigDict(defer_build=True)  # what is validated is ``Config`` alone
     MethodSettings = create_model("MethodSettings", __config__=_LATER, **method_fields(STRATEGIES.values()), **_PRIVACY)
 
@@ -149,27 +149,6 @@ class Fields(MethodSettings):
         "`csv:`: comma reads tables with decimal commas, 37,9, beside tables with points",
     )
     encoding: str = _key("own data and models", "", "`csv:`: encoding of the tables that are not UTF-8, such as cp1252")
-    standardise: Standardise = _key(
-        "own data and models",
-        "",
-        "(x - mean) / std of inputs: federated (sums over all clients' training examples), local (each client's own), "
-        "ranges (the middle and deviation of feature-ranges, without a look at data), none; empty = federated, and for "
-        "images the data set's constants (own images: ImageNet's)",
-    )
-    feature_ranges: str = _key(
-        "own data and models",
-        "",
-        "`csv:`, `npz:`: comma list NAME:LOW:HIGH of the features' ranges (numbers for channels and columns without "
-        "names; `*` = all others), for standardise=ranges, and for federated with privacy: values outside count as the "
-        "end",
-    )
-    standardise_noise_multiplier: float = _key(
-        "privacy",
-        0.0,
-        "z of standardise=federated with dp or record-dp: the noise in the sums of the inputs has deviation z C, C = "
-        "1.5 sqrt(features)",
-        ge=0,
-    )
     data_check: Literal["warn", "refuse"] = _key(
         "own data and models",
         "warn",

@@ -11,7 +11,7 @@ from fedbn_flwr.lab.config.texts import split
 from fedbn_flwr.lab.config.values import Values
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.privacy.settings import RecordDPSettings, unused_dp, unused_masks
+from fedbn_flwr.privacy.settings import unused_dp, unused_masks
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.strategies import STRATEGIES
 
@@ -68,11 +68,6 @@ def _unused(config: Values) -> dict[str, str]:
     conditions = _of_model(config) | _of_data(config) | _of_training(config)
     unused = {name: use for name, (used, use) in conditions.items() if not used}
     unused |= unused_dp(config.dp_settings())
-    if config.record_dp:
-        for shared in ("dp_delta", "dp_metrics", "dp_max_epsilon"):
-            unused.pop(shared, None)
-    else:
-        unused |= dict.fromkeys(set(RecordDPSettings.model_fields) - {"record_dp"}, "it is for record-dp=true")
     return unused | unused_masks(config.mask_settings())
 
 
@@ -109,14 +104,6 @@ def _of_data(config: Values) -> Conditions:
         "group_column": (tables, "it is for dataset=csv: and hf:; an npz file has an array `group`"),
         "split_column": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "feature_columns": (tables and bool(info.input_shape), "it is for rows of dataset=csv: and hf:"),
-        "feature_ranges": (
-            config.standardise == "ranges" or (config.asks_for_scale() and config.protects_inputs()),
-            "it is for standardise=ranges, and for federated with dp, record-dp or masked-sums",
-        ),
-        "standardise_noise_multiplier": (
-            config.asks_for_scale() and (config.record_dp or config.dp != "off"),
-            "it is for standardise=federated with dp or record-dp",
-        ),
         "missing": (bool(info.input_shape) and not function, "it is for rows and signals of csv:, npz: and hf:"),
         "missing_values": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
         "decimal": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
@@ -154,7 +141,6 @@ def _of_data(config: Values) -> Conditions:
 
 def _of_training(config: Values) -> Conditions:
     """Return whether the keys of rounds, local training and its protection have an effect, and what they need."""
-    tracks = _tracks(config)
     never_frozen = f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
     return {
         "fraction_evaluate": (
@@ -166,14 +152,7 @@ def _of_training(config: Values) -> Conditions:
             "freeze" not in split(config.lr_decay_at) or config.freezes_bn(),
             never_frozen,
         ),
-        "sampling": (
-            bool(config.local_steps) and not config.record_dp,
-            "record-dp draws each example with a fixed probability" if config.record_dp else "it is for local-steps",
-        ),
-        "dp_statistics_scale": (
-            tracks and not config.keeps_statistics(),
-            f"{config.title} shares no statistics" if tracks else _FOR_BATCHNORM,
-        ),
+        "sampling": (bool(config.local_steps), "it is for local-steps"),
         "sgd_momentum": (config.optimizer == "sgd", "it is for optimizer=sgd"),
         "lr_decay_factor": (bool(config.lr_decay_at), "lr-decay-at is empty"),
     }

@@ -12,7 +12,6 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.fields import Fields
 from fedbn_flwr.lab.config.method_settings import config_fields, own_default
-from fedbn_flwr.lab.config.ranges import parse_ranges
 from fedbn_flwr.lab.config.table import CENTRALIZED
 from fedbn_flwr.lab.config.texts import check_known, number, split
 from fedbn_flwr.lab.data import (
@@ -22,19 +21,16 @@ from fedbn_flwr.lab.data import (
     Augment,
     DatasetInfo,
     OwnData,
-    Standardise,
     is_own,
     listed,
 )
 from fedbn_flwr.lab.models import MODELS, input_shape, model_info
 from fedbn_flwr.norms import NORMS
-from fedbn_flwr.privacy.record_level import RecordLevel
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
 from fedbn_flwr.server.method import ROLES, Problem, RunSettings
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.params import EVALUATIONS, TEST_BN, Params, tests_in
 from fedbn_flwr.strategies import METHODS, STRATEGIES, StrategyClass, combined
-from fedbn_flwr.training.input_scale import FeatureRanges
 from fedbn_flwr.training.settings import LearningRate, share_of
 from fedbn_flwr.training.tasks import TASKS, Task
 
@@ -53,8 +49,8 @@ class Values(Fields):
 
     @property
     def protected(self) -> bool:
-        """Whether single clients or examples are to stay hidden: then their counts are in no page to give away."""
-        return self.dp != "off" or self.record_dp or self.masked_sums
+        """Whether single clients are to stay hidden: then their counts are in no page to give away."""
+        return self.dp != "off" or self.masked_sums
 
     # What ``checks.py`` asks of the registries; ``at_once.Known`` answers the same without them.
 
@@ -148,31 +144,6 @@ class Values(Fields):
     def data_on_nodes(self) -> bool:
         """Return whether only the nodes have the data: own data without a path."""
         return is_own(self.dataset) and self.dataset.endswith(":")
-
-    def standardise_as(self) -> Standardise:
-        """Return ``standardise``, or its default for the data."""
-        return self.standardise or ("federated" if self.data_info().input_shape and not self.by_function() else "none")
-
-    def ranges(self) -> FeatureRanges | None:
-        """Return ``feature_ranges`` by feature, or by channel of signals; None without any.
-
-        Raises:
-            ConfigError: an entry is no range, or names no feature; or a feature has none.
-        """
-        if not self.feature_ranges:
-            return None
-        info = self.data_info()
-        names = info.feature_names or tuple(str(at) for at in range(self.example_shape()[0]))
-        return parse_ranges(self.feature_ranges, names)
-
-    def protects_inputs(self) -> bool:
-        """Return whether a protection covers the clients' inputs, too."""
-        return self.record_dp or self.masked_sums or self.dp != "off"
-
-    def asks_for_scale(self) -> bool:
-        """Return whether the server asks the nodes for sums of their inputs, and sends them one mean and std."""
-        agrees = self.strategy != CENTRALIZED and self.standardise_as() == "federated"
-        return agrees and (self.data_on_nodes() or self.protects_inputs())
 
     def split_name(self) -> str:
         """Return the name of the split: ``partition``, or its default for the data."""
@@ -304,21 +275,8 @@ class Values(Fields):
         return ("personal-own",) if self.strategy != CENTRALIZED and self.methods().local else ("global",)
 
     def dp_settings(self) -> DPSettings:
-        """Return the settings of client-level differential privacy; with record-dp the budget is not the clients'."""
-        settings = DPSettings(**self.model_dump(include={*DPSettings.model_fields}))
-        return settings.model_copy(update={"dp_max_epsilon": 0.0}) if self.record_dp else settings
-
-    def record_level(self) -> RecordLevel | None:
-        """Return the settings of DP-SGD in the clients; None without it."""
-        if not self.record_dp:
-            return None
-        return RecordLevel(
-            None if self.record_dp_target_epsilon else self.record_dp_noise_multiplier,
-            self.record_dp_clipping_norm,
-            publishes_metrics=self.dp_metrics == "published",
-            frozen_only=self.dp != "off",
-            input_noise_multiplier=self.standardise_noise_multiplier if self.asks_for_scale() else 0.0,
-        )
+        """Return the settings of client-level differential privacy."""
+        return DPSettings(**self.model_dump(include={*DPSettings.model_fields}))
 
     def mask_settings(self) -> MaskSettings:
         """Return the settings of masked sums."""

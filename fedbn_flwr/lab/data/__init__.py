@@ -20,12 +20,10 @@ from fedbn_flwr.lab.data.partitioning import (
     split_dataset,
 )
 from fedbn_flwr.lab.data.picture import partition_picture, partition_table
-from fedbn_flwr.lab.data.samples import Samples, moments_of_inputs
-from fedbn_flwr.lab.data.standardise import Standardise, standardised
+from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.subset import Subset
 from fedbn_flwr.lab.data.validation import split_off
 from fedbn_flwr.lazy import imported_when_used
-from fedbn_flwr.training.input_scale import FeatureMoments, Scale, scale_of
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.data.own import (
@@ -51,14 +49,11 @@ __all__ = [
     "Augment",
     "Dataset",
     "DatasetInfo",
-    "FeatureMoments",
     "OwnData",
     "OwnRows",
     "PartitionInfo",
     "PartitionRequest",
     "Samples",
-    "Scale",
-    "Standardise",
     "Subset",
     "as_list",
     "decided_by_records",
@@ -67,7 +62,6 @@ __all__ = [
     "load_dataset",
     "load_local_dataset",
     "make_partition",
-    "moments_of_inputs",
     "own_info",
     "own_rows",
     "own_sha256",
@@ -75,10 +69,8 @@ __all__ = [
     "partition_picture",
     "partition_table",
     "partition_test_set",
-    "scale_of",
     "shows_colour",
     "split_dataset",
     "split_off",
-    "standardised",
     "table_columns",
 ]

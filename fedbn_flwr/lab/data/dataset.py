@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -58,7 +57,3 @@ class Dataset:
         """A name for each class of a label, its number where it has none; one output may stand for two classes."""
         count = max(self.num_classes, int(self.train.labels.max()) + 1 if len(self.train) else 0)
         return tuple(self.class_names[at] if at < len(self.class_names) else str(at) for at in range(count))
-
-    def normalised(self, mean: Sequence[float], std: Sequence[float]) -> Dataset:
-        """Return the same data with another mean and std."""
-        return replace(self, mean=tuple(mean), std=tuple(std))

@@ -8,16 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment, Draw
-from fedbn_flwr.training.input_scale import FeatureMoments, FeatureRanges
 
-__all__ = ["LazyInputs", "Samples", "moments_of_inputs"]
+__all__ = ["LazyInputs", "Samples"]
 
 logger = logging.getLogger("flwr")
 
@@ -196,45 +193,6 @@ class Samples:
         if augment is not None and draw is not None:
             inputs, targets = augment.apply(inputs, targets, draw)
         return inputs, targets
-
-
-def moments_of_inputs(
-    samples: Samples, indices: npt.NDArray[np.int64] | Tensor, ranges: FeatureRanges | None = None
-) -> FeatureMoments:
-    """Return the sums of some examples' inputs, from which their mean and std follow; a NaN is missing.
-
-    With ranges each value is first put into its range; the log has how many examples had one outside.
-
-    Raises:
-        DataError: the examples are images on the disk.
-    """
-    if not samples.in_memory:
-        raise DataError(
-            "standardise=federated and local read all training examples before round 1; these stay on the disk. Leave "
-            "standardise empty."
-        )
-    zeros = torch.zeros(samples.shape[0], dtype=torch.float64)
-    total, outside = FeatureMoments(zeros, zeros, zeros), 0
-    for part in torch.split(torch.as_tensor(indices), _CHUNK):
-        values = samples.inputs[part.to(samples.device)].cpu().double().transpose(0, 1).flatten(1)
-        values = values / 255 if samples.as_bytes else values
-        if ranges:
-            inside = ranges.clipped(values)
-            outside += int(
-                ((inside != values) & ~values.isnan()).reshape(len(inside), len(part), -1).any(2).any(0).sum()
-            )
-            values = inside
-        count = (~values.isnan()).sum(1).double()
-        mean = values.nan_to_num(0).sum(1) / count.clamp(min=1)
-        deviations = (values - mean[:, None]).nan_to_num(0)
-        total = total.merged(FeatureMoments(count, mean, deviations.square().sum(1)))
-    if outside:
-        logger.warning(
-            "%d of %d training examples have a value outside feature-ranges: the sums have the end of the range for it",
-            outside,
-            len(indices),
-        )
-    return total
 
 
 def _check_targets(targets: Tensor, count: int, pixels: tuple[int, ...]) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment
-from fedbn_flwr.lab.data.samples import Samples, moments_of_inputs
-from fedbn_flwr.training.input_scale import FeatureMoments, FeatureRanges
+from fedbn_flwr.lab.data.samples import Samples
 
 __all__ = ["Subset"]
 
@@ -82,18 +81,6 @@ class Subset:
     def indices(self) -> Tensor:
         """The example at each position, int64 (n,)."""
         return torch.arange(len(self._samples)) if self._indices is None else self._indices
-
-    def input_moments(self, ranges: FeatureRanges | None = None) -> FeatureMoments:
-        """Return the sums of the inputs as they are stored, or put into the ranges; mean and std follow from them.
-
-        Raises:
-            DataError: the inputs are not in memory.
-        """
-        return moments_of_inputs(self._samples, self.indices, ranges)
-
-    def scaled(self, mean: Sequence[float], std: Sequence[float]) -> Subset:
-        """Return the same examples with another mean and std."""
-        return Subset(self._samples, self._indices, mean=mean, std=std, augment=self._augment)
 
     @property
     def groups(self) -> Tensor | None:

@@ -114,8 +114,6 @@ def export(run: Path, out: Path, format: Format, choice: Choice | None = None, *
     saved = load_model(run, choice or Choice())
     if changed := saved.description.code_changed():
         raise ConfigError(changed)
-    if saved.lacks_scale:
-        raise ConfigError(f"{run}: {saved.what} has no mean and std of inputs. Export a client's own model.")
     inputs, what = _inputs(saved)
     normalise = saved.description.normalise()
     model = copied(saved.model).to(memory_format=torch.contiguous_format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.client.saved_state import (
     AVERAGED,
     client_file,
-    client_scale,
     global_state,
     metadata,
     personal_state,
@@ -25,7 +24,6 @@ from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.setup import in_memory_format
-from fedbn_flwr.training.input_scale import Scale
 
 __all__ = ["Choice", "SavedModel", "load_model", "run_config"]
 
@@ -57,7 +55,7 @@ class SavedModel:
         model: in eval mode, on the CPU, in the run's memory format.
         description: what it is built from, takes and gives.
         about: the metadata of ``model.safetensors``.
-        what: which model it is, and where its BN entries and the mean and std of its inputs are from.
+        what: which model it is, and where its BN entries are from.
     """
 
     run: Path
@@ -66,11 +64,6 @@ class SavedModel:
     description: ModelDescription
     about: Mapping[str, str]
     what: str
-
-    @property
-    def lacks_scale(self) -> bool:
-        """Whether each client standardised its inputs by itself, and this is the model of no client."""
-        return self.config.standardise == "local" and not self.description.mean
 
 
 def run_config(run: Path) -> Config:
@@ -105,9 +98,7 @@ def load_model(run: Path, choice: Choice) -> SavedModel:
     config, about = run_config(run), metadata(run)
     description = ModelDescription.read(about)
     model = description.model()
-    state, scale, what = _state(run, config, model, about, choice)
-    if scale:
-        description = replace(description, mean=scale.mean, std=scale.std)
+    state, what = _state(run, config, model, about, choice)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -132,12 +123,8 @@ def _personal_state(run: Path, config: Config, client: int) -> dict[str, Tensor]
 
 def _state(
     run: Path, config: Config, model: nn.Module, about: Mapping[str, str], choice: Choice
-) -> tuple[dict[str, Tensor], Scale | None, str]:
-    """Return the state of the chosen model, the mean and std of its inputs if they are a client's own, what it is.
-
-    Raises:
-        StateError: a client standardised its inputs by itself, and its mean and std are not here.
-    """
+) -> tuple[dict[str, Tensor], str]:
+    """Return the state of the chosen model, and what it is."""
     client, clients, parts = choice.client, config.num_clients, split_state(model)
     if client is not None and clients and not 0 <= client < clients:
         raise ConfigError(f"client={client}: the run has the clients 0 to {clients - 1}.")
@@ -148,20 +135,16 @@ def _state(
     if choice.state_dir is not None:
         shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
         site = site_state(run, choice.state_dir, parts.fingerprint(shapes), client)
-        state, client, scale = site.state, site.client, site.scale
+        state, client = site
         here = True
     elif client is not None:
-        state, scale = _personal_state(run, config, client), client_scale(run, client)
+        state = _personal_state(run, config, client)
         here = client_file(run, client).is_file()
     if client is not None:
-        if config.standardise == "local" and scale is None:
-            raise StateError(_no_scale(run, client, config))
-        scaled = " with its own mean and std of inputs" if scale else ""
         if here and kept:
-            more = f", and{scaled}" if scale else ""
-            return state, scale, f"the own model of client {client}, with the {kept} entries that it kept{more}"
+            return state, f"the own model of client {client}, with the {kept} entries that it kept"
         why = "it kept nothing, since it did not train" if kept else f"under {config.title} all clients have it"
-        return state, scale, f"the global model for client {client}{scaled}: {why}"
+        return state, f"the global model for client {client}: {why}"
     notes: dict[str, list[str]] = {}
     for part in Part:
         if parts.select([part]) and (text := about.get(part, GLOBAL)) != GLOBAL:
@@ -169,22 +152,7 @@ def _state(
     what = "the global model"
     for text, names in notes.items():
         what += f"; its {', '.join(names)} entries: {text}"
-    return global_state(run), None, what
-
-
-def _no_scale(run: Path, client: int, config: Config) -> str:
-    trained = [str(k) for k in range(config.num_clients) if client_scale(run, k) is not None]
-    if trained and config.state_dir == STATE_IN_OUT:  # each client that trained has its own there
-        return (
-            f"{run}: client={client} has no file in clients/: it did not train in this run, so it has no mean and std "
-            f"of inputs of its own, which standardise=local needs. Choose a client that did ({', '.join(trained)}), or "
-            "go on with the run until it has (--resume)."
-        )
-    return (
-        f"{run}: standardise=local, and the mean and std of inputs of client={client} are not here: other ones would "
-        "give other outputs. The client did not train, or they are on its node (--state-dir), or the run is of an "
-        "older version or had no state-dir: then run it again with one."
-    )
+    return global_state(run), what
 
 
 def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None:

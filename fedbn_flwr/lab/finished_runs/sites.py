@@ -21,7 +21,6 @@ from fedbn_flwr.lab.config import CENTRALIZED
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model, run_config
-from fedbn_flwr.lab.output.folder import agreed_scale_of
 from fedbn_flwr.lab.output.site_tests import site_names
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.partitioned.report import has_other_data
@@ -176,11 +175,9 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
     if (test := config.evaluations()[0]).endswith(TEST_BN):
         raise ConfigError(f"{run}: its main test, {test}, has BatchNorm statistics of the test inputs.")
     data = partitioned_data(config, count_clients(config))
-    if scale := agreed_scale_of(run):
-        data = replace(data, dataset=data.dataset.normalised(scale.mean, scale.std))
     federated = config.strategy != CENTRALIZED
     personal = federated and (test.startswith("personal") or config.shares_nothing())
-    own = personal and (bool(config.methods().local) or config.standardise == "local")
+    own = personal and bool(config.methods().local)
     task = config.test_task()
     task = task.scored_by(metric) if metric else task
 

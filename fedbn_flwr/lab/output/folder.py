@@ -7,7 +7,7 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -21,10 +21,8 @@ from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.yaml_text import read_yaml
-from fedbn_flwr.lab.files import csv_text, numbers_of, read_json, read_metrics
+from fedbn_flwr.lab.files import csv_text, numbers_of, read_metrics
 from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
-from fedbn_flwr.messages.protocol import INPUT_SCALE
-from fedbn_flwr.training.input_scale import Scale
 
 __all__ = [
     "DIVERGED_AT",
@@ -32,9 +30,7 @@ __all__ = [
     "PLACES",
     "PRIVACY",
     "STATISTICS_FILE",
-    "UNTIL_FROZEN",
     "RunFolder",
-    "agreed_scale_of",
     "changed_settings",
     "is_locked",
     "lock_folder",
@@ -42,10 +38,8 @@ __all__ = [
 ]
 
 PRIVACY = "privacy.jsonl"  # see privacy.accounting
-UNTIL_FROZEN = "privacy-until-frozen.jsonl"  # see privacy.record_server
 STATISTICS_FILE = "statistics.jsonl"  # see statistics_log
 FLOWER_LOG = "flower.log"  # in the folder of a run in Flower's simulation: the log of its processes
-_SCALE = "scale.json"
 DIVERGED_AT = "diverged-at"  # in summary.json and metrics.jsonl: the first round with a loss that is not finite
 
 PLACES = frozenset(
@@ -124,7 +118,7 @@ class RunFolder:
 
     ``metrics.csv`` has the numbers of ``metrics.jsonl`` for a spreadsheet. ``clients/`` has what each client kept of
     the model, if the clients share the disk, ``statistics.jsonl`` is there where the server sees statistics, and
-    ``privacy.jsonl`` with ``dp`` or ``record-dp``. The rounds go to TensorBoard, too, if the config says so.
+    ``privacy.jsonl`` with ``dp``. The rounds go to TensorBoard, too, if the config says so.
 
     Used in a ``with`` statement, which closes the event file of TensorBoard.
 
@@ -233,30 +227,17 @@ class RunFolder:
             finally:
                 os.close(handle)
 
-    def save_clients(self, kept: Iterable[tuple[str, State, Scale | None]]) -> list[str]:
-        """Write what clients kept: entries of the model, and mean and std of their inputs where these are their own.
-
-        The files are readable for their owner only. Return the clients.
-        """
+    def save_clients(self, kept: Iterable[tuple[str, State]]) -> list[str]:
+        """Write the entries of the model that clients kept, readable for their owner only; return the clients."""
         clients = []
         with self._writing():
-            for client, entries, scale in kept:
+            for client, entries in kept:
                 path = client_file(self.path, client)
                 path.parent.mkdir(exist_ok=True, mode=0o700)
                 about = {"format": "pt", "client": client}
-                if scale:
-                    about[INPUT_SCALE] = json.dumps(scale.to_json())
                 write_atomically(path, encode_safetensors(entries, about), mode=0o600)
                 clients.append(client)
         return clients
-
-    def agreed(self, ask: Callable[[], Scale]) -> Scale:
-        """Return the mean and std of inputs in ``scale.json``; without the file those that ``ask`` returns, written."""
-        if scale := agreed_scale_of(self.path):
-            return scale
-        scale = ask()
-        self.save(_SCALE, scale.to_json())
-        return scale
 
     def save(self, name: str, content: Mapping[str, Any], indent: int | None = 2) -> None:
         """Write a JSON file of the folder."""
@@ -276,12 +257,6 @@ class RunFolder:
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self.path, "continue with --resume (resume=true)")
-
-
-def agreed_scale_of(run: Path) -> Scale | None:
-    """Return the mean and std of inputs that the clients of a run agreed on; None if they asked for none."""
-    path = run / _SCALE
-    return Scale.from_json(read_json(path)) if path.is_file() else None
 
 
 def _table(lines: Sequence[Mapping[str, Any]]) -> str:

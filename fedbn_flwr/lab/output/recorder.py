@@ -8,14 +8,13 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from flwr.app import ArrayRecord
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.client.saved_state import ABSENT, KEPT_HASHES, RUN_ID, why_absent
+from fedbn_flwr.client.saved_state import ABSENT, KEPT_HASHES, why_absent
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
@@ -61,8 +60,6 @@ class Recorder:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
         self._model_description = ModelDescription.of(config, data.dataset if data else None)
-        if strategy and (scale := strategy.input_scale):
-            self._model_description = replace(self._model_description, mean=scale.mean, std=scale.std)
         self._task, self._data = config.test_task(), data
         self._withheld = strategy is not None and not strategy.protection.publishes_metrics
         self._held_out = HeldOut(data, self._task, config.test_bn) if data and data.held_out else None
@@ -208,8 +205,6 @@ class Recorder:
         about[MODEL_DESCRIPTION] = self._model_description.to_json()  # what using the model elsewhere needs
         if strategy and strategy.local and local:
             about[KEPT_HASHES] = json.dumps(dict(sorted(local.items())))
-        if strategy and strategy.continuity and self._config.standardise == "local":
-            about[RUN_ID] = strategy.continuity.run  # by which a site finds its mean and std of inputs
         if since and chosen >= since:
             about[DIVERGED_AT] = str(since)
         self._folder.finish(state, about, summary)

@@ -60,7 +60,7 @@ def table_of_run(
     own: Mapping[str, State] = {}
     shared: State = completing_entries(strategy.run, test) if strategy else {}
     if strategy and strategy.local and test.startswith("personal"):
-        own = {client: entries for client, entries, _ in kept_by_clients(config, strategy, state)}
+        own = dict(kept_by_clients(config, strategy, state))
         if not own:
             return []
     on_device(model, config)

@@ -18,14 +18,11 @@ from fedbn_flwr.lab.data import (
     Augment,
     Dataset,
     Samples,
-    Scale,
-    Standardise,
     Subset,
     listed,
     load_dataset,
     split_dataset,
     split_off,
-    standardised,
 )
 from fedbn_flwr.lab.data.augment import RESIZED_CROP
 from fedbn_flwr.lab.data.splits import Indices
@@ -52,7 +49,6 @@ _SPLIT_KEYS = (
     "classes_per_client",
     "shards_per_client",
     "domain_share",
-    "standardise",
     "held_out_clients",
 )
 
@@ -66,8 +62,6 @@ class PartitionedData:
     test: tuple[Indices, ...]
     augment: Augment | None
     validation: tuple[Indices, ...] = ()
-    scales: tuple[Scale, ...] = ()  # of each client, under standardise=local
-    raw: Samples | None = None  # training examples as read, under standardise=local
     held_out_names: tuple[str, ...] = ()
     held_out: tuple[tuple[Indices, Indices], ...] = ()  # training and test examples of each held-out client
 
@@ -151,47 +145,37 @@ def count_clients(config: Config) -> int:
     return max(1, len(torch.unique(data.train.groups)) - apart)
 
 
-def partitioned_data(
-    config: Config, num_clients: int, shape: tuple[int, ...] = (), *, awaits_scale: bool = False
-) -> PartitionedData:
+def partitioned_data(config: Config, num_clients: int, shape: tuple[int, ...] = ()) -> PartitionedData:
     """Return the data of a run, split over ``num_clients``.
 
     Args:
         config: the settings of the run.
         num_clients: over which the data are split.
         shape: of images, (C, H, W); () = that of the model.
-        awaits_scale: whether the inputs are taken as they are where the server asks for their sums, and sends one mean
-            and std; else they have those of all training examples there, too.
 
     Raises:
         DataError: the data is missing, or it cannot be split in this way.
     """
     # Runs with the same values of these keys share the data and its split.
-    how: Standardise = "none" if awaits_scale and config.asks_for_scale() else config.standardise_as()
-    values = [how if key == "standardise" else getattr(config, key) for key in _SPLIT_KEYS]
+    values = [getattr(config, key) for key in _SPLIT_KEYS]
     return _partitioned(num_clients, load_data(config, shape), *values)
 
 
-def whole_data(config: Config, data: Dataset, client: int, *, own_scale: bool) -> PartitionedData:
+def whole_data(config: Config, data: Dataset, client: int) -> PartitionedData:
     """Return all data for one client, whose number seeds the draw of its validation examples.
 
     Args:
         config: the settings of the run.
         data: the data of one node.
         client: partition id.
-        own_scale: whether inputs have the client's own mean and std, as under standardise=local; else images have the
-            constants of the data set, and other inputs are taken as they are.
     """
-    standardise: Standardise = "local" if own_scale else "none"
-    return _whole(data, client, standardise, config.augment, config.seed, config.validation_share)
+    return _whole(data, client, config.augment, config.seed, config.validation_share)
 
 
 @functools.lru_cache(maxsize=4)
-def _whole(
-    data: Dataset, client: int, standardise: Standardise, augment: str, seed: int, share: float
-) -> PartitionedData:
+def _whole(data: Dataset, client: int, augment: str, seed: int, share: float) -> PartitionedData:
     train, test = (np.arange(len(samples), dtype=np.int64) for samples in (data.train, data.test))
-    return _prepared(data, [train], [test], [client], standardise, augment, seed, share)
+    return _prepared(data, [train], [test], [client], augment, seed, share)
 
 
 def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
@@ -207,7 +191,7 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
         )
     shape, augment = shape or config.example_shape(), Augment.parse(config.augment)
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
-    data = load_dataset(
+    return load_dataset(
         config.data_info(),
         config.data_dir,
         channels,
@@ -215,21 +199,14 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
         pick_device(config.device),
         originals=augment is not None and RESIZED_CROP in augment.each,
     )
-    ranges = config.ranges() if config.standardise == "ranges" else None
-    return data if ranges is None else _with_scale(data, ranges.scale())
-
-
-@functools.lru_cache(maxsize=8)  # splits are kept by the data set itself
-def _with_scale(data: Dataset, scale: Scale) -> Dataset:
-    return data.normalised(scale.mean, scale.std)
 
 
 # Cached, because Flower calls client_fn for every message; all clients of a process share one copy of the images.
 @functools.lru_cache(maxsize=4)
 def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedData:
     options = dict(zip(_SPLIT_KEYS, values, strict=True))
-    names = ("augment", "partition", "partition_alpha", "validation_share", "standardise", "held_out_clients")
-    augment, partition, alpha, share, standardise, held_out_clients = (options.pop(key) for key in names)
+    names = ("augment", "partition", "partition_alpha", "validation_share", "held_out_clients")
+    augment, partition, alpha, share, held_out_clients = (options.pop(key) for key in names)
     apart = _held_out(held_out_clients, partition, data)
     train, test = split_dataset(data, partition, num_clients + len(apart), alpha=alpha, **options)
     places = [at % len(train) for at in apart.values()]  # -1 is the last client
@@ -237,7 +214,7 @@ def _partitioned(num_clients: int, data: Dataset, *values: Any) -> PartitionedDa
     train = [part for at, part in enumerate(train) if at not in places]
     test = [part for at, part in enumerate(test) if at not in places]
     clients, seed = range(num_clients), options["seed"]
-    return _prepared(data, train, test, clients, standardise, augment, seed, share, tuple(apart), held_out)
+    return _prepared(data, train, test, clients, augment, seed, share, tuple(apart), held_out)
 
 
 def _prepared(
@@ -245,15 +222,13 @@ def _prepared(
     train: list[Indices],
     test: list[Indices],
     clients: Sequence[int],
-    standardise: Standardise,
     augment: str,
     seed: int,
     share: float,
     names: tuple[str, ...] = (),
     held_out: tuple[tuple[Indices, Indices], ...] = (),
 ) -> PartitionedData:
-    """Return the data of these clients: validation examples put aside, inputs standardised."""
-    owned = train
+    """Return the data of these clients: validation examples put aside."""
     validation: list[Indices] = []
     if share:
         pairs = []
@@ -265,16 +240,12 @@ def _prepared(
                 f"validation-share={share} gives no client a validation example: the largest of {len(clients)} has "
                 f"{max(map(len, train))} training examples. Use a larger share or fewer clients."
             )
-        owned = [np.concatenate(pair) for pair in pairs]
-    scaled, scales = standardised(data, train, test, standardise, owned, held_out)
     return PartitionedData(
-        scaled,
+        data,
         tuple(train),
         tuple(test),
         Augment.parse(augment),
         tuple(validation),
-        scales,
-        data.train if scales else None,
         names,
         held_out,
     )

@@ -86,7 +86,7 @@ class DataReport:
 def data_report(split: PartitionedData, config: Config) -> DataReport:
     """Return the report of a run's data, or of those of one node (a split with one client)."""
     data, info, of_user = split.dataset, config.data_info(), is_own(config.dataset)
-    names, inputs = client_names(split), data.train if split.raw is None else split.raw
+    names, inputs = client_names(split), data.train
     values = _values(inputs, np.concatenate(split.train))
     figures: dict[str, Any] = {
         "dataset": config.dataset,
@@ -124,9 +124,7 @@ def data_report(split: PartitionedData, config: Config) -> DataReport:
     if of_user and few and len(data.train.shape) == 1 and inputs.in_memory:
         figures["features"] = _features(inputs, split, columns)
         warnings += _of_features(figures["features"], figures["examples"]["training"])
-    if config.record_dp and data.train.units is not None:
-        warnings += _of_units(data.train.units)
-    warnings += _of_values(values, data.train.as_bytes, config.standardise_as() != "none")
+    warnings += _of_values(values, data.train.as_bytes)
     return DataReport(figures, info.notes, tuple(warnings))
 
 
@@ -212,7 +210,7 @@ def client_names(split: PartitionedData) -> list[str]:
 
 def doubtful_values(samples: Samples, scaled: bool) -> list[str]:
     """Return what looks wrong in the values of inputs, one line each; ``scaled``: the model takes them with mean 0."""
-    return [*_of_values(_values(samples), samples.as_bytes, scaled)] if len(samples) else []
+    return [*_of_values(_values(samples), samples.as_bytes or scaled)] if len(samples) else []
 
 
 def _values(samples: Any, whole: Indices | None = None) -> dict[str, Any]:
@@ -281,22 +279,14 @@ def _of_features(features: dict[str, dict[str, float]], count: int) -> Iterator[
         yield f"missing in more than half of the training examples: {_listed(mostly)}"
 
 
-def _of_values(values: dict[str, Any], as_bytes: bool, scaled: bool) -> Iterator[str]:
+def _of_values(values: dict[str, Any], as_bytes: bool) -> Iterator[str]:
     low, high = values["lowest"], values["highest"]
     if as_bytes and high <= 1:
         yield f"pixels are {low:g} to {high:g}, and bytes are expected to be 0 to 255: multiply them by 255"
     elif low == high:
         yield f"all inputs are {low:g}"
-    if not as_bytes and not scaled and max(abs(low), abs(high)) > _LARGE:
-        yield f"inputs reach {max(abs(low), abs(high)):g} and are taken as they are: use standardise=federated"
-
-
-def _of_units(units: Tensor) -> Iterator[str]:
-    if (most := int(torch.unique(units, return_counts=True)[1].max())) > 1:
-        yield (
-            f"record-dp: epsilon is that of one example, and up to {most} belong together (group-column). Of all "
-            f"of them it is up to {most} times as large, with a larger delta"
-        )
+    if not as_bytes and max(abs(low), abs(high)) > _LARGE:
+        yield f"inputs reach {max(abs(low), abs(high)):g} and are taken as they are: scale them in your data or model"
 
 
 def _listed(names: list[str]) -> str:

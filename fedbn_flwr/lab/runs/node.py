@@ -20,7 +20,7 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.lab.data import Scale, Subset, is_own, listed, load_dataset, load_local_dataset
+from fedbn_flwr.lab.data import Subset, is_own, listed, load_dataset, load_local_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
     domain_test,
@@ -86,7 +86,7 @@ class RunClients:
 
     def __init__(self, config: Config, build: BuildModel) -> None:
         self._config, self._build = config, build
-        self._split = functools.lru_cache(maxsize=4)(functools.partial(partitioned_data, config, awaits_scale=True))
+        self._split = functools.lru_cache(maxsize=4)(functools.partial(partitioned_data, config))
 
     @classmethod
     def of(cls, checked: Checked) -> RunClients:
@@ -102,7 +102,7 @@ class RunClients:
         """Return a node's client; see ``client_fn``."""
         config = self._config
         torch.set_num_threads(config.torch_threads)
-        train, tests, validation, scale = self._node_data(context)
+        train, tests, validation = self._node_data(context)
         return TorchClient(
             self._build,
             train,
@@ -114,8 +114,6 @@ class RunClients:
             state_dir=_state_dir(config, context),
             validation_data=validation,
             data_report=_report(config, context),
-            record_level=config.record_level(),
-            input_scale=scale,
         )
 
     def num_examples(self, context: Context) -> int:
@@ -123,8 +121,8 @@ class RunClients:
         client, num_clients = _part(context)
         return len(self._split(num_clients).train[client])
 
-    def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None, Scale | None]:
-        """Return a node's training data, its test sets, its validation data if any, and its own scale if it has one."""
+    def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None]:
+        """Return a node's training data, its test sets, and its validation data if any."""
         config = self._config
         of_site = config.by_function() and on_network_node()
         if DATA_PATH in context.node_config or of_site:
@@ -144,8 +142,7 @@ class RunClients:
             if "personal-domains" in config.evaluations():
                 tests |= {domain_test(name): view for name, view in split.domain_views().items()}
         validation = split.validation_view(client) if config.validation_share else None
-        scale = split.scales[client] if split.scales else None
-        return split.train_view(client), tests, validation, scale
+        return split.train_view(client), tests, validation
 
 
 def _state_dir(config: Config, context: Context) -> Path | None:
@@ -197,7 +194,7 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
             f"columns; the run's model takes {shape} and has {config.num_outputs()} outputs."
         )
     data = load_dataset(info, device=pick_device(config.device))
-    return whole_data(config, data, client, own_scale=config.standardise == "local")
+    return whole_data(config, data, client)
 
 
 def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config]:
@@ -219,13 +216,13 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
             device=str(pick_device(config.device)),
             num_classes=config.num_classes,
         )
-        return whole_data(config, data, client, own_scale=False), config
+        return whole_data(config, data, client), config
     kind = config.dataset.partition(":")[0]
     here = config.model_copy(update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1})
     try:
         _check_fit(config, here)
         data = load_data(here, config.example_shape())
-        return whole_data(here, data, client, own_scale=config.standardise == "local"), here
+        return whole_data(here, data, client), here
     except (ConfigError, DataError) as error:  # of this node's data, not of the run
         raise DataError(f"data-path={path!r}: {error}") from error
 
@@ -274,11 +271,6 @@ def _allows(context: Context, key: str) -> bool:
 
 def _check_fit(config: Config, here: Config) -> None:
     """Raise DataError unless the data of the config ``here``, a node's, fit the run's config."""
-    if config.standardise_as() == "federated" and not config.data_on_nodes():
-        raise DataError(
-            f"dataset={config.dataset!r} names data of the server, whose mean and std are not those of the nodes. "
-            f"Start the run with dataset='{config.dataset.partition(':')[0]}:', or with standardise=local or none."
-        )
     info, wanted = here.data_info(), config.data_info()
     other_names = wanted.feature_names and info.feature_names != wanted.feature_names
     if info.input_shape != wanted.input_shape or other_names:

@@ -47,7 +47,7 @@ def preflight(config: Config, out: Path) -> Checked:
         RunFolder.refuse_shorter(out, config.num_server_rounds)
     changes = {"out": str(out)}
     federated = config.strategy != CENTRALIZED
-    keeps = federated and (config.standardise == "local" or bool(config.methods().local))
+    keeps = federated and bool(config.methods().local)
     if not config.state_dir and (keeps or (federated and config.checkpoint_every)):
         changes["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
     config = config.model_copy(update=changes)

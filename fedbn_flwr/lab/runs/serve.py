@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +21,20 @@ from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.checkpoint import Checkpoints, StartingPoint, starting_point
 from fedbn_flwr.lab.output.checkpoint_manager import CheckpointManager
-from fedbn_flwr.lab.output.folder import DIVERGED_AT, PRIVACY, UNTIL_FROZEN, RunFolder, lock_folder
+from fedbn_flwr.lab.output.folder import DIVERGED_AT, PRIVACY, RunFolder, lock_folder
 from fedbn_flwr.lab.output.global_tests import GLOBAL_TESTS
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
 from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
 from fedbn_flwr.lab.output.statistics_log import StatisticsLog
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, domain_test, partitioned_data
 from fedbn_flwr.lab.partitioned.report import refuse_no_tests
-from fedbn_flwr.lab.runs.node_queries import REPLY_WAIT, agreed_scale, count_nodes
-from fedbn_flwr.lab.runs.protected_scale import protected_scale
+from fedbn_flwr.lab.runs.node_queries import REPLY_WAIT, count_nodes
 from fedbn_flwr.lab.runs.start_checks import Checked, moved_buffers, refuse_too_few_clients
 from fedbn_flwr.lab.setup import initialise, make_strategy, on_device
 from fedbn_flwr.messages.protocol import TEST_SETS, VALIDATION
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.privacy.differential import ClientLevelDP
 from fedbn_flwr.privacy.masked_sums import MaskedSums
-from fedbn_flwr.privacy.record_server import RecordLevelDP
 from fedbn_flwr.server.failures import divergence, nothing_trained
 from fedbn_flwr.server.protection import Protection
 from fedbn_flwr.server.report import RoundReport
@@ -101,12 +97,6 @@ def _serve(
     timeout = config.round_timeout or (threading.TIMEOUT_MAX if isinstance(grid, BarrierGrid) else REPLY_WAIT)
     folder = closing.enter_context(RunFolder(out, config, start.after))
     report_data(folder, config, data)
-    if config.standardise_as() == "federated" and (on_nodes or config.protects_inputs()):
-        protection = strategy.protection if config.protects_inputs() else None
-        ask = functools.partial(protected_scale, protection=protection, folder=folder) if protection else agreed_scale
-        strategy.input_scale = scale = folder.agreed(lambda: ask(grid, config, timeout))
-        if data:
-            data = replace(data, dataset=data.dataset.normalised(scale.mean, scale.std))
     recorder = Recorder(folder, config, model, data, strategy, on_round)
     # Differential privacy and masked sums leave the server an average, and no client's own statistics.
     watched = config.dp == "off" and not config.masked_sums
@@ -201,30 +191,17 @@ def tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
 
 def _protection(config: Config, out: Path, model: nn.Module) -> Protection | None:
     """Return the protection of the clients' replies; None if there is none."""
-    records = config.record_level()
-    file = UNTIL_FROZEN if records else PRIVACY
     clients = None
     if config.dp != "off":
         clients = ClientLevelDP(
             config.dp_settings(),
-            file=out / file,
+            file=out / PRIVACY,
             fixed=fixed_entries(model) - moved_buffers(model, config),
             tied=tied_entries(model),
         )
     if config.masked_sums:
         return MaskedSums(config.mask_settings(), clients)
-    if not records:
-        return clients
-    return RecordLevelDP(
-        records,
-        steps=config.local_steps,
-        batch_size=config.batch_size,
-        delta=config.dp_delta,
-        file=out / PRIVACY,
-        until_frozen=clients,
-        target_epsilon=config.record_dp_target_epsilon,
-        max_epsilon=config.dp_max_epsilon,
-    )
+    return clients
 
 
 def _to_best(stopping: EarlyStopping | None, checkpoints: Checkpoints, strategy: Strategy) -> ArrayRecord | None:
@@ -259,7 +236,7 @@ def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
     if on_nodes and not needed:
         return None
     try:
-        data = partitioned_data(config, config.num_clients, awaits_scale=True)
+        data = partitioned_data(config, config.num_clients)
     except DataError:
         if needed:
             raise

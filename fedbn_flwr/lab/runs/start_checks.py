@@ -25,10 +25,9 @@ from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.setup import build_options, initialise, make_model, model_and_warnings, pick_device
 from fedbn_flwr.machine import has_bfloat16
-from fedbn_flwr.privacy.example_gradients import WAY_OUT, mixes_examples
+from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.server.method import Problem
 from fedbn_flwr.server.params import RECALIBRATED
-from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of
@@ -119,8 +118,8 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
             ways.append("another model")
         lines = [f"{fit.text}; model {config.model!r} has {fit.has or _norms(model)}." for fit in unfit]
         raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
-    if config.record_dp and (mixing := _mixing(config, model)):
-        raise NormLayerError("\n".join(mixing) + f"\n{WAY_OUT}.")
+    if config.protected:
+        refuse_cumulative(model, f"dp={config.dp}" if config.dp != "off" else "masked-sums=true")
     if config.test_bn and not any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
         raise NormLayerError(
             f"test-bn={config.test_bn} needs BatchNorm with running statistics; model {config.model!r} has "
@@ -147,14 +146,6 @@ def _replaces_nothing(config: Config) -> bool:
     if config.norm not in ("group", "layer", "instance", "group+ws", "batch-renorm"):
         return False
     return not split_state(build_model(**{**build_options(config), "norm": "batch"})).layers
-
-
-def _mixing(config: Config, model: nn.Module) -> list[str]:
-    """Return the layers that mix the examples of a batch in the clients' training."""
-    client = copied(model).train()
-    if config.methods().freezes_bn:
-        FreezeBN(affine=False).begin(client)
-    return mixes_examples(client)
 
 
 def misfits(config: Config, model: nn.Module) -> list[Problem]:

@@ -25,9 +25,9 @@ TOLD = {key: [*table()["allowed"].get(key, ()), "nothing"] for key in ("strategy
 TOLD |= {"model": [*MODELS, "nothing", "torchvision:resnet18"], "num-server-rounds": [1, 5, 20], "local-steps": [0, 3]}
 TOLD |= {"local-epochs": [0, 2], "early-stopping": [2], "num-classes": [5, 10, 99]}
 TOLD |= {"classes-per-client": [3, 50], "optimizer": ["adam"], "sgd-momentum": [0.9]}
-TOLD |= {"feature-norm": ["1", "2"], "standardise": ["none"], "missing": ["mean"]}
+TOLD |= {"feature-norm": ["1", "2"], "missing": ["mean"]}
 # Values that the table cannot judge.
-LATER = {"dp": ["server", "record", "off", False], "local-part": ["fedbn", "x"], "eval-on": ["x", "personal-own"]}
+LATER = {"dp": ["server", "off", False], "local-part": ["fedbn", "x"], "eval-on": ["x", "personal-own"]}
 LATER |= {"series": ["/"], "augment": ["flip", "x"], "lr-decay-at": ["5,x"], "task": ["x"]}
 LATER |= {"freeze-at": [0.5, "auto", "x"], "server-learning-rate": [-1.0, 2.0], "metrics": ["x"]}
 UNKNOWN = ["sed", "batch_size", "batchsize", "x", 3]

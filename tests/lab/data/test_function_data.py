@@ -200,11 +200,10 @@ def test_a_node_asks_for_its_own_site_alone(
     assert not asked
 
 
-@pytest.mark.parametrize("standardise", ["", "federated"])
 def test_the_server_of_a_network_asks_for_no_site(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, standardise: str
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The nodes ask for their own; with standardise=federated they send the sums of their inputs."""
+    """The nodes ask for their own."""
     asked: list[Any] = []
 
     def everywhere(site: Any, part: str) -> TensorDataset:
@@ -212,14 +211,13 @@ def test_the_server_of_a_network_asks_for_no_site(
         return tensors(site, part)
 
     stated = {"input-shape": "3", "task": "classification", "num-classes": 2, "eval-on": "personal-own"}
-    config = config_of(dataset=named(module, f"everywhere{standardise}", everywhere), standardise=standardise, **stated)
+    config = config_of(dataset=named(module, "everywhere", everywhere), **stated)
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.over_network", lambda grid: True)
     nodes = [{"partition-id": at, "data-path": str(tmp_path / f"site{at}")} for at in range(2)]
     with InProcessGrid(in_process_app(client_fn), 2, run_config=config.to_mapping(), node_configs=nodes) as grid:
         summary = serve(grid, check(config), tmp_path / "out")
     assert {*asked} == {node["data-path"] for node in nodes}
-    assert (tmp_path / "out/scale.json").exists() == bool(standardise)
-    in_one = config_of(dataset=config.dataset, num_clients=2, standardise=standardise, **stated)
+    in_one = config_of(dataset=config.dataset, num_clients=2, **stated)
     assert run(in_one, tmp_path / "one", workers=0)["sha256"] == summary["sha256"]
 
 

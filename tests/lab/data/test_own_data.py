@@ -208,35 +208,6 @@ def test_units_stay_together_in_every_split(tmp_path: Path) -> None:
         assert sum(len(part) for part in parts) == len(train_units)
 
 
-def test_statistics_are_those_of_training_examples_alone(tmp_path: Path) -> None:
-    rng = np.random.default_rng(2)
-    x = rng.normal(5, 3, (90, 3)) * [1, 100, 0]  # the last feature is constant
-    x[rng.random(x.shape) < 0.1] = np.nan
-    client, split = rng.integers(0, 3, 90), rng.random(90) < 0.3
-    np.savez(tmp_path / "a.npz", x=x, y=rng.integers(0, 2, 90), client=client, split=split)
-    keys = {"dataset": f"npz:{tmp_path / 'a.npz'}", "missing": "mean"}
-
-    def oracle(rows: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        mean, std = np.nanmean(seen, 0), np.nanstd(seen, 0)
-        return np.where(np.isnan(rows), 0, (rows - mean) / np.where(std > 1e-9, std, 1))
-
-    x = x.astype(np.float32).astype(np.float64)
-    for how in ("federated", "local"):
-        config = Config.make({**keys, "standardise": how})
-        data = partitioned_data(config, count_clients(config))
-        for own_client in range(3):
-            mine, seen = client == own_client, ~split
-            for view, chosen in (
-                (data.train_view(own_client), mine & ~split),
-                (data.test_view(own_client), mine & split),
-            ):
-                expected = oracle(x[chosen], x[seen & mine] if how == "local" else x[seen])
-                found = view.batch(torch.arange(len(view)))[0]
-                np.testing.assert_allclose(np.sort(found, 0), np.sort(expected, 0), rtol=1e-4, atol=1e-5)
-        whole = data.test_view()
-        assert not whole.batch(torch.arange(len(whole)))[0].isnan().any()
-
-
 def test_own_test_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.arange(60.0).reshape(30, 2), y=np.arange(30) % 2)
     first, second = (

@@ -21,7 +21,7 @@ from fedbn_flwr.privacy.ring import FixedPoint
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 ROOT = Path(__file__).parents[3]
 APP = ROOT / "tests" / "support" / "masked_app"
-POINT = FixedPoint(65536.0, 34.0)
+POINT = FixedPoint(34.0)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def forms(spy: Path) -> Iterator[bytes]:
         after, before = ({n[len(w) :]: a for n, a in kept.items() if n.startswith(w)} for w in ("after ", "before "))
         numbers = [after]
         if before:
-            numbers += [Coordinates(before, split_state(before), 1.0).update(after)]
+            numbers += [Coordinates(before, split_state(before), scale=1.0).update(after)]
             numbers += [{name: after[name] - before[name] for name in after}]
         for entry in (array for own in numbers for array in own.values() if array.dtype.kind == "f" and array.size > 9):
             vector = POINT.vector({"x": entry}, float(kept["weight"]))

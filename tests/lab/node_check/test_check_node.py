@@ -101,7 +101,7 @@ def test_each_method_plays_its_parts(tmp_path: Path, strategy: str) -> None:
     assert found(page, "address", "not tried")
 
 
-def test_masks_and_noise_are_left_out_and_record_level_noise_is_not(tmp_path: Path) -> None:
+def test_masks_and_noise_are_left_out(tmp_path: Path) -> None:
     config = node_config(write_images(tmp_path / "x.npz"))
     masked = {**SETTINGS, "strategy": "fedavg", "masked-sums": True, "masked-threshold": 0.8}
     masked |= {"masked-metrics": "published"}

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -23,13 +22,9 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.runs.node import client_fn
-from fedbn_flwr.lab.runs.node_queries import agreed_scale
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.start_checks import check
-from fedbn_flwr.messages.protocol import MOMENTS, MOMENTS_QUERY
-from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.training.input_scale import Scale
 
 NAMES = ("east", "north", "west")
 SETTINGS = {
@@ -45,7 +40,6 @@ TABLE = {
     "feature-columns": "age,bmi,sex:F|M",
     "split-column": "part",
     "task": "binary",
-    "missing": "mean",
 }
 HEAD = "age,bmi,sex,part,target,patient"
 
@@ -55,7 +49,7 @@ def rows_of(client: int) -> list[str]:
     rows = []
     for at in range(30):
         age, bmi = rng.normal(50 + 5 * client, 10), rng.normal(25 - client, 4)
-        known = f"{bmi:.2f}" if rng.random() < 0.8 else ""
+        known = f"{bmi:.2f}"
         part, patient = ("test" if at % 5 == 4 else "train"), 100 * client + at // 2
         patient += 50 * (part == "test")
         rows.append(f"{age:.1f},{known},{'FM'[at % 2]},{part},{int(age > 55) * (1 + at % 3)},{patient}")
@@ -80,7 +74,7 @@ def at(paths: Sequence[Path], **more: Any) -> list[dict[str, Any]]:
 
 def test_the_bits_of_one_data_set_with_natural_clients(served, tables, tmp_path) -> None:
     """The split into training and test part is in the data: each node would draw its own, other than that of all."""
-    keys = {"standardise": "local", "validation-share": 0.25, "group-column": "patient"}
+    keys = {"validation-share": 0.25, "group-column": "patient"}
     settings = {**TABLE, **keys, "strategy": "fedbn"}
     alone, lines = served({**settings, "dataset": "csv:"}, at(tables))
     whole = together(settings, tmp_path)
@@ -122,7 +116,7 @@ def test_arrays_of_nodes_take_the_runs_shape(served, tmp_path) -> None:
 
 
 def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_1(served, tables, tmp_path) -> None:
-    settings = {**TABLE, "dataset": "csv:", "standardise": "local", "eval-on": "personal-own,personal-global"}
+    settings = {**TABLE, "dataset": "csv:", "eval-on": "personal-own,personal-global"}
     with pytest.raises(ConfigError, match=r"eval-on=personal-global.*data-path has the test set own.*personal-own"):
         served(settings, at(tables))
     assert not read_metrics(tmp_path / "out/metrics.jsonl")
@@ -130,7 +124,7 @@ def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_
 
 def test_a_node_with_other_data_is_named_and_the_others_go_on(served, tables, tmp_path) -> None:
     tables[1].write_text("age,bmi,part,target\n" + "\n".join(f"{a},20,train,{a % 2}" for a in range(9)))
-    settings = {**TABLE, "dataset": "csv:", "standardise": "local"}
+    settings = {**TABLE, "dataset": "csv:"}
     _, lines = served(settings, at(tables))
     (said,) = lines[0]["rejected"]
     assert "(partition 1): data-path=" in said
@@ -145,7 +139,7 @@ def test_a_node_whose_data_check_finds_something_is_named_if_the_run_refuses_it(
     values = [-99 if at % 9 == 0 else 20 + at % 7 for at in range(60)]
     rows = [f"{bmi},F,{'test' if at % 5 == 4 else 'train'},{at % 2}" for at, bmi in enumerate(values)]
     tables[1].write_text("bmi,sex,part,target\n" + "\n".join(rows))
-    settings = {**TABLE, "dataset": "csv:", "standardise": "local", "feature-columns": "bmi,sex:F|M"}
+    settings = {**TABLE, "dataset": "csv:", "feature-columns": "bmi,sex:F|M"}
     _, lines = served({**settings, "data-check": "refuse"}, at(tables))
     (said,) = lines[0]["rejected"]
     assert "(partition 1): data-path=" in said
@@ -209,7 +203,7 @@ def test_a_node_says_once_what_it_has_read_and_the_server_hears_of_it_if_the_own
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_node_with_masks_sends_no_report_of_its_data(masked: bool, tables, caplog) -> None:
-    keys = {**TABLE, "dataset": "csv:", "standardise": "none", "missing": "refuse", "feature-columns": "age,sex:F|M"}
+    keys = {**TABLE, "dataset": "csv:", "feature-columns": "age,sex:F|M"}
     config = Config.make({**keys, "eval-on": "global", "test-share": 0.3, "masked-sums": masked})
     node = {**at(tables)[0], "report-data": True}
     client = client_fn(Context(1, 1, node, RecordDict(), config.to_mapping()))
@@ -218,95 +212,7 @@ def test_a_node_with_masks_sends_no_report_of_its_data(masked: bool, tables, cap
     assert warned == masked
 
 
-# --- standardise=federated -------------------------------------------------------------------------------------------
-
-
 def together(settings: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """Return the summary of the run in process that has all data."""
     keys = {**settings, "dataset": f"csv:{tmp_path / 'all.csv'}", "client-column": "hospital"}
     return run(Config.make(keys), tmp_path / "together", workers=0)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "keys"),
-    [
-        ("fedavg", {"validation-share": 0.25, "group-column": "patient", "recalibrate": True}),
-        ("fedtan", {"fedtan-transport": "messages", "num-server-rounds": 1}),
-    ],
-)
-def test_the_agreed_mean_and_std_give_the_bits_of_a_run_that_has_all_data(
-    strategy, keys, served, tables, tmp_path
-) -> None:
-    settings = {**TABLE, **keys, "strategy": strategy}
-    alone, _ = served({**settings, "dataset": "csv:"}, at(tables))
-    whole = together({key: value for key, value in settings.items() if key != "fedtan-transport"}, tmp_path)
-    assert alone["sha256"] == whole["sha256"]
-    assert alone["final"] == {key: value for key, value in whole["final"].items() if key != "domains"}
-    found, wanted = (ModelDescription.read(metadata(tmp_path / name)) for name in ("out", "together"))
-    assert len(found.mean) == 4
-    assert (found.mean, found.std, found.features) == (wanted.mean, wanted.std, wanted.features)
-
-
-def test_the_agreed_mean_and_std_are_the_same_in_a_resumed_run_without_a_node(served, tables, tmp_path) -> None:
-    settings = {**TABLE, "dataset": "csv:", "checkpoint-every": 1, "strategy": "fedavg"}
-    served({**settings, "num-server-rounds": 1}, at(tables))
-    agreed = ModelDescription.read(metadata(tmp_path / "out"))
-    tables[2].unlink()
-    _, lines = served({**settings, "num-server-rounds": 2, "resume": True}, at(tables))
-    assert [line["participants"] for line in lines] == [[0, 1, 2], [0, 1]]
-    assert ModelDescription.read(metadata(tmp_path / "out")) == agreed
-
-
-def test_a_node_that_cannot_say_its_sums_is_named_and_left_out(served, tables, tmp_path, caplog) -> None:
-    settings = {**TABLE, "dataset": "csv:", "num-server-rounds": 1}
-    served(settings, [*at(tables[:2]), {"data-path": str(tmp_path / "nowhere.csv")}])
-    left_out = [record.message for record in caplog.records if "mean and std" in record.message]
-    assert len(left_out) == 1
-    assert "(partition 2) has no part in the mean and std of the inputs: data-path=" in left_out[0]
-    rows = [line.split(",") for path in tables[:2] for line in path.read_text().splitlines()[1:] if ",train," in line]
-    ages = np.array([row[0] for row in rows], np.float32).astype(np.float64)
-    found = ModelDescription.read(metadata(tmp_path / "out"))
-    assert (found.mean[0], found.std[0]) == (pytest.approx(ages.mean()), pytest.approx(ages.std()))
-    with pytest.raises(ConfigError, match=r"standardise=federated needs the sums .*no node .*nowhere.csv"):
-        served(settings, [{"data-path": str(tmp_path / "nowhere.csv")}], "none")
-
-
-def test_sums_that_cannot_be_are_left_out(caplog) -> None:
-    good = {"count": [2.0, 2.0], "mean": [1.0, 0.0], "m2": [8.0, 0.0]}
-    sums = [good, {**good, "mean": [np.nan, 0.0]}, {**good, "m2": [1.0]}, {**good, "m2": [-1.0, 0.0]}, {}, None]
-    app = ClientApp()
-
-    @app.query(MOMENTS_QUERY.partition(".")[2])
-    def answer(message: Message, context: Context) -> Message:
-        own = sums[int(context.node_config["partition-id"])]
-        record = {} if own is None else {MOMENTS: to_record({name: np.array(v) for name, v in own.items()})}
-        return Message(RecordDict(record), reply_to=message)
-
-    config = Config.make({**TABLE, "dataset": "csv:", "feature-columns": "age,bmi"})
-    with InProcessGrid(app, len(sums)) as grid:
-        assert agreed_scale(grid, config, 60) == Scale((1.0, 0.0), (2.0, 1.0))
-    said = [record.message.partition("inputs: ")[2] for record in caplog.records if "no part in" in record.message]
-    assert len(said) == 5
-    assert [text for text in said if "finite count, mean and m2 of 2 features needed" not in text] == [
-        "it sent a count or a sum of squares below 0"
-    ]
-
-
-def test_images_have_the_federations_mean_where_asked(served, tmp_path) -> None:
-    rng, values = np.random.default_rng(0), []
-    for client in range(2):
-        x, tests = rng.integers(0, 100 * (client + 1), (20, 28, 28)).astype(np.uint8), np.arange(20) % 4 == 0
-        np.savez(tmp_path / f"{client}.npz", x=x, y=np.arange(20) % 2, split=tests)
-        values.append(x[~tests])
-    settings = {**SETTINGS, "dataset": "npz:", "image-size": 28, "num-classes": 2, "task": "classification"}
-    settings |= {"standardise": "federated", "num-server-rounds": 1}
-    served(settings, at([tmp_path / f"{client}.npz" for client in range(2)]))
-    found, pixels = ModelDescription.read(metadata(tmp_path / "out")), np.concatenate(values) / 255
-    assert found.mean == pytest.approx((pixels.mean(),))
-    assert found.std == pytest.approx((pixels.std(),))
-
-
-def test_data_of_the_server_and_of_the_nodes_have_no_common_mean(served, tables, tmp_path) -> None:
-    settings = {**TABLE, "dataset": f"csv:{tmp_path / 'all.csv'}", "client-column": ""}
-    with pytest.raises(ConfigError, match=r"names data of the server.*dataset='csv:', or with standardise=local"):
-        served(settings, at(tables))

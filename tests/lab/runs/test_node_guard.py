@@ -129,7 +129,6 @@ def test_on_one_machine_everything_is_open_unless_a_node_says_otherwise(secret) 
 
 
 OWN = {"dataset": "csv:", "label-column": "wanted", "feature-columns": "x", "task": "regression", "model": "mlp"}
-OWN |= {"standardise": "local"}
 
 
 def test_an_error_says_nothing_of_a_files_content(network, secret, caplog) -> None:

@@ -16,7 +16,6 @@ from fedbn_flwr.lab.data.own import own_info
 from fedbn_flwr.lab.export import run_onnx
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.finished_runs.export import export
-from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.setup import make_model
 
@@ -57,15 +56,6 @@ def test_a_run_on_signals_is_the_model_that_is_exported(strategy: str, settings:
     assert done.check.relative < 1e-5
     x = torch.from_numpy(waves()[0])
     assert run_onnx(done.file)(x[:5]).shape == (5, CLASSES)
-
-
-def test_a_channel_has_one_mean_and_std(settings: Any) -> None:
-    """Over the training examples and all steps; the second channel's unit is another one."""
-    data = partitioned_data(Config.make(settings), 3)
-    whole = data.train_view()
-    inputs = whole.batch(torch.arange(len(whole)))[0].double()
-    torch.testing.assert_close(inputs.mean((0, 2)), torch.zeros(CHANNELS).double(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(inputs.std((0, 2), correction=0), torch.ones(CHANNELS).double(), rtol=1e-4, atol=0)
 
 
 def test_models_for_other_inputs_are_refused(settings: Any) -> None:
