@@ -124,7 +124,7 @@ def test_a_command_that_only_answers_loads_no_torch(tmp_path: Path, command: str
 # The rooms of the laboratory that a client of the Flower app needs, and what in them belongs to other clients.
 _OF_CLIENTS = ("config", "data", "models", "own_code", "partitioned", "runs", "setup")
 _OF_OTHERS = (
-    *("doctor", "lab.config.privacy_checks", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.report"),
+    *("doctor", "lab.config.privacy_checks", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.counts"),
     *("lab.data.own.arrays", "lab.data.own.csv_files", "lab.data.own.description", "lab.data.own.features"),
     *("lab.data.own.folder", "lab.data.own.hub", "lab.data.own.reading", "lab.data.own.table"),
     *("lab.runs.run", "lab.runs.serve", "lab.runs.start_checks"),

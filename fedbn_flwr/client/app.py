@@ -18,7 +18,6 @@ from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import checked, describe, open_message, reply_to_evaluate, reply_to_fit
 from fedbn_flwr.messages.protocol import (
-    DATA_REPORT,
     EXCHANGE_QUERY,
     INFO,
     MASK_PRESENT,
@@ -155,8 +154,6 @@ class _ClientMessages:
         properties = {**node, **properties}
         if on_network_node():
             info[VERSIONS] = as_text(own_versions())
-        if DATA_REPORT in properties:
-            info[DATA_REPORT] = str(properties[DATA_REPORT])
         reply = describe(message, properties)
         if info:
             reply.content[INFO] = ConfigRecord(info)

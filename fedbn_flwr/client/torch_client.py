@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from fedbn_flwr.messages.protocol import (
     APPLIED,
     ARRAY_NAMES,
     BATCH_SIZE,
-    DATA_REPORT,
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
@@ -114,7 +113,6 @@ class TorchClient(NumPyClient):
         plain_train_data: the training examples in the same order without random transforms, where ``train_data`` is a
             ``Dataset`` that has them. BatchNorm's statistics are measured on these (HBN, FBN and BN-SCAFFOLD by a pass,
             StaticBN, ``recalibrate``). None = ``train_data``.
-        data_report: returns a text on the client's data that the server gets with the answer to its query.
 
     ``fit`` and ``evaluate`` take the entries named in ``config["fedbn-flwr.array-names"]`` (a JSON list) or, without
     it, the whole state dict in its order. ``fit`` needs the round, ``config["server-round"]``; it returns the shared
@@ -135,7 +133,6 @@ class TorchClient(NumPyClient):
         training_loss: LossFn | None = None,
         state_dir: Path | None = None,
         validation_data: Batches | Dataset[Any] | None = None,
-        data_report: Callable[[], str] | None = None,
         plain_train_data: Dataset[Any] | None = None,
     ) -> None:
         self.model = model
@@ -154,7 +151,6 @@ class TorchClient(NumPyClient):
         self.task = task
         self._training_task = task if training_loss is None else replace(task, loss=training_loss)
         self.state_dir = state_dir
-        self.data_report = data_report
 
     @property
     def parts(self) -> Parts:
@@ -165,8 +161,6 @@ class TorchClient(NumPyClient):
     def get_properties(self, config: Config) -> Config:
         """Return ``num-examples`` of the training set, ``batch-size`` of its first step and the ``partition-id``.
 
-        With ``data_report`` its text, too.
-
         Raises:
             NormLayerError: the method synchronises BN layers, and this model's cannot be.
         """
@@ -174,8 +168,6 @@ class TorchClient(NumPyClient):
             with self._lend() as lent:
                 self._try_synchronised_step(lent)
         known: Config = {} if self.partition_id is None else {PARTITION_ID: self.partition_id}
-        if self.data_report:
-            known[DATA_REPORT] = self.data_report()
         size = len(self.train_data)
         return {**known, NUM_EXAMPLES: size, BATCH_SIZE: self.settings.first_batch(size)}
 

@@ -32,8 +32,8 @@ from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.models import code_changed
 from fedbn_flwr.lab.output.model_description import ModelDescription
+from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.report import RunFiles, run_warnings
 from fedbn_flwr.lab.setup import make_model, on_device
 from fedbn_flwr.machine import threads

@@ -158,7 +158,6 @@ PARTITION_ID = Key("partition-id", "int", "client, node config", "server, client
 BATCH_SIZE = Key("batch-size", "int: examples of the first batch", "client", "server")
 UNUSABLE = Key("unusable", "str: why the node cannot take part", "client", "server")
 REFUSAL = Key("refusal", "str: why a mod of the app has refused the query", "client", "server")
-DATA_REPORT = Key("data-report", "str: what the node has read, if its owner allows it", "client", "server")
 VERSIONS = Key("node-versions", "str: of the node's fedbn-flwr, torch and flwr, over a network", "client", "server")
 PACKS = Key("fedbn-flwr.packs", "int: the form of arrays in one piece that the app reads", "client", "server")
 SYNCHRONISES = Key("fedbn-flwr.synchronises", "bool, in the query: BN layers are synchronised", "server", "client")
@@ -167,7 +166,7 @@ SYNCHRONISES = Key("fedbn-flwr.synchronises", "bool, in the query: BN layers are
 NUM_PARTITIONS = Key("num-partitions", "int", "client, node config", "server, client")
 STATE_DIR = Key("state-dir", "str: absolute folder of the kept state", "node config, run config", "client")
 DATA_PATH = Key("data-path", "str: the node's own data", "node config", "client")
-REPORT_DATA = Key("report-data", "bool: the server may have the data report", "node config", "client")
+REPORT_DATA = Key("report-data", "bool: the server may have texts of errors about data", "node config", "client")
 DATA_CLASSES = Key("data-classes", "str, comma list: classes of the node's own data", "node config", "client")
 ALLOW_PATHS = Key("allow-paths", "str, comma list: folders whose paths a run may name", "node config", "client")
 ALLOW_MODULES = Key("allow-modules", "str, comma list: modules that a run may name", "node config", "client")
@@ -191,7 +190,6 @@ KEPT_ABOUT = Key(
     "fedbn-flwr.local.about", "ConfigRecord: version, fingerprint, start, round, begun, SHA-256", "client", "client"
 )
 KEPT_BEFORE = Key("fedbn-flwr.before", "records before/NAME: the kept state before the round", "client", "client")
-REPORTED = Key("fedbn-flwr.data-reported", "ConfigRecord: the node has logged what it has read", "client", "client")
 INBOX = Key("fedbn-flwr.inbox", "ArrayRecords inbox/RECORD: further records of the message", "mod", "bn_rules")
 OUTBOX = Key("fedbn-flwr.outbox", "ConfigRecord, ArrayRecords outbox/RECORD: additions to the reply", "bn_rules", "mod")
 MODEL_SPEC = Key("fedbn-flwr.whole", "ConfigRecord: names and shapes of the whole model", "mod", "mod")
@@ -505,7 +503,6 @@ class NodeProperties:
         batch_size: examples of its first batch.
         unusable: why it cannot take part; "" if it can.
         refusal: why a mod of its app has refused the query; "" if none has.
-        data_report: what it has read, if its owner allows it.
         num_partitions: number of the parts of the data, of which it holds one.
         versions: those of its packages, see ``messages.versions``.
         packs: the form of arrays in one piece that its app reads; the mod ``packed`` writes it.
@@ -516,7 +513,6 @@ class NodeProperties:
     batch_size: int | None = None
     unusable: str = ""
     refusal: str = ""
-    data_report: str = ""
     num_partitions: int | None = None
     versions: str = ""
     packs: object = None
@@ -529,9 +525,9 @@ class NodeProperties:
             numbers |= {key: value for key, value in metrics.items() if isinstance(value, int) and value >= 0}
         info: Mapping[str, Any] = of_kind(reply.content, ConfigRecord).get(INFO, {})
         known = (numbers.get(PARTITION_ID), numbers.get(NUM_EXAMPLES), numbers.get(BATCH_SIZE))
-        unusable, refusal, report = (str(info.get(key, "")) for key in (UNUSABLE, REFUSAL, DATA_REPORT))
+        unusable, refusal = (str(info.get(key, "")) for key in (UNUSABLE, REFUSAL))
         parts, versions = numbers.get(NUM_PARTITIONS), str(info.get(VERSIONS, ""))
-        return cls(*known, unusable, refusal, report, parts, versions, info.get(PACKS))
+        return cls(*known, unusable, refusal, parts, versions, info.get(PACKS))
 
     def write(self) -> dict[str, MetricRecord | ConfigRecord]:
         """Return the records of a reply."""
@@ -539,7 +535,7 @@ class NodeProperties:
         numbers[NUM_PARTITIONS] = self.num_partitions
         records: dict[str, MetricRecord | ConfigRecord] = {}
         records[METRICS] = MetricRecord({str(key): value for key, value in numbers.items() if value is not None})
-        info: dict[str, Any] = {UNUSABLE: self.unusable, REFUSAL: self.refusal, DATA_REPORT: self.data_report}
+        info: dict[str, Any] = {UNUSABLE: self.unusable, REFUSAL: self.refusal}
         info[VERSIONS] = self.versions
         if any(info.values()):
             records[INFO] = ConfigRecord({str(key): text for key, text in info.items() if text})

@@ -249,8 +249,6 @@ class NodeRegistry:
                 found[node_id] = _node(node_id, said)
                 if other := differences(own_versions(), said.versions):
                     logger.warning("%s: %s. Install one version everywhere.", found[node_id], "; ".join(dict(other)))
-                if said.data_report:
-                    logger.info("%s reports its data:\n%s", found[node_id], said.data_report)
             elif is_mod_refusal(reply):
                 found[node_id] = Node(node_id, refusal=str(reply.error.reason), behind_mod=True)
             elif is_app_error(reply):  # the app has no answer to a query

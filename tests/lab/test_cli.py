@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pandas as pd
 import pytest
 import typer
@@ -229,12 +230,12 @@ def test_partition_shows_the_warnings_of_a_run(tmp_path: Path) -> None:
     assert "warning: 4 of 10 classes have no client (2, 5, 8, 9): their 571 training examples are not used" in (
         lacking.output
     )
-    (tmp_path / "t.csv").write_text("one,x,y\n" + "".join(f"1,{k},{k % 2}\n" for k in range(40)))
-    own = {"dataset": f"csv:{tmp_path / 't.csv'}", "label-column": "y", "num-clients": "2", "partition": "iid"}
-    result = call("partition", *(part for key, value in own.items() for part in ("--set", f"{key}={value}")))
+    client = np.array([0] * 39 + [1])
+    np.savez(tmp_path / "t.npz", x=np.ones((40, 2)), y=np.arange(40) % 2, client=client, split=np.arange(40) < 9)
+    result = call("partition", "--set", f"dataset=npz:{tmp_path / 't.npz'}")
     assert result.output.count("warning: ") == 2
-    assert "warning: the same value in all training examples: one; leave it out\n" in result.output
-    assert "warning: column 'x': 40 different whole numbers in 40 rows" in result.output
+    assert "warning: client 1 has 1 training example: BatchNorm has no variance from it alone\n" in result.output
+    assert "warning: no test examples: client 1; no mean counts their own tests\n" in result.output
 
 
 def test_partition_shows_domains_and_makes_a_client_of_each() -> None:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -115,16 +116,17 @@ def test_nothing_is_found_in_ten_healthy_runs(seed: int, tmp_path: Path) -> None
 
 def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> None:
     """As ``evaluate`` does; the state alone can be looked at, and the rows as they were."""
-    table, rows = tmp_path / "t.csv", [f"{k},{k * k % 7},{k % 2}" for k in range(60)]
-    table.write_text("\n".join(["a,b,y", *rows]))
-    settings = {"dataset": f"csv:{table}", "label-column": "y", "num-clients": 2, "num-server-rounds": 1}
+    table, rows = tmp_path / "t.npz", np.arange(60)
+    x = np.stack([rows, rows**2 % 7], 1).astype(np.float32)
+    np.savez(table, x=x, y=rows % 2)
+    settings = {"dataset": f"npz:{table}", "num-clients": 2, "num-server-rounds": 1}
     out = start(tmp_path / "out", **settings, **{"local-steps": 2, "eval-every": 1})
-    table.write_text("\n".join(["a,b,y", *rows[:-1], "59,700,1"]))
+    np.savez(table, x=np.concatenate([x[:-1], [[59, 700]]]), y=rows % 2)
     with pytest.raises(ConfigError, match="has changed since the run"):
         diagnose_run(out)
     assert call(out).exit_code == 2
     assert call(out / "model.safetensors").exit_code == 0
-    table.write_text("\n".join(["a,b,y", *rows]))
+    np.savez(table, x=x, y=rows % 2)
     diagnose_run(out)
 
 

@@ -167,7 +167,6 @@ def message() -> Message:
         NodeProperties(),
         NodeProperties(0, 5, 2),
         NodeProperties(1, 0, None, "no data"),
-        NodeProperties(data_report="5 rows"),
         NodeProperties(2, num_partitions=3),
     ],
 )

@@ -52,7 +52,6 @@ def inspect(
             raise unknown_name("strategy", strategy, table()["methods"])
         refuse_at_once(None, set_ or [], model=model, norm=norm, dataset=dataset, strategy=strategy)
     from fedbn_flwr.lab.config import Config
-    from fedbn_flwr.lab.data import is_own
     from fedbn_flwr.lab.runs.inspection import inspect_model
     from fedbn_flwr.lab.setup import initialise, make_model
     from fedbn_flwr.training.settings import share_of
@@ -69,8 +68,7 @@ def inspect(
         say(_layers(inspection))
         for line in _costs(inspection):
             say(line)
-        of_data = settings.data_info().warnings if is_own(settings.dataset) else ()
-        for warning in (*inspection.warnings, *of_data):
+        for warning in inspection.warnings:
             say(f"warning: {warning}", style="yellow")
         for line in loaded.lines() if loaded else ():
             say(line)
@@ -142,20 +140,20 @@ def partition(
         refuse_at_once(config, set_ or [])
     from fedbn_flwr.lab.config import Config
     from fedbn_flwr.lab.data import partition_table
+    from fedbn_flwr.lab.partitioned.counts import data_warnings
     from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-    from fedbn_flwr.lab.partitioned.report import classes_without_client
     from fedbn_flwr.lab.partitioned.splitting import count_split, draw_split
 
     with exit_codes():
         settings = Config.load(config, set_ or [])
-        warnings = report_own_data(settings)
+        report_own_data(settings)
         tables = count_split(settings)
         for table in tables:
             say(f"{table.of} examples by {table.what}")
             text = partition_table(table.counts, table.names)
             say(text + "\n")
         split = partitioned_data(settings, count_clients(settings))
-        for line in (*classes_without_client(split, settings), *warnings):
+        for line in data_warnings(split, settings):
             say(f"warning: {line}", style="yellow")
         if out:
             draw_split(settings, tables[0], out)

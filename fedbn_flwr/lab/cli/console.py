@@ -157,17 +157,16 @@ def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def report_own_data(settings: Any) -> tuple[str, ...]:
-    """Print what was read of own data, and return the warnings, which a run logs when it starts."""
+def report_own_data(settings: Any) -> None:
+    """Print the counts of own data."""
     from fedbn_flwr.lab.data import is_own
+    from fedbn_flwr.lab.partitioned.counts import data_counts, data_text
     from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-    from fedbn_flwr.lab.partitioned.report import data_report
 
     if not is_own(settings.dataset) or settings.dataset.endswith(":"):
-        return ()
-    report = data_report(partitioned_data(settings, count_clients(settings)), settings)
-    say(report.text())
-    return report.warnings
+        return
+    split = partitioned_data(settings, count_clients(settings))
+    say("\n".join([data_text(data_counts(split, settings)), *settings.data_info().notes]))
 
 
 class Scores:

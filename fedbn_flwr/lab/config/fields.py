@@ -10,7 +10,6 @@ from pydantic import ConfigDict, ValidationInfo, create_model, field_validator
 from fedbn_flwr.batchnorm.adaptation import TestBNMode
 from fedbn_flwr.lab.config.method_settings import fields_of, method_fields
 from fedbn_flwr.lab.config.reading import refuse_bool
-from fedbn_flwr.lab.data import MISSING_VALUES
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
 from fedbn_flwr.server.method import Role
 from fedbn_flwr.server.params import Params, setting
@@ -108,62 +107,6 @@ class Fields(MethodSettings):
         "dice; rmse",
     )
 
-    input_shape: str = _key(
-        "own data and models",
-        "",
-        "`module:function`: comma list, the shape of one input (`1,32,32,32`), which all sites must have; empty = that "
-        "of the first example. Needed where only the nodes have the data",
-    )
-    label_column: str = _key("own data and models", "", "`csv:`, `hf:`: column of the target; `csv:` also a comma list")
-    client_column: str = _key("own data and models", "", "`csv:`, `hf:`: column with the client of each row")
-    group_column: str = _key(
-        "own data and models", "", "`csv:`, `hf:`: column, such as the patient, whose rows no split separates"
-    )
-    split_column: str = _key("own data and models", "", "`csv:`: column with train or test (0 or 1) for each row")
-    feature_columns: str = _key(
-        "own data and models",
-        "",
-        "`csv:`, `hf:`: comma list of columns, with the categories of text if need be, `age,sex:F|M`; empty = all "
-        "others",
-    )
-    positive_values: str = _key(
-        "own data and models", "", "comma list of targets that count as 1, or `>NUMBER`; all others count as 0"
-    )
-    class_names: str = _key(
-        "own data and models",
-        "",
-        "comma list: names of the classes (texts of the target, class folders) in the order of their numbers; empty = "
-        "those found, in the order of the alphabet",
-    )
-    missing: Literal["refuse", "mean"] = _key(
-        "own data and models", "refuse", "missing features: refuse, or mean = the mean of the training examples"
-    )
-    missing_values: str = _key(
-        "own data and models",
-        MISSING_VALUES,
-        "`csv:`: comma list of texts that mean a missing value, in any case; nothing always does",
-    )
-    decimal: Literal["point", "comma"] = _key(
-        "own data and models",
-        "point",
-        "`csv:`: comma reads tables with decimal commas, 37,9, beside tables with points",
-    )
-    encoding: str = _key("own data and models", "", "`csv:`: encoding of the tables that are not UTF-8, such as cp1252")
-    data_check: Literal["warn", "refuse"] = _key(
-        "own data and models",
-        "warn",
-        "what the data check finds (numbers of rows or patients, a column that holds the target, a category of one "
-        "client, one name in two spellings, a number for a missing value): warn, or refuse = an error",
-    )
-    skip_unreadable: bool = _key(
-        "own data and models", False, "leave out image files that cannot be read, and list them"
-    )
-    intensity_range: str = _key(
-        "own data and models",
-        "",
-        "`folder:`, `hf:`: LOW,HIGH, the values that become 0 and 255 in images with more than 8 bits a channel; empty "
-        "= 0,65535",
-    )
     test_share: float = _key(
         "own data and models", 0.2, "share of own data that is the test part, where the data have none", gt=0, lt=1
     )

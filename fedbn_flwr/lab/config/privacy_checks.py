@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedbn_flwr.lab.config.table import CENTRALIZED
 from fedbn_flwr.lab.config.texts import wrong
 from fedbn_flwr.lab.config.values import Values
-from fedbn_flwr.lab.data import decided_by_records, is_own
+from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.privacy.differential import beside_models
 from fedbn_flwr.privacy.masked_sums import refusals
 from fedbn_flwr.privacy.settings import dp_conflicts, mask_conflicts
@@ -32,9 +32,10 @@ def dp_problems(config: Values) -> list[str]:
         ),
     )
     problems += _uncovered(config, "epsilon does")
-    decided = decided_by_records(config.own_data(), config.data_info()) if is_own(config.dataset) else {}
-    for what, way in decided.items():
-        problems.append(f"{asked}: the records decide {what}, which epsilon does not cover: {way}")
+    counted = config.data_info().task.name in ("classification", "segmentation") and not config.num_classes
+    if is_own(config.dataset) and counted:
+        uncovered = "the data decide the number of classes, which epsilon does not cover"
+        problems.append(f"{asked}: {uncovered}: set num-classes")
     return problems
 
 

@@ -96,31 +96,8 @@ def _of_data(config: Values) -> Conditions:
     info, task = config.data_info(), config.plain_task()
     of_user, partition = is_own(config.dataset), config.split_name()
     function = config.by_function()
-    read_by_format = of_user and not function
-    tables = of_user and config.dataset.startswith(("csv:", "hf:"))
     return {
-        "label_column": (tables, "it is for dataset=csv: and hf:"),
-        "client_column": (tables, "it is for dataset=csv: and hf:"),
-        "group_column": (tables, "it is for dataset=csv: and hf:; an npz file has an array `group`"),
-        "split_column": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
-        "feature_columns": (tables and bool(info.input_shape), "it is for rows of dataset=csv: and hf:"),
-        "missing": (bool(info.input_shape) and not function, "it is for rows and signals of csv:, npz: and hf:"),
-        "missing_values": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
-        "decimal": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
-        "encoding": (config.dataset.startswith("csv:"), "it is for dataset=csv:"),
-        "positive_values": (
-            read_by_format and not config.dataset.startswith("folder:"),
-            "it is for dataset=csv:, npz: and hf:",
-        ),
-        "class_names": (
-            of_user and task.name in ("classification", "binary") and not config.positive_values,
-            "it is for own data with classes, without positive-values",
-        ),
-        "skip_unreadable": (config.dataset.startswith("folder:"), "it is for dataset=folder:"),
-        "intensity_range": (config.dataset.startswith(("folder:", "hf:")), "it is for dataset=folder: and hf:"),
-        "test_share": (read_by_format, "it is for dataset=csv:, npz:, folder: and hf:"),
-        "data_check": (read_by_format, "it is for dataset=csv:, npz:, folder: and hf:"),
-        "input_shape": (function, "it is for dataset=module:function"),
+        "test_share": (of_user and not function, "it is for dataset=folder: and npz:"),
         "held_out_clients": (
             not config.data_on_nodes() and not config.shares_nothing(),
             f"{config.title} shares no model" if config.shares_nothing() else "only the nodes have the data",

@@ -105,7 +105,7 @@ class Values(Fields):
         if not is_own(self.dataset):
             check_known("dataset", self.dataset, DATASETS)
             return DATASETS[self.dataset]
-        from fedbn_flwr.lab.data import own_info  # with the readers of tables and images
+        from fedbn_flwr.lab.data import own_info  # with the readers of arrays and images
 
         return own_info(self.own_data())
 

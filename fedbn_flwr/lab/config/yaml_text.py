@@ -90,8 +90,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not separator:
             raise ConfigError(f"--set {override!r} must be key=value")
         try:
-            # YAML would read ">0" as the head of a text over several lines, and "csv:" as a mapping.
-            plain = not value.strip() or value.strip().startswith((">", "|")) or value.strip().endswith(":")
+            # YAML would read "npz:" as a mapping.
+            plain = not value.strip() or value.strip().endswith(":")
             values[key.strip()] = value.strip() if plain else read_value(value)
         except UNREADABLE as error:
             raise ConfigError(f"--set {override!r}: {error}") from error

@@ -8,8 +8,8 @@ from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.loading import DATASETS, DatasetInfo, load_dataset
 from fedbn_flwr.lab.data.local_dataset import load_local_dataset
-from fedbn_flwr.lab.data.names import as_list, listed
-from fedbn_flwr.lab.data.own import FUNCTION, FUNCTION_FORM, KINDS, MISSING_VALUES, OwnData, is_own
+from fedbn_flwr.lab.data.names import listed
+from fedbn_flwr.lab.data.own import FUNCTION, FUNCTION_FORM, KINDS, OwnData, is_own
 from fedbn_flwr.lab.data.partitioning import (
     PARTITIONS,
     PartitionInfo,
@@ -26,17 +26,9 @@ from fedbn_flwr.lab.data.validation import split_off
 from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.data.own import (
-        OwnRows,
-        decided_by_records,
-        own_info,
-        own_rows,
-        own_sha256,
-        shows_colour,
-        table_columns,
-    )
+    from fedbn_flwr.lab.data.own import OwnRows, own_info, own_rows, own_sha256
 else:
-    _OF_OWN = ("OwnRows", "decided_by_records", "own_info", "own_rows", "own_sha256", "shows_colour", "table_columns")
+    _OF_OWN = ("OwnRows", "own_info", "own_rows", "own_sha256")
     __getattr__, __dir__ = imported_when_used(__name__, dict.fromkeys(_OF_OWN, "own"))
 
 __all__ = [
@@ -44,7 +36,6 @@ __all__ = [
     "FUNCTION",
     "FUNCTION_FORM",
     "KINDS",
-    "MISSING_VALUES",
     "PARTITIONS",
     "Augment",
     "Dataset",
@@ -55,8 +46,6 @@ __all__ = [
     "PartitionRequest",
     "Samples",
     "Subset",
-    "as_list",
-    "decided_by_records",
     "is_own",
     "listed",
     "load_dataset",
@@ -69,8 +58,6 @@ __all__ = [
     "partition_picture",
     "partition_table",
     "partition_test_set",
-    "shows_colour",
     "split_dataset",
     "split_off",
-    "table_columns",
 ]

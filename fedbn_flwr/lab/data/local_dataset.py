@@ -12,7 +12,6 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.domains import read_archive, read_class_folders
 from fedbn_flwr.lab.data.folders import Files, image_files
-from fedbn_flwr.lab.data.names import one_form
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.registry import DATASETS
 from fedbn_flwr.lab.data.samples import Samples
@@ -82,9 +81,8 @@ def _read_folders(path: Path, classes: Sequence[str], shape: Shape) -> tuple[Sam
     if not path.is_dir():
         raise DataError("there is no such file or folder")
     entries = [entry for entry in path.iterdir() if entry.is_dir()]
-    folders = {one_form(entry.name): entry for entry in entries}
+    folders = {entry.name: entry for entry in entries}
     files, absent = Files(), list[str]()
-    classes = [one_form(name) for name in classes]  # one name, in either of Unicode's forms
     for label, name in enumerate(classes):
         if name in folders:
             files += [(image, label) for image in image_files(folders[name])]

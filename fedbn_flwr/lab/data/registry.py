@@ -37,10 +37,8 @@ class DatasetInfo:
         downloads: absent files are downloaded if there is a network.
         input_shape: shape of an example that is no image, such as (features,); () for images.
         class_names: names of the classes, () = numbers.
-        feature_names: names of the features of rows, or ().
         client_names: names of the clients that own data name, or ().
-        notes: what a user must know of own data, one text each.
-        warnings: what looks wrong in own data, one text each.
+        notes: what is left out of own data, one text each.
         group_names: all groups of the data set as published, if a copy may lack some: a run names those that it lacks.
     """
 
@@ -61,10 +59,8 @@ class DatasetInfo:
     downloads: bool = True
     input_shape: tuple[int, ...] = ()
     class_names: tuple[str, ...] = ()
-    feature_names: tuple[str, ...] = ()
     client_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
     group_names: tuple[str, ...] = ()
 
 

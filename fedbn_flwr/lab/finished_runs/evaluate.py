@@ -24,8 +24,8 @@ from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.model_description import ModelDescription
+from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
-from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, LabelTask, RegressionTask, Task
@@ -168,7 +168,7 @@ def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
     dataset = str(data.get("dataset"))
     if is_own(dataset):
         shared["task"] = saved.description.task  # targets of a few examples may look like those of another one
-        if not saved.description.classes and saved.description.task in (CLASSIFICATION.name, SEGMENTATION.name):
+        if saved.description.task in (CLASSIFICATION.name, SEGMENTATION.name):
             shared["num-classes"] = saved.description.num_classes
         if OwnData.parse(dataset)[0] == FUNCTION:  # it gives the data of a site: those of all sites of the run
             settings["num-clients"] = saved.config.num_clients

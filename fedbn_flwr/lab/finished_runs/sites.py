@@ -22,8 +22,8 @@ from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model, run_config
 from fedbn_flwr.lab.output.site_tests import site_names
+from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.server.params import TEST_BN
 from fedbn_flwr.training.evaluation import evaluate

@@ -56,8 +56,8 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
         return
     shape, outputs = tuple(config.example_shape()), config.num_outputs()
     fits = f"the run's model takes {shape} and has {outputs} outputs: they fit."
-    yield Finding("ok", "data", f"{report.text()}\n{fits}")
-    for line in dict.fromkeys([*logged, *report.warnings]):
+    yield Finding("ok", "data", f"{report}\n{fits}")
+    for line in dict.fromkeys(logged):
         yield Finding("warning", "data", line)
     yield from _of_examples(client, config)
     if len(client.train_data):

@@ -76,7 +76,7 @@ def _alone(config: Config) -> Config:
     changes |= {key.replace("_", "-"): 1 for key in ("freeze_at", "fedtan_rounds") if key in own}
     if config.by_function():
         info = config.data_info()
-        changes |= {"input-shape": ",".join(map(str, info.input_shape)), "task": info.task.name}
+        changes |= {"task": info.task.name}
         changes |= {"num-classes": info.num_classes} if info.task.outputs(2) == 2 else {}
     defaults = {field.alias or name: field.default for name, field in Config.model_fields.items()}
     of_run = {key: value for key, value in config.to_mapping().items() if value != defaults[key]}

@@ -29,7 +29,7 @@ from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.models import code_changed, code_sha256
 from fedbn_flwr.lab.output.folder import PLACES, RunFolder, changed_settings
 from fedbn_flwr.lab.output.summary import versions
-from fedbn_flwr.lab.partitioned.report import refuse_other_data
+from fedbn_flwr.lab.partitioned.counts import refuse_other_data
 
 __all__ = ["Checkpoint", "Checkpoints", "StartingPoint", "after_interrupt", "starting_point"]
 

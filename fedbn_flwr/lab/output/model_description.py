@@ -41,7 +41,6 @@ class ModelDescription:
         std: in the same way.
         scale: 255 for pixels 0..255, 1 for other numbers, among which a NaN becomes the mean.
         classes: names of the classes 0, 1, ...; () if they have none.
-        features: names of the features of rows, in order; () if they have none.
         code: ``code_sha256`` of the model.
     """
 
@@ -53,7 +52,6 @@ class ModelDescription:
     std: tuple[float, ...]
     scale: float = _BYTES
     classes: tuple[str, ...] = ()
-    features: tuple[str, ...] = ()
     code: str = ""
 
     @classmethod
@@ -73,7 +71,6 @@ class ModelDescription:
             std,
             _BYTES if as_bytes else 1.0,
             info.class_names,
-            info.feature_names,
             code_sha256(config.model),
         )
 

@@ -10,8 +10,8 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.models import InitReport
 from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.partitioned.counts import data_counts, data_text, data_warnings, sha256_of_data
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
-from fedbn_flwr.lab.partitioned.report import classes_without_client, data_report, sha256_of_data
 from fedbn_flwr.lab.partitioned.splitting import split_to_json
 from fedbn_flwr.norms.feature import NormalisedLinear
 
@@ -21,21 +21,20 @@ logger = logging.getLogger("flwr")
 
 
 def report_data(folder: RunFolder, config: Config, data: PartitionedData | None) -> None:
-    """Write the split of the data; log and write what was read of own data."""
+    """Write the split of the data; log and write the counts of own data."""
     if data is None:
         return
     if split := split_to_json(data):
         folder.save("split.json", split, indent=None)
-    for line in classes_without_client(data, config):
+    warnings = data_warnings(data, config)
+    for line in warnings:
         logger.warning("%s", line)
     if not is_own(config.dataset):
         return
-    report = data_report(data, config)
-    logger.info("%s", report.text())
-    for warning in report.warnings:
-        logger.warning("%s", warning)
-    of_data = {"sha256": sha256_of_data(config), "notes": report.notes, "warnings": report.warnings}
-    folder.save("data.json", {**report.figures, **of_data})
+    counts, notes = data_counts(data, config), config.data_info().notes
+    logger.info("%s", "\n".join([data_text(counts), *notes]))
+    of_data = {"sha256": sha256_of_data(config), "notes": notes, "warnings": warnings}
+    folder.save("data.json", {**counts, **of_data})
 
 
 def log_feature_norm(model: nn.Module) -> None:

@@ -12,8 +12,8 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.output.summary import kept_by_clients
+from fedbn_flwr.lab.partitioned.counts import client_names
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
-from fedbn_flwr.lab.partitioned.report import client_names
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.params import TEST_BN

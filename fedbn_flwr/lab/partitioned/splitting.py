@@ -15,8 +15,8 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import partition_counts, partition_picture
 from fedbn_flwr.lab.data.splits import Indices
+from fedbn_flwr.lab.partitioned.counts import client_names
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, count_clients, partitioned_data
-from fedbn_flwr.lab.partitioned.report import client_names
 
 __all__ = ["MAX_CLIENTS", "Counts", "count_split", "draw_split", "split_counts", "split_to_json"]
 

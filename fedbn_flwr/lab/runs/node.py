@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flwr.app import ConfigRecord, Context
+from flwr.app import Context
 
 from fedbn_flwr.client.lent_models import BuildModel
 from fedbn_flwr.client.state_folder import state_dir
@@ -35,8 +33,6 @@ from fedbn_flwr.messages.protocol import (
     NODE_KEYS,
     NUM_PARTITIONS,
     PARTITION_ID,
-    REPORT_DATA,
-    REPORTED,
     STATE_DIR,
     num_partitions_of,
     partition_of,
@@ -44,12 +40,9 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.training.copying import copied
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.partitioned.report import DataReport
     from fedbn_flwr.lab.runs.start_checks import Checked
 
 __all__ = ["RunClients", "client_fn", "node_report"]
-
-logger = logging.getLogger("flwr")
 
 
 def client_fn(context: Context) -> TorchClient:
@@ -113,7 +106,6 @@ class RunClients:
             task=config.test_task(),
             state_dir=_state_dir(config, context),
             validation_data=validation,
-            data_report=_report(config, context),
         )
 
     def num_examples(self, context: Context) -> int:
@@ -181,7 +173,7 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
     Raises:
         DataError: the function fails, or its data do not fit the run's model.
     """
-    from fedbn_flwr.lab.data import own_info  # with the readers of tables and images
+    from fedbn_flwr.lab.data import own_info  # with the readers of arrays and images
 
     client = partition_of(context) or 0
     if not (site := os.path.expanduser(str(context.node_config.get(DATA_PATH, "")))):
@@ -227,66 +219,36 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         raise DataError(f"data-path={path!r}: {error}") from error
 
 
-def _report(config: Config, context: Context) -> Callable[[], str] | None:
-    """Log, once in a run, what was read of a node's own data; return a text of it if the server may have it."""
-    if DATA_PATH not in context.node_config and not (config.by_function() and on_network_node()):
-        return None
-    from fedbn_flwr.lab.partitioned.report import data_report
-
-    path, state = context.node_config.get(DATA_PATH, config.dataset), context.state
-    read = functools.cache(lambda: data_report(*_own_data(config, context)))
-    if REPORTED not in state:
-        state[REPORTED] = ConfigRecord()  # over a network every message is a new process
-        logger.info("data-path=%s\n%s", path, read().text())
-        for warning in read().warnings:
-            logger.warning("data-path=%s: %s", path, warning)
-    if not _allows(context, REPORT_DATA):
-        return None
-    if config.masked_sums:
-        logger.warning("report-data=true has no effect with masked-sums=true: the counts would not be masked")
-        return None
-    return lambda: "\n".join([read().text(), *read().warnings])
-
-
-def node_report(config: Config, context: Context) -> DataReport:
-    """Return the report of the data that a node has for itself, or of its share of those that all have.
+def node_report(config: Config, context: Context) -> str:
+    """Return the counts of the data that a node has for itself, or of its share of those that all have.
 
     Raises:
         DataError: they cannot be used, or do not fit the run's model.
     """
-    from fedbn_flwr.lab.partitioned.report import data_report
+    from fedbn_flwr.lab.partitioned.counts import data_counts, data_text
 
     if DATA_PATH in context.node_config or (config.by_function() and on_network_node()):
-        return data_report(*_own_data(config, context))
-    client, num_clients = _part(context)
-    split = partitioned_data(config, num_clients)
-    alone = replace(split, train=split.train[client : client + 1], test=split.test[client : client + 1])
-    return data_report(replace(alone, validation=split.validation[client : client + 1]), config)
-
-
-def _allows(context: Context, key: str) -> bool:
-    """Return whether the node's owner lets the server have what the key is of."""
-    return str(context.node_config.get(key, "")).lower() == "true"
+        split, config = _own_data(config, context)
+    else:
+        client, num_clients = _part(context)
+        split = partitioned_data(config, num_clients)
+        mine = slice(client, client + 1)
+        split = replace(split, train=split.train[mine], test=split.test[mine], validation=split.validation[mine])
+    return data_text(data_counts(split, config))
 
 
 def _check_fit(config: Config, here: Config) -> None:
     """Raise DataError unless the data of the config ``here``, a node's, fit the run's config."""
     info, wanted = here.data_info(), config.data_info()
-    other_names = wanted.feature_names and info.feature_names != wanted.feature_names
-    if info.input_shape != wanted.input_shape or other_names:
-        names, shape = info.feature_names, config.example_shape()
-        has = f"{len(names)} features ({', '.join(names[:20])})" if names else f"inputs {here.example_shape()}"
-        raise DataError(
-            f"it has {has}; the run's model takes {shape[0] if len(shape) == 1 else shape}. Set feature-columns, with "
-            "the categories of text (sex:F|M), so that all nodes have the same."
-        )
+    if info.input_shape != wanted.input_shape:
+        raise DataError(f"it has inputs {here.example_shape()}; the run's model takes {config.example_shape()}.")
     if here.num_outputs() != config.num_outputs():
         raise DataError(
             f"it needs a model with {here.num_outputs()} outputs; the run's has {config.num_outputs()}. Set "
             "num-classes."
         )
-    if info.class_names != wanted.class_names and info.task.name in ("classification", "binary"):
+    if wanted.class_names and info.class_names != wanted.class_names:
         raise DataError(
-            f"its classes have names ({', '.join(info.class_names[:20])}), whose numbers must be those of all nodes. "
-            "State them in the run's config: class-names."
+            f"its classes are {', '.join(info.class_names[:20])}; those of the run are "
+            f"{', '.join(wanted.class_names[:20])}. Give each class a folder of the same name; it may be empty."
         )

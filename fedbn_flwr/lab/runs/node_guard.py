@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 
 from flwr.app import Context, Message
@@ -21,8 +20,6 @@ from fedbn_flwr.messages.protocol import REPORT_DATA, STATE_DIR
 __all__ = ["guarded", "reason"]
 
 logger = logging.getLogger("flwr")
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
 @NamedConfigErrors()
@@ -80,9 +77,8 @@ def _paths(context: Context) -> Iterator[tuple[str, str]]:
 
 
 def _path_of_data(dataset: str) -> str:
-    """Return the path in ``KIND:PATH``; "" where there is none, and for a name on the hub or a function."""
-    kind, _, path = dataset.partition(":")
-    return "" if is_function(dataset, KINDS) or (kind == "hf" and _HUB_NAME.fullmatch(path)) else path
+    """Return the path in ``KIND:PATH``; "" where there is none, and for a function."""
+    return "" if is_function(dataset, KINDS) else dataset.partition(":")[2]
 
 
 def _is_withheld(error: Exception, context: Context) -> bool:

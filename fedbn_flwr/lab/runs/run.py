@@ -14,8 +14,8 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.partitioned.counts import refuse_no_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.partitioned.report import refuse_no_tests
 from fedbn_flwr.lab.runs.centralized import centralized
 from fedbn_flwr.lab.runs.node import RunClients
 from fedbn_flwr.lab.runs.serve import serve

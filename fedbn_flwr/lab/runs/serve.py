@@ -26,8 +26,8 @@ from fedbn_flwr.lab.output.global_tests import GLOBAL_TESTS
 from fedbn_flwr.lab.output.recorder import OnRound, Recorder
 from fedbn_flwr.lab.output.run_notes import log_feature_norm, log_initial, report_data
 from fedbn_flwr.lab.output.statistics_log import StatisticsLog
+from fedbn_flwr.lab.partitioned.counts import refuse_no_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, domain_test, partitioned_data
-from fedbn_flwr.lab.partitioned.report import refuse_no_tests
 from fedbn_flwr.lab.runs.node_queries import REPLY_WAIT, count_nodes
 from fedbn_flwr.lab.runs.start_checks import Checked, moved_buffers, refuse_too_few_clients
 from fedbn_flwr.lab.setup import initialise, make_strategy, on_device

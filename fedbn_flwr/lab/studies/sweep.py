@@ -24,8 +24,8 @@ from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.files import STUDY_FILE
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, lock_folder, writing
 from fedbn_flwr.lab.output.recorder import OnRound
+from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.partitioned.report import has_other_data
 from fedbn_flwr.lab.runs.run import Engine
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.studies.one_run import changed, do_cell, finished, is_done, summary_of

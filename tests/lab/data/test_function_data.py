@@ -172,7 +172,8 @@ def test_a_node_asks_for_its_own_site_alone(
         asked.append(site)
         return rows(site, part) if site != 2 else Pairs(torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64))
 
-    stated = {"input-shape": "3", "task": "classification", "num-classes": 2, "eval-on": "personal-own"}
+    of_node.input_shape = (3,)  # type: ignore[attr-defined]
+    stated = {"task": "classification", "num-classes": 2, "eval-on": "personal-own"}
     run_config = config_of(dataset=named(module, "of_node", of_node), **stated).to_mapping()
 
     def answer(**node: Any) -> RecordDict:
@@ -210,7 +211,8 @@ def test_the_server_of_a_network_asks_for_no_site(
         asked.append(site)
         return tensors(site, part)
 
-    stated = {"input-shape": "3", "task": "classification", "num-classes": 2, "eval-on": "personal-own"}
+    everywhere.input_shape = (3,)  # type: ignore[attr-defined]
+    stated = {"task": "classification", "num-classes": 2, "eval-on": "personal-own"}
     config = config_of(dataset=named(module, "everywhere", everywhere), **stated)
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.over_network", lambda grid: True)
     nodes = [{"partition-id": at, "data-path": str(tmp_path / f"site{at}")} for at in range(2)]
@@ -232,6 +234,13 @@ def of(inputs: Any, targets: Any, kind: type = Pairs) -> Callable[[int, str], An
 
 def other_at_site_1(site: int, part: str) -> Pairs:
     return Pairs(torch.zeros(4, 3 + site), torch.zeros(4, dtype=torch.int64), targets=np.zeros(4, np.int64))
+
+
+def states_five(site: int, part: str) -> Pairs:
+    return rows(site, part)
+
+
+states_five.input_shape = (5,)  # type: ignore[attr-defined]
 
 
 ONE = torch.zeros(4, dtype=torch.int64)
@@ -262,7 +271,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "targets that say nothing": (of(torch.zeros(4, 3), torch.zeros(4)), {}, "task="),
     "no number of sites": (rows, {"num_clients": 0}, "num-clients"),
-    "a shape that is none": (rows, {"input_shape": "3,x"}, "input-shape"),
+    "another shape than the function's": (states_five, {}, "those of the run have (5,)"),
     "no test examples": (
         lambda site, part: Pairs(torch.zeros(4, 3), ONE) if part == "train" else Pairs([], []),
         {},

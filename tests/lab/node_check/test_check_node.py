@@ -161,7 +161,6 @@ def plant(name: str, folder: Path, federation: Federation, certs: Path) -> tuple
 MODULE = "volumes_of_a_site"
 OF_FUNCTION = {
     "dataset": f"{MODULE}:images",
-    "input-shape": "1,8,8",
     "task": "classification",
     "num-classes": 2,
     "model": f"{MODULE}:net",
@@ -195,6 +194,7 @@ def test_a_planted_fault_is_named(
     module = ModuleType(MODULE)
     module.images = lambda site, part: TensorDataset(torch.rand(4, 3, 8, 8), torch.arange(4) % 2)  # type: ignore[attr-defined]
     module.net = lambda num_classes, size: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, num_classes))  # type: ignore[attr-defined]
+    module.images.input_shape = (1, 8, 8)
     monkeypatch.setitem(sys.modules, MODULE, module)
     planted = FAULTS[name]
     config, connection = plant(name, tmp_path, federation, certs)

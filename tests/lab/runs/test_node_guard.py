@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
@@ -50,8 +51,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    path = tmp_path / "secret.csv"
-    path.write_text(f"{SECRET},y\n1,2\n")
+    path = tmp_path / "secret.npz"
+    np.savez(path, **{SECRET: np.zeros(2), "y": np.zeros(2)})
     return path
 
 
@@ -70,9 +71,8 @@ def examples(content: RecordDict) -> int:
 def asks_for(path: Path) -> dict[str, dict[str, Any]]:
     """Return run configs that name a path."""
     return {
-        "dataset": {"dataset": f"csv:{path}", "label-column": "y", "task": "regression", "partition": "iid"},
+        "dataset": {"dataset": f"npz:{path}", "task": "regression", "partition": "iid"},
         "folder": {"dataset": f"folder:{path.parent}"},
-        "hub": {"dataset": f"hf:{path.parent}"},
         "data-dir": {"dataset": "mnist", "data-dir": str(path.parent)},
         "state-dir": {"state-dir": str(path.parent / "new")},
         "out": {"state-dir": "out", "out": str(path.parent / "new")},
@@ -80,7 +80,7 @@ def asks_for(path: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", asks_for(Path()))
-@pytest.mark.parametrize("node", [SHARE, {"partition-id": 0, "data-path": "/srv/own.csv"}], ids=["share", "own data"])
+@pytest.mark.parametrize("node", [SHARE, {"partition-id": 0, "data-path": "/srv/own.npz"}], ids=["share", "own data"])
 def test_a_path_of_the_run_is_not_opened_unless_the_node_allows_it(network, secret, opened, name, node) -> None:
     with pytest.raises(ConfigError, match="allow-paths") as error:
         ask(asks_for(secret)[name], node)
@@ -105,14 +105,14 @@ def test_a_module_of_the_run_is_not_imported_unless_the_node_allows_it(network, 
 def test_a_node_that_allows_a_folder_opens_what_is_in_it_and_follows_no_link_out_of_it(network, secret) -> None:
     inside = secret.parent / "inside"
     inside.mkdir()
-    (inside / "table.csv").write_text("x,y\n" + "\n".join(f"{n},{n}" for n in range(40)))
-    (inside / "link.csv").symlink_to(secret)
+    np.savez(inside / "rows.npz", x=np.arange(40.0)[:, None], y=np.arange(40.0))
+    (inside / "link.npz").symlink_to(secret)
     node = {**SHARE, "allow-paths": f"/srv,{inside}"}
-    assert examples(ask(asks_for(inside / "table.csv")["dataset"], node)) > 0
+    assert examples(ask(asks_for(inside / "rows.npz")["dataset"], node)) > 0
     with pytest.raises(ConfigError, match="allow-paths"):
-        ask(asks_for(inside / "link.csv")["dataset"], node)
+        ask(asks_for(inside / "link.npz")["dataset"], node)
     with pytest.raises(ConfigError, match="allow-paths"):
-        ask(asks_for(inside / ".." / "secret.csv")["dataset"], node)
+        ask(asks_for(inside / ".." / "secret.npz")["dataset"], node)
 
 
 def test_a_nodes_own_folder_wins_over_that_of_the_run(network, secret) -> None:
@@ -128,7 +128,7 @@ def test_on_one_machine_everything_is_open_unless_a_node_says_otherwise(secret) 
         ask(run, {**SHARE, "allow-paths": ""})
 
 
-OWN = {"dataset": "csv:", "label-column": "wanted", "feature-columns": "x", "task": "regression", "model": "mlp"}
+OWN = {"dataset": "npz:", "image-size": 28, "num-classes": 2, "task": "classification", "model": "mlp"}
 
 
 def test_an_error_says_nothing_of_a_files_content(network, secret, caplog) -> None:
@@ -144,11 +144,12 @@ def test_an_error_says_nothing_of_a_files_content(network, secret, caplog) -> No
 
 def test_an_error_of_any_kind_says_nothing_of_a_files_content(network, secret, monkeypatch) -> None:
     def breaks(*_: Any, **__: Any) -> None:
-        raise KeyError(secret.read_text())
+        raise KeyError(SECRET)
 
     monkeypatch.setattr("fedbn_flwr.lab.runs.node.load_data", breaks)
     node = {"partition-id": 0, "data-path": str(secret)}
-    run = {**OWN, "label-column": "y", "feature-columns": SECRET}
+    np.savez(secret, x=np.zeros((4, 28, 28), np.uint8), y=np.arange(4) % 2)
+    run = OWN
     with pytest.raises(Exception, match="KeyError") as error:
         ask(run, node)
     assert SECRET not in str(error.value)
@@ -157,6 +158,6 @@ def test_an_error_of_any_kind_says_nothing_of_a_files_content(network, secret, m
 
 
 def test_what_is_wrong_with_the_run_itself_is_told(network, secret) -> None:
-    run = {**OWN, "label-column": "y", "eval-on": "personal-global"}
+    run = {**OWN, "eval-on": "personal-global"}
     content = ask(run, {"partition-id": 0, "data-path": str(secret)})
     assert "personal-own" in str(content[INFO][UNUSABLE])

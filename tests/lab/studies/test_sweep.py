@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Generator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib import image
@@ -369,17 +370,21 @@ def test_data_that_cannot_be_split_is_an_error_before_any_run(study: Study, tmp_
 
 
 def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_ones(tmp_path: Path) -> None:
-    table = tmp_path / "t.csv"
-    rows = [f"{k},{k * k % 7},{k % 2}" for k in range(20)]
-    table.write_text("\n".join(["a,b,y", *rows]) + "\n")
-    base = {"dataset": f"csv:{table}", "label-column": "y", "num-clients": 2, "num-server-rounds": 1, "local-steps": 1}
+    table = tmp_path / "t.npz"
+
+    def save(count: int) -> None:
+        rows = np.arange(count)
+        np.savez(table, x=np.stack([rows, rows**2 % 7], 1).astype(np.float32), y=rows % 2)
+
+    save(20)
+    base = {"dataset": f"npz:{table}", "num-clients": 2, "num-server-rounds": 1, "local-steps": 1}
     small = {"name": "own", "base": {**base, "batch-size": 4}, "methods": {"FedAvg": {"strategy": "fedavg"}}}
 
     def loaded(seeds: list[int]) -> Study:
         return load_study(written(tmp_path, json.dumps({**small, "seeds": seeds})))
 
     sweep(loaded([0]), tmp_path / "out")
-    table.write_text("\n".join(["a,b,y", *rows[:-1]]) + "\n")
+    save(19)
     sweep(loaded([0]), tmp_path / "out")  # nothing is left to do
     with pytest.raises(ConfigError, match=r"1 finished runs of the study in .*FedAvg/all/seed-0\) are of other data"):
         sweep(loaded([0, 1]), tmp_path / "out")

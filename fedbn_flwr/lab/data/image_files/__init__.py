@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from fedbn_flwr.lab.data.image_files.decoding import DEEP, MODES, Bytes, Window, as_bytes
+from fedbn_flwr.lab.data.image_files.decoding import Bytes
 from fedbn_flwr.lab.data.image_files.files import ImageFiles
 from fedbn_flwr.lab.data.image_files.inspection import look_at_files, refuse_damaged
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 
-__all__ = ["DEEP", "MAX_BYTES", "MODES", "ImageFiles", "Window", "as_bytes", "hold", "look_at_files"]
+__all__ = ["MAX_BYTES", "ImageFiles", "hold", "look_at_files"]
 
 MAX_BYTES = 4 * 2**30
 """Image files with more decoded bytes stay on the disk."""
@@ -33,7 +33,6 @@ def hold(
     centre: bool = False,
     masks: Sequence[Path] = (),
     mask_table: Bytes | None = None,
-    window: Window | None = None,
     checked: bool = False,
 ) -> list[Samples]:
     """Return the images of each part, in the requested shape and in the order of ``paths``.
@@ -46,14 +45,13 @@ def hold(
         centre: cut out the central square before resizing; else the whole image is resized to the shape.
         masks: files with the class of each pixel, one for each image.
         mask_table: 256 bytes, the class of each value in the masks.
-        window: the values that become 0 and 255 in files with more than 8 bits for a channel; None = 0 and 65,535.
         checked: the files have been looked at already, see ``look_at_files``.
 
     Raises:
         DataError: files are damaged; the message names them. Of a set that stays on the disk headers and ends are
             looked at, see ``look_at_files``.
     """
-    options: dict[str, Any] = {"centre": centre, "mask_table": mask_table, "window": window}
+    options: dict[str, Any] = {"centre": centre, "mask_table": mask_table}
     numbers = torch.split(torch.arange(len(paths)), list(parts))
     classes = torch.tensor(labels, dtype=torch.int64)
     channels = shape.channels + bool(masks)
@@ -63,7 +61,7 @@ def hold(
             return [Samples(inputs[part], classes[part]) for part in numbers]
         return [Samples(inputs[part], of_pixels[part], classes[part]) for part in numbers]
     if not checked:
-        refuse_damaged(look_at_files(paths, window=window).problems)
+        refuse_damaged(look_at_files(paths))
     samples = []
     for part in numbers:
         of_part = [paths[number] for number in part.tolist()]

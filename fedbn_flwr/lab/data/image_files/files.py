@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import transform_image
-from fedbn_flwr.lab.data.image_files.decoding import Bytes, Window, for_all, pixels
+from fedbn_flwr.lab.data.image_files.decoding import Bytes, for_all, pixels
 from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged
 from fedbn_flwr.lab.data.samples import LazyInputs, Samples
 from fedbn_flwr.lab.data.shapes import Shape, reshaped
@@ -32,11 +32,10 @@ class ImageFiles(LazyInputs):
         centre: bool = False,
         masks: Sequence[Path] = (),
         mask_table: Bytes | None = None,
-        window: Window | None = None,
     ) -> None:
         """Create the inputs; see ``hold``. No file is read."""
         self._paths, self._masks = paths, masks
-        self._wanted, self._centre, self._table, self._window = shape, centre, mask_table, window
+        self._wanted, self._centre, self._table = shape, centre, mask_table
         self.shape = (len(paths), shape.channels, shape.height, shape.width)
         self.by_pixel = len(masks) > 0
 
@@ -89,7 +88,7 @@ class ImageFiles(LazyInputs):
 
     def _decoded(self, number: int) -> tuple[Tensor, Tensor | None]:
         """Return one image as RGB bytes, (3, H, W), and the classes of its pixels, (H, W)."""
-        image = pixels(str(self._paths[number]), window=self._window)
+        image = pixels(str(self._paths[number]))
         if not self.by_pixel:
             return image, None
         path = str(self._masks[number])

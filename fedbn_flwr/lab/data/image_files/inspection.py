@@ -1,86 +1,47 @@
-"""What is wrong with image files, and what of them is not used."""
+"""What is wrong with image files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.image_files.decoding import Window, check_depth, deep_values, for_all, is_deep
+from fedbn_flwr.lab.data.image_files.decoding import check_mode, for_all
 
-__all__ = ["LookedAt", "first_of", "look_at_files", "refuse_damaged"]
-
-
-@dataclass(frozen=True)
-class LookedAt:
-    """What a look at image files shows, by their numbers.
-
-    Attributes:
-        problems: why a file cannot be read.
-        pages: files with several pages, of which the first is used.
-        alpha: files with an alpha channel, which is not used.
-        deep: lowest and highest value of the files with more than 8 bits for a channel.
-    """
-
-    problems: dict[int, str]
-    pages: list[int]
-    alpha: list[int]
-    deep: dict[int, tuple[float, float]]
+__all__ = ["look_at_files", "refuse_damaged"]
 
 
-def look_at_files(paths: Sequence[Path], *, whole: bool = False, window: Window | None = None) -> LookedAt:
-    """Return what is wrong with image files, and what of them is not used.
+def look_at_files(paths: Sequence[Path], *, whole: bool = False) -> dict[int, str]:
+    """Return why image files cannot be read, by their numbers.
 
     Args:
         paths: the files.
         whole: decode each file. Else headers, and ends of JPEG and PNG files, are looked at; but once a file cannot be
-            read all are decoded, so that all damaged ones are found together. Files with more than 8 bits for a channel
-            are decoded in any case.
-        window: the values of these that become 0 and 255, if the config says so.
+            read all are decoded, so that all damaged ones are found together.
     """
-    looks = for_all(len(paths), lambda number: _look(paths[number], whole, window))
+    looks = for_all(len(paths), lambda number: _look(paths[number], whole))
     problems = {
-        number: f"image {paths[number]} cannot be read: {look.problem}"
-        for number, look in enumerate(looks)
-        if look.problem
+        number: f"image {paths[number]} cannot be read: {problem}" for number, problem in enumerate(looks) if problem
     }
     if problems and not whole:
-        return look_at_files(paths, whole=True, window=window)
-    pages = [number for number, look in enumerate(looks) if look.pages]
-    alpha = [number for number, look in enumerate(looks) if look.alpha]
-    deep = {number: look.extremes for number, look in enumerate(looks) if look.extremes}
-    return LookedAt(problems, pages, alpha, deep)
+        return look_at_files(paths, whole=True)
+    return problems
 
 
-class _Look(NamedTuple):
-    """Why a file cannot be read, "" if it looks sound; whether it has several pages, and alpha; the range if deep."""
-
-    problem: str
-    pages: bool = False
-    alpha: bool = False
-    extremes: tuple[float, float] | None = None
-
-
-def _look(path: Path, whole: bool, window: Window | None) -> _Look:
+def _look(path: Path, whole: bool) -> str:
+    """Return why a file cannot be read, "" if it looks sound."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            check_depth(image, window)
-            pages = getattr(image, "is_animated", False) and image.format != "MPO"  # of a phone: a small copy
-            alpha = image.has_transparency_data
-            if is_deep(image):
-                values = deep_values(str(path), image)
-                return _Look("", pages, alpha, (float(values.min()), float(values.max())))
+            check_mode(image)
             if whole or not _has_end(path, image.format):
                 image.load()
-            return _Look("", pages, alpha)
+            return ""
     except Image.DecompressionBombError as error:
-        return _Look(f"{error} Make it smaller")
+        return f"{error} Make it smaller"
     except (OSError, ValueError, SyntaxError, RuntimeError) as error:
-        return _Look("it is empty" if path.is_file() and not path.stat().st_size else str(error))
+        return "it is empty" if path.is_file() and not path.stat().st_size else str(error)
 
 
 def _has_end(path: Path, kind: str | None) -> bool:
@@ -94,13 +55,9 @@ def _has_end(path: Path, kind: str | None) -> bool:
 
 
 def refuse_damaged(damaged: Mapping[int, str]) -> None:
-    """Raise DataError if there are problems of files, by their numbers."""
+    """Raise DataError with the first ten problems, a line each, if there are problems of files, by their numbers."""
     if damaged:
-        count = f"{len(damaged)} image files cannot be read:\n" if len(damaged) > 1 else ""
-        raise DataError(count + first_of([damaged[number] for number in sorted(damaged)]))
-
-
-def first_of(problems: Sequence[str]) -> str:
-    """Return the first ten problems, a line each, and the number of the others."""
-    more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-    return "\n".join([*problems[:10], *more])
+        problems = [damaged[number] for number in sorted(damaged)]
+        count = f"{len(problems)} image files cannot be read:\n" if len(problems) > 1 else ""
+        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
+        raise DataError(count + "\n".join([*problems[:10], *more]))

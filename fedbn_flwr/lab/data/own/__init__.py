@@ -1,4 +1,4 @@
-"""Own data without code: ``dataset=folder:PATH``, ``npz:PATH``, ``csv:PATH`` or ``hf:NAME``; or ``module:function``.
+"""Own data: ``dataset=folder:PATH``, ``npz:PATH`` or ``module:function``.
 
 Each kind has a reader, which returns ``Records``; what follows from them is the same for all kinds. The readers are
 imported when own data are read.
@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedbn_flwr.lab.data.own.request import FUNCTION, FUNCTION_FORM, KINDS, MISSING_VALUES, OwnData, is_own
+from fedbn_flwr.lab.data.own.request import FUNCTION, FUNCTION_FORM, KINDS, OwnData, is_own
 from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.data.own.description import decided_by_records, own_info
-    from fedbn_flwr.lab.data.own.reading import OwnRows, own_rows, own_sha256, shows_colour
-    from fedbn_flwr.lab.data.own.table_files import table_columns
+    from fedbn_flwr.lab.data.own.description import own_info
+    from fedbn_flwr.lab.data.own.reading import OwnRows, own_rows, own_sha256
 else:
     _WHERE = {
         "OwnRows": "reading",
-        "decided_by_records": "description",
         "own_info": "description",
         "own_rows": "reading",
         "own_sha256": "reading",
-        "shows_colour": "reading",
-        "table_columns": "table_files",
     }
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
@@ -31,14 +27,10 @@ __all__ = [
     "FUNCTION",
     "FUNCTION_FORM",
     "KINDS",
-    "MISSING_VALUES",
     "OwnData",
     "OwnRows",
-    "decided_by_records",
     "is_own",
     "own_info",
     "own_rows",
     "own_sha256",
-    "shows_colour",
-    "table_columns",
 ]

@@ -1,156 +1,183 @@
-"""Folders of image files; see ``folder_layout`` for where they lie."""
+"""Folders of image files: ``class/file``, ``client/class/file`` or ``client/{train,test}/class/file``.
+
+Also ``{train,test}/class/file``. The names of the class folders, in the order of the alphabet, are the classes.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.data.image_files.decoding import FULL, Window
-from fedbn_flwr.lab.data.image_files.inspection import first_of, look_at_files
-from fedbn_flwr.lab.data.own.folder_layout import PARTS, FolderFiles, find_images
-from fedbn_flwr.lab.data.own.masks import look_at_masks, pixel_targets
-from fedbn_flwr.lab.data.own.records import Inputs, Records, Targets
-from fedbn_flwr.lab.data.own.request import (
-    OwnData,
-    chosen_task,
-    left_out,
-    numbered,
-    numbered_classes,
-    shown,
-)
+from fedbn_flwr.lab.data.folders import SUFFIXES
+from fedbn_flwr.lab.data.image_files.inspection import look_at_files, refuse_damaged
+from fedbn_flwr.lab.data.own.records import Records
+from fedbn_flwr.lab.data.own.request import OwnData, chosen_task, numbered, shown
 
 __all__ = ["read_folder"]
+
+_PARTS = {"train": False, "training": False, "test": True, "testing": True}
+_VALIDATION = {"val", "valid", "validation"}
+
+
+class Place(NamedTuple):
+    """Client, part and class of the images in a folder; "" where its path does not say."""
+
+    client: str
+    part: str
+    label: str
 
 
 def read_folder(request: OwnData) -> Records:
     """Return the image files of a folder and what their paths say.
 
     Raises:
-        ConfigError: the task or the number of classes does not fit the folder.
-        DataError: the folder has no images, or the folders do not have one of the layouts; files cannot be read.
+        ConfigError: the task does not fit the folder.
+        DataError: the folder has no images, another number of classes, or none of the layouts; files are damaged.
     """
     from PIL import Image
 
-    files = find_images(request)
-    window = request.window()
-    seen = look_at_files(files.paths, whole=request.skip_unreadable, window=window)
-    problems = dict(seen.problems)
-    values = look_at_masks(files.paths, files.masks, problems)
-    notes = [
-        *_notes_of_unreadable(request, len(files.paths), problems),
-        *_notes_of_unused(request, files.paths, {"pages after the first": seen.pages, "alpha channels": seen.alpha}),
-        *left_out(request, files.others),
-        *_notes_of_deep(request, len(files.paths), seen.deep),
-    ]
-    files = files.without(problems)
-    notes += _note_of_empty_classes(request, files)
-    if not files.paths:
-        raise request.problem("none of the image files can be read.")
-    clients, client_names = numbered([place.client for place in files.places])
-    with Image.open(files.paths[0]) as first:
-        width, height = first.size
-    return Records(
-        inputs=Inputs(files.paths, size=(height, width), warnings=_warning_of_deep(window, seen.deep)),
-        targets=pixel_targets(request, files.masks, values) if files.by_pixel else _classes(request, files),
-        clients=None if client_names == ("",) else clients,
-        client_names=() if client_names == ("",) else client_names,
-        tests=_tests(request, [place.part for place in files.places]),
-        notes=tuple(notes),
-    )
+    root = request.existing()
+    if not root.is_dir():
+        raise request.problem("it is a file; a folder of image folders needed.")
+    folders, others = _image_folders(root)
+    places = {folder: _place(request, root, folder) for folder in folders}
+    _refuse_mixed_layouts(request, root, places)
+    classes = _classes(request, folders, places)
 
-
-def _notes_of_unreadable(request: OwnData, num_files: int, problems: Mapping[int, str]) -> tuple[str, ...]:
-    """Return the note of files that are left out; DataError if they may not be."""
-    if not problems:
-        return ()
-    listed = first_of(list(problems.values()))
-    if not request.skip_unreadable:
+    paths, of_files = list[Path](), list[Place]()
+    for folder, names in sorted(folders.items()):
+        paths += [folder / name for name in names]
+        of_files += [places[folder]] * len(names)
+    if not paths:
         raise request.problem(
-            f"{len(problems)} of {num_files} image files cannot be read:\n{listed}\n"
-            "Repair or remove them, or leave them out with skip-unreadable=true."
+            f"no image files ({', '.join(SUFFIXES)}) in folders below it. Put them into class/file, client/class/file "
+            f"or client/train/class/file. Found: {shown(sorted(os.listdir(root)))}."
         )
-    return (f"{len(problems)} of {num_files} image files are left out, they cannot be read:\n{listed}",)
+    refuse_damaged(look_at_files(paths))
+    with Image.open(paths[0]) as first:
+        width, height = first.size
 
-
-def _notes_of_unused(request: OwnData, paths: Sequence[Path], unused: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the note of what some files have and no model sees."""
-    notes = []
-    for what, numbers in unused.items():
-        names = shown([paths[number].relative_to(request.path).as_posix() for number in numbers], 5)
-        if numbers:
-            notes.append(f"{what} of {len(numbers)} of {len(paths)} image files are not used ({names})")
-    return notes
-
-
-def _notes_of_deep(request: OwnData, num_files: int, deep: Mapping[int, tuple[float, float]]) -> tuple[str, ...]:
-    """Return the note of images with more than 8 bits a channel, and of an intensity range that has no use."""
-    if not deep:
-        return (f"intensity-range={request.intensity_range}: no image has more than 8 bits",) * bool(request.window())
-    low, high = request.window() or FULL
-    lowest, highest = _extremes(deep)
-    return (
-        f"{len(deep)} of {num_files} images have more than 8 bits, values {lowest:g} to {highest:g}: {low:g} becomes 0 "
-        f"and {high:g} becomes 255, in 256 steps (intensity-range)",
-    )
-
-
-def _warning_of_deep(window: Window | None, deep: Mapping[int, tuple[float, float]]) -> tuple[str, ...]:
-    """Return the warning that images of 16 bits use few of the 256 steps, if the config states no range."""
-    if not deep or window is not None:
-        return ()
-    lowest, highest = _extremes(deep)
-    if highest - lowest > FULL[1] / 4:
-        return ()
-    return (
-        f"images with 16 bits have values {lowest:g} to {highest:g} only, and 0 to 65535 become 0 to 255: set "
-        f"intensity-range={lowest:g},{highest:g}",
-    )
-
-
-def _extremes(deep: Mapping[int, tuple[float, float]]) -> tuple[float, float]:
-    return min(low for low, _ in deep.values()), max(high for _, high in deep.values())
-
-
-def _note_of_empty_classes(request: OwnData, files: FolderFiles) -> tuple[str, ...]:
-    """Return the note of folders without an image that can be read."""
-    unused = sorted(files.folders - {path.parent for path in files.paths})
-    named = shown([folder.relative_to(request.path).as_posix() for folder in unused])
-    return (f"no usable image in {named}: a class without another folder is left out",) if unused else ()
-
-
-def _classes(request: OwnData, files: FolderFiles) -> Targets:
-    """Return the targets of images in class folders."""
-    labels, names = numbered_classes(request, [place.label for place in files.places], "class folders")
-    allowed = ("classification", "binary") if len(names) == 2 else ("classification",)
+    allowed = ("classification", "binary") if len(classes) == 2 else ("classification",)
     task = chosen_task(request, "classification", allowed)
-    if len(names) < 2:
-        raise DataError(
-            f"dataset={request.name!r} has one class folder only ({shown(names)}); two or more needed. Is the path "
-            "one folder too deep?"
+    numbers = {name: number for number, name in enumerate(classes)}
+    clients, client_names = numbered([place.client for place in of_files])
+    has_clients = client_names != ("",)
+    return Records(
+        inputs=paths,
+        targets=torch.tensor([numbers[place.label] for place in of_files]),
+        task=task,
+        num_classes=1 if task.name == "binary" else len(classes),
+        class_names=classes,
+        size=(height, width),
+        clients=clients if has_clients else None,
+        client_names=client_names if has_clients else (),
+        tests=_tests(request, [place.part for place in of_files]),
+        notes=_note_of_others(others),
+    )
+
+
+def _image_folders(root: Path) -> tuple[dict[Path, list[str]], list[str]]:
+    """Return the innermost folders with the sorted names of their image files, and the other files.
+
+    A folder without images is one, too: its class is known. Hidden files and folders are left out.
+    """
+    folders, others = dict[Path, list[str]](), list[str]()
+    for name_of_folder, below, files in os.walk(root, followlinks=True):
+        folder, images = Path(name_of_folder), list[str]()
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        for name in sorted(name for name in files if not name.startswith(".")):
+            if os.path.splitext(name)[1].lower() in SUFFIXES:
+                images.append(name)
+            else:
+                others.append(str((folder / name).relative_to(root)))
+        if images or (not below and folder != root):
+            folders[folder] = images
+    return folders, others
+
+
+def _note_of_others(others: Sequence[str]) -> tuple[str, ...]:
+    if not others:
+        return ()
+    return (f"left out, as they are no image files: {len(others)} ({shown(others, 5)})",)
+
+
+def _place(request: OwnData, root: Path, folder: Path) -> Place:
+    """Return the place of a folder's images."""
+    steps = folder.relative_to(root).parts
+    if not steps:
+        raise request.problem("image files lie in the folder itself. Put them into a folder for each class.")
+    *above, label = steps
+    if any(step.lower() in _VALIDATION for step in above):
+        raise request.problem(
+            f"{folder.relative_to(root)} lies in a validation folder. Call it test, or move its images into train and "
+            "set validation-share."
         )
-    if request.num_classes and request.num_classes < len(names):
-        raise ConfigError(
-            f"num-classes={request.num_classes} is fewer than the {len(names)} class folders of "
-            f"dataset={request.name!r} ({shown(names)})."
+    part = next((step for step in above if step.lower() in _PARTS), "")
+    rest = [step for step in above if step != part]
+    if len(rest) > 1:
+        raise request.problem(
+            f"{folder.relative_to(root)} is {len(steps)} folders deep. Known are class/file, client/class/file, and "
+            "train and test between client and class."
         )
-    outputs = 1 if task.name == "binary" else max(len(names), request.num_classes)
-    return Targets(torch.from_numpy(labels), task, outputs, names)
+    return Place(rest[0] if rest else "", part.lower(), label)
+
+
+def _refuse_mixed_layouts(request: OwnData, root: Path, places: Mapping[Path, Place]) -> None:
+    """Raise DataError if some images have a client (or a part) and others have none, or parts are called classes."""
+    for which, what in ((0, "client folder"), (1, "train or test folder")):
+        having = [folder for folder, place in places.items() if place[which]]
+        if having and len(having) < len(places):
+            without = next(folder for folder in places if folder not in having)
+            raise request.problem(
+                f"{having[0].relative_to(root)} has a {what}, {without.relative_to(root)} has none. Give all images "
+                "the same layout."
+            )
+    labels = {place.label for place in places.values()}
+    parts = sorted(label for label in labels if label.lower() in {*_PARTS, *_VALIDATION})
+    if len(parts) > 1:  # one of these alone may be a class, of vehicles say
+        raise request.problem(
+            f"folders of classes are called {shown(parts)}. The class lies below train and test, as in "
+            "train/class/file or client/train/class/file."
+        )
+
+
+def _classes(request: OwnData, folders: Mapping[Path, Sequence[str]], places: Mapping[Path, Place]) -> tuple[str, ...]:
+    """Return the names of the classes."""
+    names = sorted({place.label for place in places.values()})
+    with_images = {places[folder].label for folder, images in folders.items() if images}
+    empty = [name for name in names if name not in with_images]
+    wanted = 2 if request.task == "binary" else request.num_classes
+    if wanted and with_images and wanted != len(names):
+        # Each client numbers its own folders: with one less, all later classes would have another number.
+        raise request.problem(
+            f"{wanted} classes needed, and there are class folders {shown(names)}. Give each class a folder, at each "
+            "client by the same name; it may be empty."
+        )
+    if empty and with_images and not wanted:
+        raise request.problem(
+            f"no image files in class folders {shown(empty)}. Remove them, or set num-classes={len(names)} if other "
+            "data have these classes."
+        )
+    if len(names) == 1:
+        raise request.problem(f"one class folder only ({names[0]}); two or more needed. Is the path too deep?")
+    return tuple(names)
 
 
 def _tests(request: OwnData, parts: Sequence[str]) -> NDArray[np.bool_] | None:
     """Return which images are tests by their folders; None if the folders do not say."""
     if not any(parts):
         return None
-    tests = np.array([PARTS.get(part, False) for part in parts])
+    tests = np.array([_PARTS[part] for part in parts])
     if tests.all() or not tests.any():
         lacks = "training" if tests.all() else "test"
-        raise DataError(
-            f"dataset={request.name!r} has no {lacks} images: the folders are {shown(sorted(set(parts)))}. "
-            "Add the other one, or leave the folders train and test out: then test-share of the images are tests."
+        raise request.problem(
+            f"it has no {lacks} images. Add them, or leave the folders train and test out: then test-share of the "
+            "images are tests."
         )
     return tests

@@ -8,6 +8,9 @@ or voxel.
 
 Optional attributes of the data set: ``targets``, the class of each example, so that inputs need not be read to count
 them; ``groups``, a number or a text for each example (a patient), which no split separates.
+
+The shape of an input is that of the first example. Where the server has no example, the function says it:
+``function.input_shape = (1, 32, 32)``, beside ``task`` and ``num-classes`` in the config.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
 from fedbn_flwr.training.losses import IGNORED_PIXEL
-from fedbn_flwr.training.tasks import TASKS, Task
+from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
 __all__ = ["function_info", "function_rows", "function_sha256"]
 
@@ -43,14 +46,7 @@ _MOST = 1000  # values of the targets that are classes
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One part of the data of one site.
-
-    Attributes:
-        name: the site and the part, for messages.
-        data: what the function returned.
-        groups: a value for each example, or None.
-        classes: the class of each example, where the data set says it without reading.
-    """
+    """One part of the data of one site: its name for messages, what the function returned, and what that says."""
 
     name: str
     data: Any
@@ -67,22 +63,19 @@ def site_names(request: OwnData) -> tuple[str, ...]:
     return tuple(f"site-{site}" if isinstance(site, int) else site for site in request.sites)
 
 
-def sites_of(request: OwnData) -> dict[str, list[Site]]:
+@functools.lru_cache(maxsize=8)
+def sites_of(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
     """Return the parts of each site, by part.
 
     Raises:
         ConfigError: no site is known, or there is no such function.
         DataError: the function fails for a site, or returns no data set.
     """
-    return _sites(request.path, request.sites)
-
-
-@functools.lru_cache(maxsize=8)
-def _sites(name: str, sites: tuple[int | str, ...]) -> dict[str, list[Site]]:
     if not sites:
         raise ConfigError(
             f"dataset={name!r} is a function of the site, and nothing says how many sites there are: set num-clients. "
-            "Where only the nodes have the data, state input-shape, task and num-classes instead."
+            "Where only the nodes have the data, set task and num-classes, and let the function say the shape of an "
+            f"input: {name.partition(':')[2]}.input_shape = (features,)."
         )
     function = own_function("dataset", name, KINDS)
     return {part: [_site(name, function, site, part) for site in sites] for part in _PARTS}
@@ -96,15 +89,21 @@ def _site(name: str, function: Callable[..., Any], site: int | str, part: str) -
             f"{what}: the function returned a {type(data).__name__}; a torch Dataset with a length needed, whose items "
             "are pairs of input and target."
         )
-    given = {key: getattr(data, key, None) for key in ("groups", "targets")}
-    lists = {key: None if values is None else tuple(np.asarray(values).tolist()) for key, values in given.items()}
-    for key, values in lists.items():
-        if values is not None and len(values) != len(data):
-            raise DataError(f"{what}: its {key} are {len(values)}, and it has {len(data)} examples; one each needed.")
-    classes = lists["targets"]
+    groups, classes = _values(what, data, "groups"), _values(what, data, "targets")
     if classes is not None and not all(type(value) is int for value in classes):
         classes = None  # numbers or masks: they come with the examples
-    return Site(what, data, lists["groups"], classes)
+    return Site(what, data, groups, classes)
+
+
+def _values(what: str, data: Any, attribute: str) -> tuple[Any, ...] | None:
+    """Return an attribute of a data set with a value for each example; None without it."""
+    given = getattr(data, attribute, None)
+    if given is None:
+        return None
+    values = tuple(np.asarray(given).tolist())
+    if len(values) != len(data):
+        raise DataError(f"{what}: its {attribute} are {len(values)}, and it has {len(data)} examples; one each needed.")
+    return values
 
 
 def _called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -148,7 +147,7 @@ def _example(site: Site, at: int, task: Task | None, shape: tuple[int, ...], cla
     if shape and tuple(inputs.shape) != shape:
         raise DataError(
             f"{where} has inputs of shape {tuple(inputs.shape)}; those of the run have {shape}. The function must "
-            "return one shape at all sites: crop, pad or resample there; input-shape states it."
+            "return one shape at all sites: crop, pad or resample there."
         )
     if not bool(inputs.isfinite().all()):
         raise DataError(f"{where} has inputs that are NaN or infinite: fill them in in the function.")
@@ -161,9 +160,9 @@ def _target(where: str, target: Tensor, task: Task, pixels: Sequence[int], class
     if task.by_pixel:
         target = target[0] if tuple(target.shape) == (1, *pixels) else target
         whole = whole or bool((target == target.round()).all())
-        fits = whole and tuple(target.shape) == tuple(pixels)
         known = target[target != IGNORED_PIXEL]
-        if fits and (not len(known) or (int(known.min()) >= 0 and int(known.max()) < classes)):
+        in_range = not len(known) or (int(known.min()) >= 0 and int(known.max()) < classes)
+        if whole and in_range and tuple(target.shape) == tuple(pixels):
             return target.to(torch.uint8)
         needed = f"a class, 0 to {classes - 1}, for each pixel or voxel, {tuple(pixels)}; {IGNORED_PIXEL} = ignored"
     elif task.name in ("classification", "binary"):
@@ -183,21 +182,20 @@ def _target(where: str, target: Tensor, task: Task, pixels: Sequence[int], class
     )
 
 
+@functools.lru_cache(maxsize=8)
 def function_info(request: OwnData) -> DatasetInfo:
-    """Return the description of the data; a site is read where the config does not state all that the model needs.
+    """Return the description of the data; a site is read where nothing states all that the model needs.
 
     Raises:
         ConfigError: the config does not say what the targets are.
         DataError: the function fails for a site, or its data do not fit the config or the other sites.
     """
-    return _info(request)
-
-
-@functools.lru_cache(maxsize=8)
-def _info(request: OwnData) -> DatasetInfo:
-    shape, task, classes = request.stated_shape(), _stated_task(request), _stated_classes(request)
+    shape = tuple(getattr(own_function("dataset", request.path, KINDS), "input_shape", ()))
+    task = chosen_task(request, request.task, tuple(TASKS)) if request.task else None
+    classes = 1 if request.task == "binary" else request.num_classes
     if not shape or task is None or not classes:
-        first = next((site for site in sites_of(request)["train"] if len(site)), None)
+        sites = sites_of(request.path, request.sites)
+        first = next((site for site in sites["train"] if len(site)), None)
         if first is None:
             raise request.problem("no site has a training example.")
         inputs, target = _example(first, 0, None, shape, 0)
@@ -219,23 +217,14 @@ def _info(request: OwnData) -> DatasetInfo:
         task=task,
         downloads=False,
         input_shape=shape,
-        class_names=request.classes,
         client_names=site_names(request),
     )
-
-
-def _stated_task(request: OwnData) -> Task | None:
-    return chosen_task(request, request.task, tuple(TASKS)) if request.task else None
-
-
-def _stated_classes(request: OwnData) -> int:
-    return 1 if request.task == "binary" else request.num_classes or len(request.classes)
 
 
 def _task_of(request: OwnData, target: Tensor) -> Task:
     """Return the task of a target; what is no class must be stated."""
     if target.numel() == 1 and not target.is_floating_point():
-        return TASKS["classification"]
+        return CLASSIFICATION
     raise ConfigError(
         f"dataset={request.name!r}: a target is {target.dtype} of shape {tuple(target.shape)}. Say what it is: "
         "task=segmentation, regression, multi-label or binary."
@@ -248,14 +237,14 @@ def _count(request: OwnData, task: Task, target: Tensor) -> int:
         raise ConfigError(f"dataset={request.name!r}: set num-classes, the number of classes of the pixels or voxels.")
     if task.name != "classification":
         return max(target.numel(), 1)
-    every = [site for sites in sites_of(request).values() for site in sites]
-    return 1 + max(value for site in every for value in _classes_of(site, 0))
+    parts = sites_of(request.path, request.sites).values()
+    return 1 + max(value for sites in parts for site in sites for value in _classes_of(site, 0))
 
 
 def _classes_of(site: Site, classes: int) -> Sequence[int]:
     """Return the class of each example; the examples are read where the data set does not say them."""
     if site.classes is None:
-        return [int(_example(site, at, TASKS["classification"], (), classes)[1]) for at in range(len(site))]
+        return [int(_example(site, at, CLASSIFICATION, (), classes)[1]) for at in range(len(site))]
     limit = classes or _MOST
     if wrong := sorted({value for value in site.classes if not 0 <= value < limit}):
         raise DataError(f"{site.name}: its targets have {wrong[:5]}; classes 0 to {limit - 1} needed.")
@@ -268,7 +257,7 @@ def _load(request: OwnData, shape: tuple[int, ...], task: Task, classes: int, fo
     Those of a ``TensorDataset`` are in memory; of others each is read when it is used, as a data set may augment.
     """
     del folder, wanted
-    parts = sites_of(request)
+    parts = sites_of(request.path, request.sites)
     for sites in parts.values():
         for site in sites:
             if len(site):  # of every site before any work: another shape or other classes
@@ -313,15 +302,15 @@ def function_sha256(request: OwnData) -> str:
     Examples are not read for it: what else has changed in them is not seen.
     """
     digest = hashlib.sha256(sha256_of_code(own_module("dataset", request.path, KINDS)).encode())
-    for part, sites in sites_of(request).items():
+    for part, sites in sites_of(request.path, request.sites).items():
         for site in sites:
             digest.update(f"{part} {len(site)} {site.groups} {site.classes}\n".encode())
     return digest.hexdigest()
 
 
 def function_rows(request: OwnData) -> tuple[list[str], int, dict[str, Sequence[str]]]:
-    """Return the names of all examples, SITE:NUMBER, training examples first, their number, and what is beside them."""
-    parts, known = sites_of(request), site_names(request)
+    """Return the names of all examples, SITE:PART:NUMBER, the number of training examples, and what is beside them."""
+    parts, known = sites_of(request.path, request.sites), site_names(request)
     names, clients, groups = list[str](), list[str](), list[str]()
     for part in _PARTS:
         for name, site in zip(known, parts[part], strict=True):

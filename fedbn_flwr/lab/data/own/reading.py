@@ -14,29 +14,23 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.image_files import hold
-from fedbn_flwr.lab.data.image_files.decoding import pixels
 from fedbn_flwr.lab.data.own.arrays import read_arrays
 from fedbn_flwr.lab.data.own.folder import read_folder
 from fedbn_flwr.lab.data.own.function import function_rows, function_sha256
-from fedbn_flwr.lab.data.own.hub import read_hub
 from fedbn_flwr.lab.data.own.records import Records
 from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData
-from fedbn_flwr.lab.data.own.table import read_table
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.validation import split_off
 
-__all__ = ["OwnRows", "load", "own_rows", "own_sha256", "read", "shows_colour", "stamp_of"]
+__all__ = ["OwnRows", "load", "own_rows", "own_sha256", "read", "stamp_of"]
 
 _READERS: dict[str, Callable[[OwnData], Records]] = {
     "folder": read_folder,
     "npz": read_arrays,
-    "csv": read_table,
-    "hf": read_hub,
 }
-_LOOKED_AT, _TINT = 8, 16  # images that are looked at for colour; a difference that JPEG leaves in grey ones
 _TEST_SEED = 0  # all runs and seeds have the same test examples
 
 
@@ -50,21 +44,6 @@ def read(request: OwnData, stamp: tuple[int, ...]) -> Records:
     """
     del stamp  # only part of the cache key
     return _READERS[request.kind](request)
-
-
-def shows_colour(request: OwnData) -> bool:
-    """Return whether images have colours: some pixel of a few has channels that differ.
-
-    Raises:
-        DataError: the data cannot be read.
-    """
-    values = read(request, stamp_of(request)).inputs.values
-    if not isinstance(values, Tensor):
-        some = np.linspace(0, len(values) - 1, _LOOKED_AT).astype(int)
-        pictures = [pixels(str(values[at]), window=request.window()) for at in sorted({*some.tolist()})]
-    else:
-        pictures = list(values[:: len(values) // _LOOKED_AT + 1])
-    return any(int((picture.int().amax(0) - picture.int().amin(0)).max()) > _TINT for picture in pictures)
 
 
 def stamp_of(request: OwnData) -> tuple[int, ...]:
@@ -86,7 +65,7 @@ def load(request: OwnData, stamp: tuple[int, ...], folder: Path, shape: Shape) -
     parts = parts_of(request, records)
     train, test = (
         samples.regrouped(_numbers(records.clients, part), _numbers(records.units, part))
-        for samples, part in zip(_examples(request, records, parts, shape), parts, strict=True)
+        for samples, part in zip(_examples(records, parts, shape), parts, strict=True)
     )
     return Loaded(train, test, records.client_names)
 
@@ -95,20 +74,14 @@ def _numbers(numbers: Indices | None, part: Indices) -> Tensor | None:
     return None if numbers is None else torch.from_numpy(numbers[part])
 
 
-def _examples(request: OwnData, records: Records, parts: Sequence[Indices], shape: Shape) -> Sequence[Samples]:
+def _examples(records: Records, parts: Sequence[Indices], shape: Shape) -> Sequence[Samples]:
     """Return the examples of each part: arrays in memory as they are, image files in this shape."""
-    inputs, targets = records.inputs.values, records.targets.values
+    inputs, targets = records.inputs, records.targets
     if isinstance(inputs, Tensor):
-        if not isinstance(targets, Tensor):
-            raise TypeError("arrays have arrays of targets")
         return [Samples(inputs[part], targets[part]) for part in parts]
-    order = np.concatenate(parts).tolist()
-    paths, lengths = [inputs[at] for at in order], [len(part) for part in parts]
-    window = request.window()
-    if isinstance(targets, Tensor):
-        return hold(paths, targets[order].tolist(), lengths, shape, window=window, checked=True)
-    masks = [targets[at] for at in order]
-    return hold(paths, [0] * len(order), lengths, shape, masks=masks, window=window, checked=True)
+    order = np.concatenate(parts)
+    paths, lengths = [inputs[at] for at in order.tolist()], [len(part) for part in parts]
+    return hold(paths, targets[order].tolist(), lengths, shape, checked=True)
 
 
 def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
@@ -122,13 +95,13 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
         both = () if records.units is None else np.intersect1d(records.units[tests], records.units[~tests])
         if len(both):
             raise ConfigError(
-                f"dataset={request.name!r}: {len(both)} values of the group column are on both sides of the split "
-                "that the data have. Correct the split, or leave split-column out: then a split by group is made."
+                f"dataset={request.name!r}: {len(both)} values of group are on both sides of the split that the data "
+                "have. Correct the split, or leave it out: then a split by group is made."
             )
         return everything[~tests], everything[tests]
-    targets, cells = records.targets.values, np.zeros(len(records), np.int64)
-    if isinstance(targets, Tensor) and targets.dtype == torch.int64:
-        cells = targets.numpy()
+    cells = np.zeros(len(records), np.int64)
+    if records.targets.dtype == torch.int64:
+        cells = records.targets.numpy()
     if records.clients is not None:  # every client has its share of test examples
         cells = cells * len(records.client_names) + records.clients
     return split_off(everything, cells, request.test_share, _TEST_SEED, records.units)
@@ -140,11 +113,11 @@ class OwnRows:
 
     Attributes:
         column: "file" for image files, else "row".
-        names: of all rows in their order: paths below the folder, numbers from 0, or TABLE:NUMBER.
+        names: of all rows in their order: paths below the folder, or numbers from 0; of a function SITE:PART:NUMBER.
         train: the row of each training example.
         test: the row of each test example.
         divided: whether the data themselves say which are test examples.
-        beside: the client and the unit (patient) of each row, by the names of their columns.
+        beside: the client and the unit (patient) of each row, by these names.
     """
 
     column: str
@@ -168,15 +141,12 @@ def own_rows(request: OwnData) -> OwnRows:
         return OwnRows("row", of_all, every[:tests], every[tests:], True, known_beside)
     records = read(request, stamp_of(request))
     column, names = "row", list[int | str](range(len(records)))
-    if not isinstance(records.inputs.values, Tensor):
-        column, names = "file", list(_relative(request, records.inputs.values))
-    elif request.kind == "csv" and Path(request.path).is_dir() and records.clients is not None:
-        starts = np.unique(records.clients, return_index=True)[1]  # the tables follow one another, in any order
-        names = [f"{records.client_names[c]}:{at - starts[c]}" for at, c in enumerate(records.clients)]
+    if not isinstance(records.inputs, Tensor):
+        column, names = "file", list(_relative(request, records.inputs))
     beside = dict[str, Sequence[str]]()
     for header, numbers, known in (
-        (request.client_column or "client", records.clients, records.client_names),
-        (request.group_column or "group", records.units, records.unit_names),
+        ("client", records.clients, records.client_names),
+        ("group", records.units, records.unit_names),
     ):
         if numbers is not None:
             beside[header] = [known[number] for number in numbers]
@@ -203,12 +173,12 @@ def own_sha256(request: OwnData) -> str:
 @functools.lru_cache(maxsize=8)
 def _sha256(request: OwnData, stamp: tuple[int, ...]) -> str:
     records, digest = read(request, stamp), hashlib.sha256()
-    for part in (records.inputs.values, records.targets.values):
-        if isinstance(part, Tensor):
-            digest.update(part.contiguous().numpy().tobytes())
-        else:
-            names = zip(_relative(request, part), part, strict=True)
-            digest.update("\n".join(f"{name} {path.stat().st_size}" for name, path in names).encode())
+    if isinstance(records.inputs, Tensor):
+        digest.update(records.inputs.contiguous().numpy().tobytes())
+    else:
+        names = zip(_relative(request, records.inputs), records.inputs, strict=True)
+        digest.update("\n".join(f"{name} {path.stat().st_size}" for name, path in names).encode())
+    digest.update(records.targets.contiguous().numpy().tobytes())
     for rows in parts_of(request, records):
         digest.update(rows.tobytes())
     if records.clients is not None:

@@ -8,66 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from fedbn_flwr.training.tasks import Task
 
-__all__ = ["Inputs", "Records", "Targets"]
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """The inputs of N examples.
-
-    Attributes:
-        values: paths of N image files; or uint8 images (N, C, H, W) or float32 (N, ...), NaN = missing.
-        size: (height, width) of the images as stored, or ().
-        feature_names: names of the features of rows, or ().
-        columns: (column, category) of each feature of a table, the category "" for numbers; or ().
-        notes: what a user must know: columns made of text, values filled in, and so on.
-        warnings: what looks wrong.
-    """
-
-    values: Tensor | Sequence[Path]
-    size: tuple[int, ...] = ()
-    feature_names: tuple[str, ...] = ()
-    columns: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one example in memory; () for image files."""
-        return tuple(self.values.shape[1:]) if isinstance(self.values, Tensor) else ()
-
-    @property
-    def channels(self) -> int:
-        """Channels of the images, 3 for image files; 0 for other examples."""
-        if not isinstance(self.values, Tensor):
-            return 3
-        return self.shape[0] if self.values.dtype == torch.uint8 else 0
-
-
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """The targets of N examples, and what follows from them.
-
-    Attributes:
-        values: int64 (N,), float32 (N,) or (N, K), or uint8 (N, H, W); paths of N files with classes of pixels.
-        task: the learning task.
-        num_classes: outputs of the model: classes, labels or target columns.
-        class_names: their names, () = numbers.
-        notes: as for ``Inputs``.
-        warnings: as for ``Inputs``.
-    """
-
-    values: Tensor | Sequence[Path]
-    task: Task
-    num_classes: int
-    class_names: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+__all__ = ["Records"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,16 +20,24 @@ class Records:
     """Own data as a reader returns them, N examples.
 
     Attributes:
-        inputs: the inputs.
-        targets: the targets.
+        inputs: paths of N image files; or uint8 images (N, C, H, W) or float32 (N, ...).
+        targets: int64 (N,), float32 (N,) or (N, K), or uint8 (N, H, W).
+        task: the learning task.
+        num_classes: outputs of the model: classes, labels or target columns.
+        class_names: their names, () = numbers.
+        size: (height, width) of the images as stored, or ().
         clients: client of each example, (N,), and ``client_names``; None if the data have no clients.
         units: unit (patient) of each example, (N,), or None, and ``unit_names``.
         tests: whether each example is a test example, bool (N,); None if the data do not say.
-        notes: what is left out, such as files, columns and arrays.
+        notes: what is left out, such as files and arrays.
     """
 
-    inputs: Inputs
-    targets: Targets
+    inputs: Tensor | Sequence[Path]
+    targets: Tensor
+    task: Task
+    num_classes: int
+    class_names: tuple[str, ...] = ()
+    size: tuple[int, ...] = ()
     clients: npt.NDArray[np.int64] | None = None
     client_names: tuple[str, ...] = ()
     units: npt.NDArray[np.int64] | None = None
@@ -94,4 +47,4 @@ class Records:
 
     def __len__(self) -> int:
         """Return the number of examples."""
-        return len(self.targets.values)
+        return len(self.targets)
