@@ -91,8 +91,8 @@ def test_what_the_report_warns_of_is_noted_and_a_divergence_found(skewed: Path, 
     found = diagnose_run(folder, 50)
     assert (found.findings[0].id, found.findings[0].remedies[0].setting) == ("diverged", "lower learning-rate")
     assert found.findings[0].evidence == ["In round 3: train-loss of client 2 is inf."]
-    assert found.notes[: len(run_warnings(RunFiles.read(folder)))] == run_warnings(RunFiles.read(folder))
-    assert "Too few replies were usable in 1 rounds (the first is 3): the model stayed." in found.notes
+    warned = [*run_warnings(RunFiles.read(folder))]
+    assert found.notes[: len(warned)] == warned
 
 
 @pytest.mark.parametrize("name", ["feature-shifted domains", "batch size 2"])
