@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("report") / "run"
     settings = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5, "num-server-rounds": 4}
     settings |= {"local-steps": 2, "batch-size": 8, "strategy": "fixbn", "freeze-at": 3, "eval-on": "global"}
-    run(Config.make({**settings, "metrics": "balanced-accuracy"}), out)
+    run(Config.make({**settings, "metrics": "accuracy,balanced-accuracy"}), out)
     remedies = [{"setting": "norm=group", "why": "a < b & c"}]
     finding = {"what": "Batches are <small>", "evidence": ["2 examples"], "remedies": remedies}
     (out / "doctor.json").write_text(json.dumps({"findings": [finding], "notes": ["looked at 5 clients"]}))

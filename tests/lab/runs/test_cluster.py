@@ -205,7 +205,7 @@ def test_a_sweep_on_a_cluster_gives_the_tables_of_one_in_series(
     )
     study = load_study(tmp_path / "study.yaml")
     tables = sweep(study, tmp_path / "series")
-    assert sweep(study, scratch / "seen" / "sweep", in_parallel(ray_address=address)) == tables
+    assert sweep(study, scratch / "seen" / "sweep", in_parallel(ray_address=address)).equals(tables)
     if can_hide():
         with pytest.raises(ConfigError, match=r"out='.*' is not one folder for all machines"):
             sweep(study, scratch / "runs" / "sweep", in_parallel(ray_address=address))
