@@ -40,8 +40,8 @@ class Subset:
         Args:
             samples: the shared samples.
             indices: integers (n,), the example at each position; None = all examples in order.
-            mean: subtracted per channel from pixels scaled to [0, 1], or per feature (channel) of other inputs, where a
-                missing value (NaN) becomes the mean; () = other inputs are taken as they are.
+            mean: subtracted per channel from pixels scaled to [0, 1], or per feature (channel) of other inputs; () =
+                other inputs are taken as they are.
             std: divisor per channel or feature, above 0; or ().
             augment: ``batch`` applies it if it gets a generator.
 
@@ -138,7 +138,7 @@ class Subset:
         if inputs.dtype == torch.uint8:
             inputs = inputs.to(torch.float32).div_(255).sub_(self._mean).div_(self._std)
         elif len(self._mean):
-            inputs = inputs.sub(self._mean).div_(self._std).nan_to_num_(0.0, float("inf"), float("-inf"))
+            inputs = inputs.sub(self._mean).div_(self._std)
         return inputs, targets.to(torch.int64) if targets.dtype == torch.uint8 else targets
 
 

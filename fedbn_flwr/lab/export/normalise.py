@@ -18,30 +18,20 @@ class Normalise(nn.Module):
         std: in the same way, above 0; () = 1.
         scale: 255 for pixels 0..255, 1 for other numbers.
         dims: dimensions of an input after its channels: 2 for images, 0 for rows.
-        missing: a NaN becomes the mean.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        scale: float = 255.0,
-        dims: int = 2,
-        *,
-        missing: bool = False,
-    ) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float], scale: float = 255.0, dims: int = 2) -> None:
         super().__init__()
         for name, values in (("mean", mean or (0.0,)), ("std", std or (1.0,))):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(-1, *[1] * dims))
-        self.scale, self.missing = scale, missing
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised inputs, float32, in the shape of ``x``."""
-        x = (x.to(torch.float32) / self.scale - self.mean) / self.std
-        return torch.where(torch.isnan(x), torch.zeros_like(x), x) if self.missing else x
+        return (x.to(torch.float32) / self.scale - self.mean) / self.std
 
 
 def normalised_inside(model: nn.Module, normalise: nn.Module) -> nn.Module:

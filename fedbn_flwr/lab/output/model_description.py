@@ -111,5 +111,4 @@ class ModelDescription:
 
     def normalise(self) -> Normalise:
         """Return the layer that normalises inputs."""
-        missing = not self.as_bytes and bool(self.mean)
-        return Normalise(self.mean, self.std, self.scale, len(self.shape) - 1, missing=missing)
+        return Normalise(self.mean, self.std, self.scale, len(self.shape) - 1)

@@ -231,7 +231,12 @@ def divergence_of(line: Mapping[str, Any], advice: str, result: Result | None = 
 
 
 def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
-    """Return the data of the server; None if only the nodes have the data and no test of the server needs it."""
+    """Return the data of the server; None if only the nodes have the data and no test of the server needs it.
+
+    A protected run whose data only the nodes have is tested by nobody: results on their data would be no sums.
+    """
+    if on_nodes and config.protected and not config.held_out_clients:
+        return None
     needed = bool(config.held_out_clients) or any(name in GLOBAL_TESTS for name in config.evaluations())
     if on_nodes and not needed:
         return None

@@ -104,6 +104,7 @@ def test_each_method_plays_its_parts(tmp_path: Path, strategy: str) -> None:
 def test_masks_and_noise_are_left_out(tmp_path: Path) -> None:
     config = node_config(write_images(tmp_path / "x.npz"))
     masked = {**SETTINGS, "strategy": "fedavg", "masked-sums": True, "masked-threshold": 0.8}
+    masked["eval-on"] = "global"
     page = check_node(masked, config, Connection())
     assert page.faults == []
     assert "masked-sums" in found(page, "training", "ok")[0]
