@@ -18,6 +18,7 @@ from apps.local_federation import LocalFederation
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.runs.run import run
+from tests.support.network import settings_for
 
 ROOT = Path(__file__).parents[3]
 NODES = 3
@@ -59,10 +60,7 @@ def networked(federation: LocalFederation, tmp_path: Path) -> Networked:
     def do(**settings: Any) -> dict[str, Any]:
         out = tmp_path / "network"
         given = {**SETTINGS, **{key.replace("_", "-"): value for key, value in settings.items()}, "out": str(out)}
-        if given.get("fedtan-transport") == "channel":
-            given |= {"fedtan-bind": f"127.0.0.1:{federation.port + 50}"}
-            given |= {"fedtan-tls-dir": str(federation.certs / "channel")}
-        federation.run(given)
+        federation.run(settings_for(federation, given))
         summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
         return summary
 

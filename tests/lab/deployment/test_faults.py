@@ -20,6 +20,7 @@ from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.engines.flower_run import running
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.files import read_metrics
+from tests.support.network import settings_for
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
@@ -44,7 +45,7 @@ class Run:
 
         def work() -> None:
             try:
-                federation.run({**given, "out": str(out)})
+                federation.run(settings_for(federation, {**given, "out": str(out)}))
             except EngineError as error:
                 self._error = str(error)
 
@@ -57,6 +58,7 @@ class Run:
         while len(self.lines()) < server_round and self._thread.is_alive():
             assert time.monotonic() < deadline, f"round {server_round} does not come"
             time.sleep(0.05)
+        assert len(self.lines()) >= server_round, self.error()
 
     def under_way(self) -> bool:
         return self._thread.is_alive()
@@ -192,7 +194,7 @@ def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
 @pytest.mark.parametrize("exchange", ["channel", "messages"])
 def test_a_node_that_is_killed_during_a_round_and_does_not_return(exchange: str, federation, begin) -> None:
     """With FedTAN the other clients repeat the step without it."""
-    run = begin(strategy="fedtan", fedtan_transport=exchange, fedtan_timeout=60.0)
+    run = begin(strategy="fedtan", fedtan_transport=exchange)
     run.wait_for_round(1)
     next_client_of(federation, 3)
     for name in ("superexec-clientapp-3", "supernode-3"):

@@ -15,6 +15,7 @@ import pytest
 from apps.local_federation import LocalFederation
 from fedbn_flwr.engines.flower_run import Process, running
 from fedbn_flwr.lab.deployment import make_certificates
+from tests.support.network import channel_port
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
@@ -101,7 +102,7 @@ def intruders(federation: LocalFederation, folder: Path) -> Iterator[dict[str, P
     logs = {name: folder / f"intruder-{i}.log" for i, name in enumerate(commands)}
     started = [Process(command, environment, logs[name], folder) for name, command in commands.items()]
     over = threading.Event()
-    ports = (superlink, node, federation.port + 50)  # the last one is FedTAN's channel
+    ports = (superlink, node, channel_port(federation))
     noise = [threading.Thread(target=send_garbage, args=("127.0.0.1", port, over)) for port in ports]
     for thread in noise:
         thread.start()
