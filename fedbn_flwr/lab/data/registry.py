@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fedbn_flwr.lab.data.cityscapes import read_cityscapes
 from fedbn_flwr.lab.data.digits_domains import read_digits_domains
-from fedbn_flwr.lab.data.domains import DIGITS_FIVE, DOMAINNET10, OFFICE_CALTECH10, read_digits_five, read_domains
+from fedbn_flwr.lab.data.domains import DOMAINNET10, OFFICE_CALTECH10, read_digits_five, read_domains
 from fedbn_flwr.lab.data.folders import read_imagenet, read_tiny_imagenet
 from fedbn_flwr.lab.data.readers import IDX_FILES, Reader, read_digits, read_idx, read_torchvision
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, Task
@@ -39,7 +39,6 @@ class DatasetInfo:
         class_names: names of the classes, () = numbers.
         client_names: names of the clients that own data name, or ().
         notes: what is left out of own data, one text each.
-        group_names: all groups of the data set as published, if a copy may lack some: a run names those that it lacks.
     """
 
     name: str
@@ -61,7 +60,6 @@ class DatasetInfo:
     class_names: tuple[str, ...] = ()
     client_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    group_names: tuple[str, ...] = ()
 
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -182,7 +180,6 @@ _INFOS = (
         std=(0.5,) * 3,
         grouped=True,
         downloads=False,
-        group_names=DIGITS_FIVE,
     ),
     DatasetInfo(
         "office-caltech10",
