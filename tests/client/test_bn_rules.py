@@ -20,7 +20,6 @@ from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedProx, FedTAN, FixBN, StaticBN
-from fedbn_flwr.strategies.bn_scaffold import SurveyedBNVariates
 from fedbn_flwr.strategies.fbn import SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.hbn import HybridStatistics
@@ -92,15 +91,6 @@ def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_
         assert train()["statistics-delta"] > 0
 
 
-def test_a_table_that_its_forward_pass_changes_is_no_loaded_state() -> None:
-    """It scales rows that are longer than ``max_norm``."""
-    model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1), nn.Flatten(), nn.Linear(6, 1))
-    with bn_rules(model, {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0}) as rules:
-        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
-        model(torch.tensor([[0, 1]])).sum().backward()
-        optimizer.step()
-
-
 @pytest.mark.parametrize("forward", ["take_forward", "watch_inputs"])
 def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
     """An average of the weights is such a copy, made in mid-training; it must leave the original alone."""
@@ -119,57 +109,6 @@ def test_a_copy_of_the_model_has_its_own_forward_pass(forward: str) -> None:
     undo()
     model(torch.randn(4, 2))
     assert noted == [model[0]]
-
-
-def test_a_line_search_sees_the_penalty_too() -> None:
-    """LBFGS compares losses: under FedProx it must end where the penalised loss, written out, ends."""
-    x, y = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(40.0).double() / 40
-
-    def end(hooked: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 1).double()
-        start = [p.detach().clone() for p in model.parameters()]
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=20, line_search_fn="strong_wolfe")
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x).flatten(), y)
-            if not hooked:
-                away = zip(model.parameters(), start, strict=True)
-                loss = loss + 2.5 * sum((p - s).square().sum() for p, s in away)  # type: ignore[assignment]
-            loss.backward()
-            return loss.detach()
-
-        with bn_rules(
-            model, {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": 5.0} if hooked else {}
-        ) as rules:
-            rules.wrap(optimizer)
-            optimizer.step(closure)
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    assert torch.allclose(end(True), end(False), rtol=0, atol=1e-9)
-
-
-def test_a_layer_that_begins_to_train_in_the_block_has_the_penalty_from_then_on(mlp, points) -> None:
-    data, mu, rate = points(8, 1), 2.0, 0.1
-    ends = []
-    for hooked in (True, False):
-        model = mlp()
-        model[0].requires_grad_(False)
-        start = [p.detach().clone() for p in model.parameters()]
-        config = {"fedbn-flwr.hooks": "proximal", "fedbn-flwr.proximal-mu": mu} if hooked else {}
-        with bn_rules(model, config) as rules:
-            optimizer = rules.wrap(torch.optim.SGD(model.parameters(), rate))
-            for step in range(4):
-                model[0].requires_grad_(step > 1)
-                optimizer.zero_grad()
-                F.cross_entropy(model(data.inputs), data.targets).backward()
-                for p, received in zip(model.parameters(), start, strict=True):
-                    if not hooked and p.grad is not None:
-                        p.grad += mu * (p.detach() - received)
-                optimizer.step()
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-14)
 
 
 def test_an_optimizer_for_each_epoch_is_refused(mlp) -> None:
@@ -395,24 +334,6 @@ def changed(model: nn.Module) -> list[str]:
     return [name for module in model.modules() for name in vars(module) if name in ("forward", "train")]
 
 
-def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app, mlp) -> None:
-    models: list[nn.Module] = []
-
-    def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        models.append(model)
-        with bn_rules(model, msg, context) as rules:
-            optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
-            loss = F.cross_entropy(model(data.inputs), data.targets)
-            loss.backward()
-            optimizer.step()
-        return float(loss)
-
-    with pytest.raises(ConfigError, match=r"rules\.survey\(loader\)"):
-        run_app(HBN(), user_app(loop), rounds=1)
-    assert models
-    assert not any(map(changed, models))
-
-
 def settings_of(model: nn.Module) -> list[Any]:
     """What hooks change of a model beside its values."""
     modules = [
@@ -469,7 +390,6 @@ def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
         lambda: SurveyedStatistics(False),
         lambda: SurveyedStatistics(True),
         lambda: HybridStatistics(False, share=False),
-        SurveyedBNVariates,
     ],
 )
 def test_a_survey_after_steps_of_an_optimizer_that_is_not_wrapped_is_refused(make, mlp, points) -> None:

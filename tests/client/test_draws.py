@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ KINDS = ("train", "evaluate", "query.statistics")
 
 
 def draw(message: Message, context: Context) -> Message:
-    metrics = MetricRecord({"num-examples": 1, "drawn": float(torch.rand(()))})
+    """Draw from the default generators of torch, NumPy and Python."""
+    drawn = [float(torch.rand(())), float(np.random.rand()), random.random()]
+    metrics = MetricRecord({"num-examples": 1, "drawn": drawn})
     return Message(RecordDict({**message.content.array_records, "metrics": metrics}), reply_to=message)
 
 
@@ -32,24 +35,26 @@ def app_with(mods: Any) -> ClientApp:
     return app
 
 
-def drawn(grid: InProcessGrid, kind: str, server_round: int, partition: int, seed: int) -> float:
+def drawn(grid: InProcessGrid, kind: str, server_round: int, partition: int, seed: int) -> list[float]:
     config = ConfigRecord({"server-round": server_round, **({"fedbn-flwr.seed": seed} if seed else {})})
     content = RecordDict({"arrays": to_record({"w": np.zeros(1)}), "config": config})
     (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[partition], kind)])
-    return float(reply.content["metrics"]["drawn"])
+    return list(reply.content["metrics"]["drawn"])
 
 
 @pytest.mark.parametrize("mods", [(), (local_bn,)], ids=["no mod", "local_bn"])
 def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None:
     cases = list(itertools.product(KINDS, (1, 2, 3), (0, 1), (0, 5)))
     runs = []
-    for _ in range(2):
-        with InProcessGrid(app_with(mods), 2) as grid:
+    for workers in (0, 2):
+        state = torch.get_rng_state()
+        with InProcessGrid(app_with(mods), 2, workers=workers) as grid:
             runs.append([drawn(grid, *case) for case in cases])
             exchange, training = (drawn(grid, kind, 2, 1, 5) for kind in ("query.exchange", "train"))
             assert exchange == training, "the training repeats the exchanges of its first step"
+        assert torch.equal(torch.get_rng_state(), state), "outside they are as before"
     assert runs[0] == runs[1]
-    assert len(set(runs[0])) == len(cases)
+    assert len({number for found in runs[0] for number in found}) == 3 * len(cases)
 
 
 class Drawing(TorchClient):

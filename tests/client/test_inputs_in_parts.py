@@ -6,25 +6,21 @@ The oracle is the model whose parts are one tensor: the same bits.
 from __future__ import annotations
 
 import functools
-from collections import Counter, namedtuple
+from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
-from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedBN, FedProx, FedTAN, Scaffold, StaticBN
-from fedbn_flwr.training import LearningRate, LocalTraining, batches_of, loaded
-from fedbn_flwr.training.inputs import map_inputs, tensors_in
-from fedbn_flwr.training.memory_format import inputs_for
+from fedbn_flwr.training import batches_of
 
 SIZES = (6, 8, 9)
-SETTINGS = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
 Parts = namedtuple("Parts", "first second")
 
 
@@ -81,19 +77,6 @@ def test_a_model_with_inputs_in_parts_has_the_bits_of_one_tensor(
     for name, entry in whole.items():
         assert torch.equal(entry, parts[name]), name
     assert tested == also_tested
-
-
-def test_inputs_keep_their_structure_and_other_objects_stay() -> None:
-    x = torch.ones(2, 3)
-    packed = pack_padded_sequence(torch.ones(2, 4, 1), torch.tensor([4, 2]), batch_first=True)
-    inputs = {"a": [x, (x, "text")], "b": Parts(x, 5), "c": packed, "d": torch.tensor([1, 2])}
-    found = inputs_for(nn.Linear(3, 1).double())(inputs)
-    assert isinstance(found["a"][1], tuple)
-    assert isinstance(found["b"], Parts)
-    assert isinstance(found["c"], PackedSequence)
-    assert (found["a"][1][1], found["b"].second) == ("text", 5)
-    assert [t.dtype for t in tensors_in(found)] == [torch.float64] * 3 + [torch.int64]
-    assert tensors_in(map_inputs(lambda part: part[:0], [x, {"y": x}]))[1].shape == (0, 3)
 
 
 # --- a collate_fn -----------------------------------------------------------------------------------------------------
@@ -160,20 +143,6 @@ def test_a_batch_is_that_of_the_collate_fn_at_the_positions() -> None:
     assert torch.equal(labels, classes)
 
 
-def test_examples_that_cannot_be_stacked_and_loaders_are_told_the_way_in() -> None:
-    data = Sequences(6)
-    way = r"fedbn_flwr\.training\.batches_of\("
-    client = TorchClient(recurrent(), data, data, SETTINGS, partition_id=0)
-    with pytest.raises(DataError, match=rf"examples of Sequences cannot be stacked .*{way}"):
-        client.fit(client.get_parameters({}), {"server-round": 1})
-    with pytest.raises(DataError, match=rf"DataLoader with batch_size=2: .*{way}loader"):
-        TorchClient(recurrent(), DataLoader(data, 2, collate_fn=padded), data, SETTINGS)
-    triples = [(torch.ones(3), 1, 0)] * 4
-    client = TorchClient(recurrent(), triples, triples, SETTINGS, partition_id=0)
-    with pytest.raises(DataError, match=rf"batches are list; .*several parts.*{way}"):
-        client.fit(client.get_parameters({}), {"server-round": 1})
-
-
 def test_a_collate_fn_that_leaves_examples_out_is_refused() -> None:
     """The client's weight, and the number of tested examples, would count them."""
 
@@ -182,17 +151,3 @@ def test_a_collate_fn_that_leaves_examples_out_is_refused() -> None:
 
     with pytest.raises(DataError, match=r"makes targets of shape \(\d,\) of 6 examples"):
         batches_of(DataLoader(Sequences(6), collate_fn=without_short)).batch(torch.arange(6))
-
-
-@pytest.mark.parametrize("random", [False, True])
-def test_random_parts_of_an_input_are_warned_of(random: bool, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(loaded, "_TRIED", Counter())
-
-    class Noisy(InParts):
-        def __getitem__(self, number: int) -> Any:
-            (first, second), y = super().__getitem__(number)
-            return (first, second + torch.rand(()) * random), y
-
-    data = Noisy(type("Data", (), {"inputs": torch.ones(4, 5), "targets": torch.zeros(4), "__len__": len}), "pair")
-    loaded.as_batches(Subset(data, [0, 1])).batch(torch.arange(2))
-    assert bool(caplog.messages) == random

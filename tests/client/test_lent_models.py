@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 
 import pytest
 import torch
@@ -12,13 +11,11 @@ from torch import nn
 from torchvision.models import mnasnet0_5, resnet18
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.client import lent_models
 from fedbn_flwr.client.lent_models import LentModel, lender
 from fedbn_flwr.errors import NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training import LearningRate, LocalTraining
-from tests.support.federation import RecordingGrid
 
 SIZES = (6, 13, 9, 21)
 
@@ -84,15 +81,6 @@ def test_clients_of_a_synchronised_step_have_a_model_each(points, mlp) -> None:
     assert build.count == 4
 
 
-def test_an_exchange_by_messages_builds_no_model(points, mlp) -> None:
-    build = Builds(mlp)
-    with InProcessGrid(app(build, [points(n, i) for i, n in enumerate(SIZES)]), 4) as grid:
-        by_messages = RecordingGrid(grid, lambda: (), False)
-        FedTAN().start(grid=by_messages, initial_arrays=to_record(mlp().state_dict()), num_rounds=2)
-    assert len(by_messages.config("query.exchange")) > 0
-    assert build.count == 1
-
-
 def test_a_query_takes_no_model(points, mlp) -> None:
     def build() -> nn.Module:
         raise AssertionError("built for a query")
@@ -111,15 +99,6 @@ def test_a_model_whose_client_failed_is_not_lent_again(mlp) -> None:
     with lend() as again:
         assert again is lent
     assert build.count == 2
-
-
-def test_a_model_goes_with_the_function_that_builds_it() -> None:
-    gc.collect()
-    before = len(lent_models._FREE)
-    with lender(Builds(lambda: nn.Linear(2, 2)))():
-        pass
-    gc.collect()
-    assert len(lent_models._FREE) == before
 
 
 class Running(nn.Module):

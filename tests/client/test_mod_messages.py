@@ -13,17 +13,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NOT_FINITE, ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.mods import answer_statistics, local_bn
+from fedbn_flwr.mods import local_bn
 from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold, Strategy
 from tests.support.user_loops import SIZES, fixbn_loop, hooked_loop, plain_loop
-from tests.support.versioned import Versioned
 
 
 class Slashed(torch.nn.Module):
@@ -101,14 +99,6 @@ def test_a_record_of_the_users_own_stays_in_the_message(run_app, user_app, metho
     assert len(seen) >= 6
 
 
-def test_statistics_of_a_model_that_reads_the_version_of_its_state(datasets) -> None:
-    model = nn.Sequential(nn.BatchNorm1d(5), Versioned()).double()
-    message = Message(RecordDict({"arrays": to_record(model.state_dict())}), 1, "query.statistics")
-    loader = DataLoader(TensorDataset(datasets[0].inputs, datasets[0].targets), 4)
-    reply = answer_statistics(message, Context(1, 2, {}, RecordDict(), {}), model, loader)
-    np.testing.assert_allclose(from_record(reply.content["arrays"])["0.mean"], datasets[0].inputs.mean(0))
-
-
 # What the keys that a method adds were called when they had no prefix.
 TAKEN = (
     *("rules", "local-parts", "local-entries", "local-sha256", "series", "run", "committed", "frozen", "client-mod"),
@@ -148,20 +138,6 @@ def test_the_server_learns_partition_ids_from_replies(run_app, user_app) -> None
     run = run_app(FedAvg(), user_app(query=False), rounds=1)
     assert run.strategy.reports[0].participants == [0, 1, 2]
     assert run_app(FedAvg(), user_app(mods=(), query=False), rounds=1).strategy.reports[0].participants == [None] * 3
-
-
-def test_a_client_that_lost_its_context_gets_the_initial_part_again(run_app, user_app) -> None:
-    def forgets(message: Message, context: Context, call_next: Any) -> Message:
-        config = message.content.config_records.get("config", {})
-        if config.get("server-round") == 2 and context.node_config["partition-id"] == 1:
-            for key in [key for key in context.state if key.startswith("fedbn")]:
-                del context.state[key]
-        return call_next(message, context)
-
-    strategy = FedBN(fraction_evaluate=0.0)
-    run_app(strategy, user_app(mods=(forgets, local_bn)), rounds=3)
-    assert [report.participants for report in strategy.reports] == [[0, 1, 2], [0, 2], [0, 1, 2]]
-    assert "neither sent nor kept by this client" in next(iter(strategy.reports[1].rejected.values()))
 
 
 @pytest.mark.parametrize("make", [FedBN, HBN, Scaffold], ids=["fedbn", "hbn", "scaffold"])
@@ -214,36 +190,6 @@ def test_a_part_that_diverged_is_not_kept(run_app, user_app) -> None:
     assert np.isfinite(run.local_state(0)["1.running_mean"]).all()
 
 
-def test_a_reply_without_the_whole_model_is_rejected_with_advice(run_app, user_app) -> None:
-    def cut(message: Message, context: Context, call_next: Any) -> Message:
-        reply = call_next(message, context)
-        if "arrays" in reply.content:
-            state = from_record(reply.content["arrays"])
-            reply.content["arrays"] = to_record({k: v for k, v in state.items() if not k.startswith("1.")})
-        return reply
-
-    strategy = FedBN()
-    run_app(strategy, user_app(mods=(local_bn, cut)), rounds=1, fails=NothingTrainedError)
-    assert all("Reply with the whole state dict" in why for why in strategy.reports[0].rejected.values())
-
-
-@pytest.mark.parametrize(("key", "why"), [("weights", "no arrays .*'arrays', but in 'weights'"), (None, "no arrays")])
-def test_a_reply_without_arrays_is_rejected_as_such(run_app, user_app, key: str | None, why: str) -> None:
-    def lose(message: Message, context: Context, call_next: Any) -> Message:
-        reply = call_next(message, context)
-        if "arrays" in reply.content:
-            arrays = reply.content.pop("arrays")
-            reply.content[key or "arrays"] = arrays if key else ArrayRecord()
-        return reply
-
-    for strategy in (FedBN(), FedAvg()):  # the mod says it, or the server
-        run_app(strategy, user_app(mods=(local_bn, lose)), rounds=1, fails=NothingTrainedError)
-        found = list(strategy.reports[0].rejected.values())
-        assert len(found) == len(SIZES)
-        assert all(re.search(why if isinstance(strategy, FedBN) else "arrays", reason) for reason in found)
-        assert "1.weight" not in "".join(found)
-
-
 def test_a_users_own_start_begins_the_method(user_app, mlp) -> None:
     """As in Flower's advanced example: a subclass whose ``start`` calls the hooks itself."""
 
@@ -264,26 +210,6 @@ def test_a_users_own_start_begins_the_method(user_app, mlp) -> None:
         unknown.config = ConfigRecord()
         with pytest.raises(ConfigError, match="pass num_rounds="):
             unknown.start(grid, to_record(mlp().state_dict()))
-
-
-@pytest.mark.parametrize("loses", [True, False])
-def test_a_client_that_lost_what_a_hook_kept_is_named(run_app, user_app, caplog, loses: bool) -> None:
-    """SCAFFOLD's variate is kept by the client hook in training, not by the mod that answers."""
-
-    def forget(message: Message, context: Context, call_next: Any) -> Message:
-        train = message.metadata.message_type == "train"
-        if loses and train and context.node_config["partition-id"] == 1 and config_of(message)["server-round"] == 3:
-            context.state = RecordDict()
-        return call_next(message, context)
-
-    def config_of(message: Message) -> Any:
-        return next(iter(message.content.config_records.values()))
-
-    with caplog.at_level("WARNING", "flwr"):
-        run_app(Scaffold(), user_app(hooked_loop, mods=(forget, local_bn), query=True), rounds=4)
-    lost = [text for text in caplog.messages if "had lost what it kept between rounds" in text]
-    assert len(lost) == loses
-    assert all("(partition 1)" in text for text in lost)
 
 
 def test_a_partition_id_that_is_no_number_is_named() -> None:
@@ -308,3 +234,34 @@ def test_an_app_that_replaces_its_state_does_not_lose_the_part(run_app, user_app
     same_bits(run.state, plain.state)
     same_bits(run.local_state(0), plain.local_state(0))
     assert run.context(0).state["mine"]["rounds"] == 1
+
+
+def without_batchnorm(content: RecordDict) -> None:
+    state = from_record(content["arrays"])
+    content["arrays"] = to_record({name: array for name, array in state.items() if not name.startswith("1.")})
+
+
+def under_another_key(content: RecordDict) -> None:
+    content["weights"] = content.pop("arrays")
+
+
+def empty(content: RecordDict) -> None:
+    content["arrays"] = ArrayRecord()
+
+
+@pytest.mark.parametrize("method", [FedBN, FedAvg])  # the mod refuses it, or the server
+@pytest.mark.parametrize(
+    ("spoil", "named"), [(without_batchnorm, "1.weight"), (under_another_key, "'arrays'"), (empty, "arrays")]
+)
+def test_a_reply_without_the_whole_model_is_refused(run_app, user_app, method: Any, spoil: Any, named: str) -> None:
+    def change(message: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(message, context)
+        if "arrays" in reply.content:
+            spoil(reply.content)
+        return reply
+
+    strategy = method()
+    run_app(strategy, user_app(mods=(local_bn, change)), rounds=1, fails=NothingTrainedError)
+    found = list(strategy.reports[0].rejected.values())
+    assert len(found) == len(SIZES)
+    assert all(named in reason for reason in found)

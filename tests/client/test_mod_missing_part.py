@@ -34,64 +34,46 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 
-MOD = "Make the app `ClientApp(mods=[local_bn])`"
-RUN_INSIDE = "Run its training inside `with bn_rules(model, msg, context) as rules:`"
-MISSING: dict[str, tuple[Callable[[], Strategy], int, str]] = {
-    "fedbn": (FedBN, 1, MOD),
-    "silobn": (SiloBN, 1, MOD),
-    "mtfl": (MTFL, 1, MOD),
-    "standalone": (Standalone, 1, MOD),
-    "fedprox": (FedProx, 1, f"client hook 'proximal' of strategy 'fedprox'. {RUN_INSIDE}"),
-    "scaffold": (Scaffold, 1, f"client hook 'variates' of strategy 'scaffold'. {RUN_INSIDE}"),
-    "momentum": (
-        functools.partial(FedAvg, momentum_scope="local"),
-        1,
-        f"client hook 'momentum' of strategy 'fedavg'. {RUN_INSIDE}",
-    ),
-    "fixbn": (functools.partial(FixBN, freeze_at=1), 2, "inside `with bn_rules(model, msg, context):`"),
-    "fixbn auto": (
-        functools.partial(FixBN, freeze_at="auto", freeze_window=2),
-        1,
-        f"client hook 'report-drift' of strategy 'fixbn'. {RUN_INSIDE}",
-    ),
-    "staticbn": (StaticBN, 1, "inside `with bn_rules(model, msg, context):`"),
-    "fbn": (FBN, 1, f"client hook 'global-statistics' of strategy 'fbn'. {RUN_INSIDE}"),
-    "hbn": (HBN, 1, f"client hook 'hybrid-statistics' of strategy 'hbn'. {RUN_INSIDE}"),
-    "bn-scaffold": (BNScaffold, 1, f"client hook 'bn-variates' of strategy 'bn-scaffold'. {RUN_INSIDE}"),
-    "fedtan": (FedTAN, 1, f"client hook 'synchronise-first-step' of strategy 'fedtan'. {RUN_INSIDE}"),
-    "feddna": (FedDNA, 1, f"client hook 'synchronise-first-step' of strategy 'feddna'. {RUN_INSIDE}"),
-    "fedtan2": (
-        functools.partial(FedTAN2, fedtan_rounds=1),
-        1,
-        f"client hook 'synchronise-first-step' of strategy 'fedtan2'. {RUN_INSIDE}",
-    ),
+MOD = "ClientApp(mods=[local_bn])"
+MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
+    # the strategy, and what the error says is missing: the mod, or the client hook
+    "fedbn": (FedBN, MOD),
+    "silobn": (SiloBN, MOD),
+    "mtfl": (MTFL, MOD),
+    "standalone": (Standalone, MOD),
+    "fedprox": (FedProx, "'proximal'"),
+    "scaffold": (Scaffold, "'variates'"),
+    "momentum": (functools.partial(FedAvg, momentum_scope="local"), "'momentum'"),
+    "fixbn": (functools.partial(FixBN, freeze_at=1), "with bn_rules(model, msg, context):"),
+    "fixbn auto": (functools.partial(FixBN, freeze_at="auto", freeze_window=2), "'report-drift'"),
+    "staticbn": (StaticBN, "with bn_rules(model, msg, context):"),
+    "fbn": (FBN, "'global-statistics'"),
+    "hbn": (HBN, "'hybrid-statistics'"),
+    "bn-scaffold": (BNScaffold, "'bn-variates'"),
+    "fedwon": (FedWon, "'agc'"),
+    "fedtan": (FedTAN, "'synchronise-first-step'"),
+    "fedtan by messages": (FedTAN, "'synchronise-first-step'"),
+    "feddna": (FedDNA, "'synchronise-first-step'"),
+    "fedtan2": (functools.partial(FedTAN2, fedtan_rounds=1), "'synchronise-first-step'"),
 }
+WITH_MOD = [case for case in MISSING if MISSING[case][1] != MOD]  # the mod is not all that they need
+BARE = [case for case in MISSING if "by messages" not in case]
 
 
-@pytest.mark.parametrize("mods", [(), (local_bn,)], ids=["bare", "mod alone"])
-@pytest.mark.parametrize("case", MISSING)
+@pytest.mark.parametrize(
+    ("case", "mods"), [*((case, ()) for case in BARE), *((case, (local_bn,)) for case in WITH_MOD)]
+)
 def test_a_missing_client_part_ends_the_run_in_the_first_round_that_needs_it(
-    run_app, user_app, case: str, mods
+    run_app, user_app, mlp, wsconv_net, case: str, mods
 ) -> None:
-    make, needed_in, message = MISSING[case]
-    strategy = make()
-    if mods and strategy.local:
-        pytest.skip("the mod is all it needs")
+    make, missing = MISSING[case]
+    strategy, model = make(), wsconv_net if case == "fedwon" else mlp
+    app = user_app(plain_loop, mods, query=True, model=model)
     with pytest.raises(ClientPartError) as error:
-        run_app(strategy, user_app(plain_loop, mods, query=True))
-    assert message in str(error.value)
-    assert len(strategy.reports) == needed_in
+        run_app(strategy, app, model=model, barrier="by messages" not in case)
+    assert missing in str(error.value)
+    assert len(strategy.reports) == (2 if case == "fixbn" else 1)
     assert len(strategy.reports[-1].rejected) == len(SIZES)
-
-
-def test_missing_gradient_clipping_is_named(run_app, user_app, wsconv_net) -> None:
-    with pytest.raises(ClientPartError, match="client hook 'agc' of strategy 'fedwon'"):
-        run_app(FedWon(), user_app(model=wsconv_net), model=wsconv_net)
-
-
-def test_a_missing_synchronised_step_is_named_where_exchanges_travel_by_messages(run_app, user_app) -> None:
-    with pytest.raises(ClientPartError, match="client hook 'synchronise-first-step'"):
-        run_app(FedTAN(), user_app(plain_loop, query=True), barrier=False)
 
 
 def test_fedtan_without_a_query_handler_is_refused(run_app, user_app) -> None:

@@ -20,7 +20,7 @@ from fedbn_flwr.client.hooks import Hooks
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.momentum import MomentumBuffers
 from fedbn_flwr.server.options import ClipGradients
-from fedbn_flwr.strategies.bn_scaffold import BNControlVariates, SurveyedBNVariates
+from fedbn_flwr.strategies.bn_scaffold import BNControlVariates
 from fedbn_flwr.strategies.fbn import GlobalStatistics, SurveyedStatistics
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.hbn import HybridStatistics
@@ -220,44 +220,6 @@ def test_variates_of_sam_are_its_mean_gradients(form: str, mlp, points) -> None:
     torch.testing.assert_close(variates, (start - weights(model)) / (3 * RATE), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("after", [True, False])
-def test_the_proximal_term_acts_in_the_steps_of_opacus(after: bool, points) -> None:
-    """Beside the clipped gradients and the noise, wrapped before or after ``make_private``."""
-    opacus = pytest.importorskip("opacus")
-    data, ends = points(12, 1), []
-    for hooked in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 4), nn.GroupNorm(2, 4), nn.ReLU(), nn.Linear(4, 3)).double()
-        start = [p.detach().clone() for p in model.parameters()]
-        rules = Hooks(model, {"proximal": ProximalTerm(MU)} if hooked else {})
-        with rules._block():
-            optimizer = torch.optim.SGD(model.parameters(), RATE)
-            if not after:
-                rules.wrap(optimizer)
-            private, dp_optimizer, loader = opacus.PrivacyEngine().make_private(
-                module=model,
-                optimizer=optimizer,
-                data_loader=DataLoader(TensorDataset(data.inputs, data.targets), 4),
-                noise_multiplier=0.5,
-                max_grad_norm=1.0,
-                poisson_sampling=False,
-                noise_generator=torch.Generator().manual_seed(1),
-            )
-            if after:
-                rules.wrap(dp_optimizer)
-            for inputs, targets in loader:
-                dp_optimizer.zero_grad()
-                F.cross_entropy(private(inputs), targets).backward()
-                if not hooked:
-                    away = [RATE * MU * (p.detach() - s) for p, s in zip(model.parameters(), start, strict=True)]
-                dp_optimizer.step()
-                if not hooked:
-                    for p, change in zip(model.parameters(), away, strict=True):
-                        p.data -= change
-        ends.append(weights(model))
-    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-14)
-
-
 def test_gradients_are_clipped_in_the_steps_of_the_inner_optimizer(mlp, points) -> None:
     data, ours, plain = points(4, 1), mlp(), mlp()
     sam = clip_in_steps(SAM(ours.parameters(), torch.optim.SGD, lr=RATE), 0.01)
@@ -268,12 +230,6 @@ def test_gradients_are_clipped_in_the_steps_of_the_inner_optimizer(mlp, points) 
             F.cross_entropy(model(data.inputs), data.targets).backward()
             one()
     assert torch.equal(weights(ours), weights(plain))
-
-
-@pytest.mark.parametrize("wrong", [None, [torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)], object()])
-def test_what_is_no_optimizer_is_refused(wrong: Any, mlp) -> None:
-    with pytest.raises(ConfigError, match="has none of the step hooks"):
-        Hooks(mlp(), {}).wrap(wrong)
 
 
 # --- weights that are loaded after a step -----------------------------------------------------------------------------
@@ -318,7 +274,6 @@ def epochs(
     [
         (ControlVariates, True),
         (BNControlVariates, True),
-        (SurveyedBNVariates, True),
         (lambda: GlobalStatistics(False), True),
         (lambda: GlobalStatistics(True), False),
         (lambda: HybridStatistics(False, share=False), True),

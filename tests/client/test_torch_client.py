@@ -21,7 +21,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -94,12 +93,6 @@ def test_the_seed_is_the_strategys_unless_the_client_has_one(points, mlp, same_b
     same_bits(trained(None, 7), trained(7, 0))
     same_bits(trained(7, 1), trained(7, 2))
     assert not np.array_equal(trained(None, 1)[0], trained(None, 2)[0])
-
-
-def test_get_parameters_is_the_whole_state_dict_in_order(client) -> None:
-    got = client.get_parameters({})
-    assert [a.shape for a in got] == [tuple(t.shape) for t in client.model.state_dict().values()]
-    assert got[6].dtype == np.int64
 
 
 @pytest.mark.parametrize("where", ["the argument", "the node config", "the run config"])
@@ -208,47 +201,6 @@ def test_random_transforms_in_statistics_are_told_once(points, mlp, caplog, monk
     assert len(caplog.messages) == 1
 
 
-def test_a_random_transform_is_found_beside_a_plain_one_and_where_it_is_rare(points, caplog, monkeypatch) -> None:
-    """Through torch's Subset, in the same class; an example that is seldom changed is met in another batch."""
-    monkeypatch.setattr(loaded, "_TRIED", Counter())
-
-    class Files(Dataset):
-        def __init__(self, transform=None) -> None:
-            self.transform = transform
-
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, number: int):
-            x = torch.arange(3.0) + number
-            return (self.transform(x) if self.transform else x), 0
-
-    def seldom(x):
-        return x.flip(0) if torch.rand(()) < 0.2 else x
-
-    for transform in (None, None, seldom):
-        data = as_batches(Subset(Files(transform), [0, 1, 2, 3, 4, 5]))
-        for start in (0, 2, 4):
-            torch.manual_seed(start)
-            data.batch(torch.arange(start, start + 2))
-    (message,) = caplog.messages
-    assert "the examples of Subset of Files(<function" in message
-    assert "seldom>) change from call to call" in message
-
-
-def test_batches_that_are_padded_together_are_no_random_transforms(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(loaded, "_TRIED", Counter())
-
-    def padded(examples):
-        longest = max(len(x) for x, _ in examples)
-        return torch.stack([F.pad(x, (0, longest - len(x))) for x, _ in examples]), torch.zeros(len(examples))
-
-    sequences = [(torch.ones(size), 0) for size in (1, 4, 2)]
-    loader = DataLoader(sequences, 3, collate_fn=padded)
-    assert LoadedBatches(loader).batch(torch.arange(3))[0].shape == (3, 4)
-    assert not caplog.messages
-
-
 def test_a_sampler_chooses_the_examples_of_a_pass() -> None:
     """Else the statistics of a client would be those of other clients' examples, or of its validation part."""
     data = TensorDataset(torch.arange(10.0), torch.zeros(10))
@@ -287,31 +239,6 @@ class Endless(IterableDataset):
 
     def __iter__(self):
         return iter(())
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (Endless(), r"the data set, Endless, has no length and no indices: .*not an IterableDataset"),
-        (
-            DataLoader(TensorDataset(torch.ones(2, 5)), batch_size=7),
-            r"a DataLoader with batch_size=7: .* loader\.dataset",
-        ),
-        (iter(()), "tuple_iterator is no data set: give a torch Dataset with a length"),
-    ],
-    ids=["a stream", "a loader", "an iterator"],
-)
-def test_what_is_no_data_set_is_refused(data, words: str, points, mlp) -> None:
-    with pytest.raises(DataError, match=words):
-        TorchClient(mlp(), data, points(2), SETTINGS)
-    with pytest.raises(DataError, match=words):
-        TorchClient(mlp(), points(2), {"a": points(2), "b": data}, SETTINGS)
-
-
-def test_examples_that_are_no_pairs_are_refused(points, mlp) -> None:
-    examples = [{"image": torch.ones(5, dtype=torch.float64), "label": 1}] * 4
-    with pytest.raises(DataError, match=r"batches are dict of image, label; \(inputs, targets\) are needed"):
-        TorchClient(mlp(), examples, points(2), SETTINGS).fit(arrays(mlp()), {"server-round": 1})
 
 
 @pytest.mark.parametrize("server_round", [1, 2])
@@ -458,12 +385,6 @@ def test_an_unknown_test_set_is_refused_before_the_others_are_tested(points, mlp
             client.evaluate(arrays(mlp()), {"test-sets": "own,global" if known == "own" else "global"})
 
 
-def test_evaluate_changes_no_entry(client, mlp) -> None:
-    model = mlp(dropout=0.2)
-    client.evaluate(arrays(model), {})
-    assert all(np.array_equal(a, b) for a, b in zip(arrays(client.model), arrays(model), strict=True))
-
-
 def test_counters_received_as_floats_are_rounded(client) -> None:
     start = client.get_parameters({})
     start[6] = np.asarray(9.999999999999998)
@@ -534,34 +455,6 @@ def test_the_round_decides_which_batches_are_drawn_and_is_needed(client, key: st
         client.fit(start, {})
 
 
-def test_arrays_that_do_not_fit_the_model_are_refused(client) -> None:
-    start = client.get_parameters({})
-    with pytest.raises(StateError, match=r"^received 8 arrays for 9 entries; the model has 9\. Build the"):
-        client.fit(start[:-1], {"server-round": 1})
-    swapped = [start[0].T, *start[1:]]
-    with pytest.raises(StateError, match=r"^entry '0.weight' has shape \(5, 4\), the model has \(4, 5\)$"):
-        client.fit(swapped, {"server-round": 1})
-    names = [*client.model.state_dict(), "9.weight"]
-    with pytest.raises(
-        StateError, match=r"^received 1 entries the model does not have \('9.weight', ...\)\. Build the"
-    ):
-        client.fit([*start, start[0]], {"server-round": 1, "fedbn-flwr.array-names": json.dumps(names)})
-    names = [f"fc.{name}" if name[0] == "4" else name for name in client.model.state_dict()]
-    with pytest.raises(
-        StateError, match=r"^received 2 entries the model does not have \('fc.4.weight', ...\)\. Build the"
-    ):
-        client.fit(start, {"server-round": 1, "fedbn-flwr.array-names": json.dumps(names)})
-
-
-def test_local_parts_need_a_context(points, mlp) -> None:
-    client = TorchClient(mlp(), points(8), points(1), SETTINGS)
-    with pytest.raises(StateError, match="this client has no Context"):
-        client.fit(
-            client.get_parameters({}),
-            {"server-round": 1, "fedbn-flwr.local-entries": json.dumps(["1.weight", "1.bias"])},
-        )
-
-
 def test_no_data_and_unknown_client_hooks_are_refused(points, mlp) -> None:
     client = TorchClient(mlp(), points(0), points(1), SETTINGS)
     with pytest.raises(DataError, match="no training examples"):
@@ -577,3 +470,50 @@ def test_a_client_without_tests_of_its_own_does_the_others(points, mlp) -> None:
     assert metrics["own-num-examples"] == 0
     assert (count, loss) == (6, metrics["global-loss"])
     assert not any(name.startswith("own-") and name != "own-num-examples" for name in metrics)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [Endless(), DataLoader(TensorDataset(torch.ones(2, 5)), batch_size=7), iter(())],
+    ids=["a stream", "a loader", "an iterator"],
+)
+def test_what_is_no_data_set_is_refused_by_its_type(data: Any, points, mlp) -> None:
+    for given in ((data, points(2)), (points(2), {"a": points(2), "b": data})):
+        with pytest.raises(DataError, match=type(data).__name__):
+            TorchClient(mlp(), *given, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("examples", "named"),
+    [
+        ([{"image": torch.ones(5), "label": 1}] * 4, "dict of image, label"),
+        ([(torch.ones(5), 1, 0)] * 4, "batches_of"),
+        ([(torch.ones(length), 1) for length in (5, 3, 4, 5)], "batches_of"),
+    ],
+    ids=["dicts", "triples", "of different lengths"],
+)
+def test_examples_that_are_no_pairs_of_one_shape_are_refused(examples: Any, named: str, points, mlp) -> None:
+    client = TorchClient(mlp(), examples, points(2), SETTINGS, context=context())
+    with pytest.raises(DataError, match=named):
+        client.fit(arrays(mlp()), {"server-round": 1})
+
+
+def renamed(client: TorchClient, **names: str) -> dict[str, str]:
+    """A config whose names of the arrays are the model's, some of them changed."""
+    return {"fedbn-flwr.array-names": json.dumps([names.get(name, name) for name in client.model.state_dict()])}
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "named"),
+    [
+        (lambda start: start[:-1], {}, "8 arrays for 9 entries"),
+        (lambda start: [start[0].T, *start[1:]], {}, r"'0.weight' has shape \(5, 4\)"),
+        (lambda start: start, {"4.weight": "fc.4.weight"}, "'fc.4.weight'"),
+    ],
+    ids=["one less", "another shape", "another name"],
+)
+def test_arrays_that_do_not_fit_the_model_are_refused(client, change: Any, config: Any, named: str) -> None:
+    start = client.get_parameters({})
+    names = renamed(client, **config) if config else {}
+    with pytest.raises(StateError, match=named):
+        client.fit(change(start), {"server-round": 1, **names})

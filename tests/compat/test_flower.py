@@ -1,7 +1,8 @@
-"""Canaries: what ``compat/flower.py`` takes from Flower is still so; each says what broke and what to do.
+"""Canaries: what ``compat/flower.py`` takes from Flower is still so; a docstring says what no longer is.
 
-One test for each function there, by its name. Where the package itself can no longer be imported, they run with
-``pytest --noconftest tests/compat/test_flower.py``: the first test then names what has moved.
+One test for each function there, by its name: where one fails, mend that function. Where the package itself can no
+longer be imported, they run with ``pytest --noconftest tests/compat/test_flower.py``: the first test then names what
+has moved.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import flwr
 import httpx
 import numpy as np
 import pytest
@@ -40,27 +40,16 @@ assert SPEC.origin is not None
 PACKAGE = Path(SPEC.origin).parent  # found without importing it
 
 
-@contextmanager
-def canary(promise: str, todo: str) -> Iterator[None]:
-    """Turn whatever fails inside into one message: what Flower no longer does, and what to do here."""
-    try:
-        yield
-    except (Exception, pytest.fail.Exception) as error:
-        pytest.fail(f"In Flower {flwr.__version__} it is no longer so that {promise}. To do: {todo}\n{error!r}")
-
-
 @pytest.fixture
 def seam() -> ModuleType:
-    with canary(f"{SEAM} can be imported", "see test_every_name_is_where_it_was, run with --noconftest."):
-        return importlib.import_module("fedbn_flwr.compat.flower")
+    return importlib.import_module("fedbn_flwr.compat.flower")
 
 
 @pytest.fixture
 def message(seam: ModuleType) -> Message:
-    with canary("a message can be made here", "see test_identify_process."):
-        seam.identify_process(1)
-        content = RecordDict({"config": ConfigRecord({"lr": 0.1})})
-        return Message(content, 4, MessageType.TRAIN, ttl=60, group_id="3")
+    seam.identify_process(1)
+    content = RecordDict({"config": ConfigRecord({"lr": 0.1})})
+    return Message(content, 4, MessageType.TRAIN, ttl=60, group_id="3")
 
 
 def metadata(message: Message) -> dict[str, Any]:
@@ -86,9 +75,7 @@ def imported(path: Path) -> Iterator[tuple[str, str, int]]:
 def test_every_name_is_where_it_was() -> None:
     for path in sorted((PACKAGE / "compat").glob("*.py")):
         for module, name, line in imported(path):
-            place = f"compat/{path.name}, line {line}"
-            with canary(f"{module} has {name}", f"find where it is now and change the import in {place}."):
-                getattr(importlib.import_module(module), name)
+            assert hasattr(importlib.import_module(module), name), f"compat/{path.name}, line {line}: {module}.{name}"
 
 
 def test_every_function_has_a_canary(seam: ModuleType) -> None:
@@ -98,58 +85,52 @@ def test_every_function_has_a_canary(seam: ModuleType) -> None:
 
 
 def test_empty_run(seam: ModuleType) -> None:
-    todo = f"let empty_run in {SEAM} fill in what Run asks for; nothing here reads more of it than run_id."
-    with canary("Run.create_empty(run_id=...) returns a Run with that id", todo):
-        assert seam.empty_run(7).run_id == 7
-        assert isinstance(seam.empty_run(7), seam.Run)
+    """Run.create_empty(run_id=...) returns a Run with that id."""
+    assert seam.empty_run(7).run_id == 7
+    assert isinstance(seam.empty_run(7), seam.Run)
 
 
 def test_identify_process(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    todo = f"look at what Message() takes its run and its source from, and let identify_process in {SEAM} set that."
-    with canary("TaskIdentity's ids raise RuntimeError until they are set, and messages bear them", todo):
-        for name in ("_task_id", "_run_id", "_node_id"):
-            monkeypatch.setattr(seam.TaskIdentity, name, None)
-        with pytest.raises(RuntimeError):
-            Message(RecordDict(), 4, MessageType.TRAIN)
-        seam.identify_process(5)
-        made = Message(RecordDict(), 4, MessageType.TRAIN).metadata
-        assert (made.run_id, made.src_node_id) == (5, seam.SUPERLINK_NODE_ID)
-        seam.identify_process(6)
-        assert seam.TaskIdentity.run_id == 5
+    """TaskIdentity's ids raise RuntimeError until they are set, and messages bear them."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(seam.TaskIdentity, name, None)
+    with pytest.raises(RuntimeError):
+        Message(RecordDict(), 4, MessageType.TRAIN)
+    seam.identify_process(5)
+    made = Message(RecordDict(), 4, MessageType.TRAIN).metadata
+    assert (made.run_id, made.src_node_id) == (5, seam.SUPERLINK_NODE_ID)
+    seam.identify_process(6)
+    assert seam.TaskIdentity.run_id == 5
 
 
 def test_on_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    todo = f"find what a process of flwr-clientapp alone knows of itself, and let on_network_node in {SEAM} ask that."
-    with canary("flwr-clientapp notes the node's id in TaskIdentity, and simulation does not", todo):
-        clientapp = importlib.import_module("flwr.supernode.runtime.run_clientapp")
-        assert "TaskIdentity.node_id = res.context.node_id" in inspect.getsource(clientapp)
-        actor = importlib.import_module("flwr.simulation.ray_transport.ray_actor")
-        assert "TaskIdentity" not in inspect.getsource(actor)
-        for node_id, on_node in ((None, False), (seam.SUPERLINK_NODE_ID, False), (7, True)):
-            monkeypatch.setattr(seam.TaskIdentity, "_node_id", node_id)
-            assert seam.on_network_node() is on_node
+    """Flwr-clientapp notes the node's id in TaskIdentity, and simulation does not."""
+    clientapp = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    assert "TaskIdentity.node_id = res.context.node_id" in inspect.getsource(clientapp)
+    actor = importlib.import_module("flwr.simulation.ray_transport.ray_actor")
+    assert "TaskIdentity" not in inspect.getsource(actor)
+    for node_id, on_node in ((None, False), (seam.SUPERLINK_NODE_ID, False), (7, True)):
+        monkeypatch.setattr(seam.TaskIdentity, "_node_id", node_id)
+        assert seam.on_network_node() is on_node
 
 
 def test_as_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    todo = f"let as_network_node in {SEAM} set what on_network_node asks for, and give it back."
-    with canary("TaskIdentity.node_id can be set, and is what on_network_node reads", todo):
-        for node_id in (seam.SUPERLINK_NODE_ID, 7):
-            monkeypatch.setattr(seam.TaskIdentity, "_node_id", node_id)
-            with seam.as_network_node():
-                assert seam.on_network_node()
-            assert seam.TaskIdentity.node_id == node_id
+    """TaskIdentity.node_id can be set, and is what on_network_node reads."""
+    for node_id in (seam.SUPERLINK_NODE_ID, 7):
+        monkeypatch.setattr(seam.TaskIdentity, "_node_id", node_id)
+        with seam.as_network_node():
+            assert seam.on_network_node()
+        assert seam.TaskIdentity.node_id == node_id
 
 
 def check_grid(function: Callable[[Any], bool], engine: str, name: str, other: str) -> None:
     """The engine makes its grid with the class of that name, which the function knows; the other class is another."""
-    todo = f"find the class of the grid that {engine} gives a ServerApp, and name it in {function.__name__} in {SEAM}."
-    with canary(f"{engine} makes its grid with {name}", todo):
-        module, grids = importlib.import_module(engine), importlib.import_module("flwr.superlink.grid")
-        assert f"{name}(" in inspect.getsource(module)
-        grid = getattr(module, name)
-        assert function(grid.__new__(grid))
-        grid = getattr(grids, other)
-        assert not function(grid.__new__(grid))
+    module, grids = importlib.import_module(engine), importlib.import_module("flwr.superlink.grid")
+    assert f"{name}(" in inspect.getsource(module)
+    grid = getattr(module, name)
+    assert function(grid.__new__(grid))
+    grid = getattr(grids, other)
+    assert not function(grid.__new__(grid))
 
 
 def test_is_simulation_grid(seam: ModuleType) -> None:
@@ -161,198 +142,185 @@ def test_is_network_grid(seam: ModuleType) -> None:
 
 
 def test_copied_message(seam: ModuleType, message: Message) -> None:
-    todo = f"let copied_message in {SEAM} copy the metadata by what Metadata keeps them in now."
-    with canary("metadata.__dict__ holds all that a message's metadata tells", todo):
-        seam.set_message_id(message, "first")
-        told = metadata(message)
-        copied = seam.copied_message(message)
-        assert metadata(copied) == told
-        copied.content["config"]["lr"] = 0.2
-        copied.metadata.dst_node_id = 5
-        seam.set_message_id(copied, "second")
-        assert metadata(message) == told, "the copy's own"
-        assert message.content["config"]["lr"] == 0.1
+    """Metadata.__dict__ holds all that a message's metadata tells."""
+    seam.set_message_id(message, "first")
+    told = metadata(message)
+    copied = seam.copied_message(message)
+    assert metadata(copied) == told
+    copied.content["config"]["lr"] = 0.2
+    copied.metadata.dst_node_id = 5
+    seam.set_message_id(copied, "second")
+    assert metadata(message) == told, "the copy's own"
+    assert message.content["config"]["lr"] == 0.1
 
 
 def test_copied_context(seam: ModuleType, message: Message) -> None:
-    with canary("Context takes all its attributes by name", f"let copied_context in {SEAM} name them."):
-        context = Context(1, 2, {"a": 1}, RecordDict(dict(message.content)), {"b": 2})
-        copied = seam.copied_context(context)
-        assert copied == context
-        copied.state["config"]["lr"] = 0.2
-        copied.node_config["a"] = copied.run_config["b"] = 5
-        assert context == Context(1, 2, {"a": 1}, message.content, {"b": 2})
-        assert message.content["config"]["lr"] == 0.1
+    """Context takes all its attributes by name."""
+    context = Context(1, 2, {"a": 1}, RecordDict(dict(message.content)), {"b": 2})
+    copied = seam.copied_context(context)
+    assert copied == context
+    copied.state["config"]["lr"] = 0.2
+    copied.node_config["a"] = copied.run_config["b"] = 5
+    assert context == Context(1, 2, {"a": 1}, message.content, {"b": 2})
+    assert message.content["config"]["lr"] == 0.1
 
 
 def test_filled(seam: ModuleType) -> None:
-    with canary("a record keeps its entries in _data", f"let filled in {SEAM} write where records keep them now."):
-        config, metrics = ConfigRecord({"text": "a", "list": [1, 2]}), MetricRecord({"loss": 0.5})
-        arrays = ArrayRecord({"w": Array(np.arange(3.0))})
-        content = RecordDict({"arrays": arrays, "config": config, "metrics": metrics})
-        for record in (config, metrics, arrays, content):
-            made = seam.filled(type(record), dict(record))
-            assert made == record
-            assert made.object_id == record.object_id
-            assert list(made) == list(record)
-        made = seam.filled(ConfigRecord, {})
-        made["x"] = 1
-        assert seam.filled(ConfigRecord, {}) == {}, "each record is its own"
-        with pytest.raises(TypeError):
-            made["x"] = object()
+    """A record keeps its entries in _data."""
+    config, metrics = ConfigRecord({"text": "a", "list": [1, 2]}), MetricRecord({"loss": 0.5})
+    arrays = ArrayRecord({"w": Array(np.arange(3.0))})
+    content = RecordDict({"arrays": arrays, "config": config, "metrics": metrics})
+    for record in (config, metrics, arrays, content):
+        made = seam.filled(type(record), dict(record))
+        assert made == record
+        assert made.object_id == record.object_id
+        assert list(made) == list(record)
+    made = seam.filled(ConfigRecord, {})
+    made["x"] = 1
+    assert seam.filled(ConfigRecord, {}) == {}, "each record is its own"
+    with pytest.raises(TypeError):
+        made["x"] = object()
 
 
 def test_readdressed(seam: ModuleType, message: Message) -> None:
-    todo = f"let readdressed in {SEAM} copy what a message keeps now."
-    with canary("a message is its metadata, its content and its error", todo):
-        other = Message(RecordDict(), 7, message.metadata.message_type, ttl=60, group_id="3")
-        made = seam.readdressed(message, other.content, 7)
-        expected = {**metadata(other), "created_at": message.metadata.created_at}
-        assert metadata(made) == expected
-        assert made.content is other.content
-        assert message.metadata.dst_node_id == 4, "the first one does not change"
+    """A message is its metadata, its content and its error."""
+    other = Message(RecordDict(), 7, message.metadata.message_type, ttl=60, group_id="3")
+    made = seam.readdressed(message, other.content, 7)
+    expected = {**metadata(other), "created_at": message.metadata.created_at}
+    assert metadata(made) == expected
+    assert made.content is other.content
+    assert message.metadata.dst_node_id == 4, "the first one does not change"
 
 
 @pytest.mark.parametrize("error", [False, True], ids=["reply", "reply to an error"])
 def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
-    todo = f"let answer in {SEAM} make the metadata that Message(content, reply_to=message) makes now."
-    with canary("a reply's metadata follows from the message's", todo):
-        seam.set_message_id(message, "asked")
-        if error:
-            message = Message(Error(1, "lost"), reply_to=message)
-        usual, made = Message(RecordDict(), reply_to=message), seam.answer(message, content := RecordDict())
-        times = ("created_at", "ttl")
-        expected, told = metadata(usual), metadata(made)
-        assert {k: v for k, v in told.items() if k not in times} == {
-            k: v for k, v in expected.items() if k not in times
-        }
-        for key in times:
-            assert told[key] == pytest.approx(expected[key], abs=5)
-        assert told["created_at"] + told["ttl"] == pytest.approx(expected["created_at"] + expected["ttl"])
-        assert made.content is content
-        assert not made.has_error()
-        assert vars(made).keys() == vars(usual).keys()
-        assert vars(made.metadata).keys() == vars(usual.metadata).keys()
+    """A reply's metadata follows from the message's."""
+    seam.set_message_id(message, "asked")
+    if error:
+        message = Message(Error(1, "lost"), reply_to=message)
+    usual, made = Message(RecordDict(), reply_to=message), seam.answer(message, content := RecordDict())
+    times = ("created_at", "ttl")
+    expected, told = metadata(usual), metadata(made)
+    assert {k: v for k, v in told.items() if k not in times} == {k: v for k, v in expected.items() if k not in times}
+    for key in times:
+        assert told[key] == pytest.approx(expected[key], abs=5)
+    assert told["created_at"] + told["ttl"] == pytest.approx(expected["created_at"] + expected["ttl"])
+    assert made.content is content
+    assert not made.has_error()
+    assert vars(made).keys() == vars(usual).keys()
+    assert vars(made.metadata).keys() == vars(usual.metadata).keys()
 
 
 def test_array_of_bytes(seam: ModuleType) -> None:
-    todo = f"let array_of_bytes in {SEAM} keep what Array keeps now."
-    with canary("an Array is its dtype, shape, stype and data, and knows by itself that it has changed", todo):
-        like = Array(np.arange(6.0).reshape(2, 3))
-        array = seam.array_of_bytes(like.dtype, like.shape, like.data)
-        assert vars(array) == {name: value for name, value in vars(like).items() if name != "_is_dirty"}
-        assert array == like
-        assert (array.is_dirty, array.object_id) == (True, like.object_id)
-        array.data = Array(np.zeros((2, 3))).data
-        assert array.object_id != like.object_id
-        assert seam.array_of_bytes("any", (), b"b", "own") == Array("any", (), "own", b"b")
+    """An Array is its dtype, shape, stype and data, and knows by itself that it has changed."""
+    like = Array(np.arange(6.0).reshape(2, 3))
+    array = seam.array_of_bytes(like.dtype, like.shape, like.data)
+    assert vars(array) == {name: value for name, value in vars(like).items() if name != "_is_dirty"}
+    assert array == like
+    assert (array.is_dirty, array.object_id) == (True, like.object_id)
+    array.data = Array(np.zeros((2, 3))).data
+    assert array.object_id != like.object_id
+    assert seam.array_of_bytes("any", (), b"b", "own") == Array("any", (), "own", b"b")
 
 
 def test_buffer_array(seam: ModuleType) -> None:
-    todo = f"let BufferArray in {SEAM} keep what Array keeps now."
-    with canary("an Array is its dtype, shape, stype and data, which records and pickles copy", todo):
-        like = Array(np.arange(6.0).reshape(2, 3))
-        array = seam.BufferArray(like.dtype, like.shape, like.stype, memoryview(like.data))
-        assert isinstance(array, Array)
-        assert array == like
-        assert like == array
-        assert array != Array(np.arange(7.0))
-        assert (array.numpy() == like.numpy()).all()
-        assert ArrayRecord({"w": array}) == ArrayRecord({"w": like})
-        assert pickle.loads(pickle.dumps(array)) == copy.deepcopy(array) == like
-        assert type(copy.deepcopy(array)) is Array
-        array.data = Array(np.zeros(6).reshape(2, 3)).data
-        assert not array.numpy().any()
+    """An Array is its dtype, shape, stype and data, which records and pickles copy."""
+    like = Array(np.arange(6.0).reshape(2, 3))
+    array = seam.BufferArray(like.dtype, like.shape, like.stype, memoryview(like.data))
+    assert isinstance(array, Array)
+    assert array == like
+    assert like == array
+    assert array != Array(np.arange(7.0))
+    assert (array.numpy() == like.numpy()).all()
+    assert ArrayRecord({"w": array}) == ArrayRecord({"w": like})
+    assert pickle.loads(pickle.dumps(array)) == copy.deepcopy(array) == like
+    assert type(copy.deepcopy(array)) is Array
+    array.data = Array(np.zeros(6).reshape(2, 3)).data
+    assert not array.numpy().any()
 
 
 def test_set_message_id(seam: ModuleType, message: Message) -> None:
-    todo = f"let set_message_id in {SEAM} write where Flower's own InMemoryGrid.push_messages writes now."
-    with canary('metadata.__dict__["_message_id"] is a message\'s id', todo):
-        told = metadata(message)
-        seam.set_message_id(message, "an-id")
-        assert metadata(message) == {**told, "message_id": "an-id"}
-        assert Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "an-id"
+    """Metadata.__dict__["_message_id"] is a message's id."""
+    told = metadata(message)
+    seam.set_message_id(message, "an-id")
+    assert metadata(message) == {**told, "message_id": "an-id"}
+    assert Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "an-id"
 
 
 def test_stamped(seam: ModuleType, message: Message) -> None:
-    todo = f"let stamped in {SEAM} copy a message by what it keeps its metadata in now."
-    with canary('message.__dict__["_metadata"] holds a message\'s metadata', todo):
-        told = metadata(message)
-        sent = seam.stamped(message, "another", 9)
-        assert metadata(sent) == {**told, "message_id": "another", "run_id": 9}
-        assert metadata(message) == told, "the message of the caller"
-        assert sent.content is message.content
+    """Message.__dict__["_metadata"] holds a message's metadata."""
+    told = metadata(message)
+    sent = seam.stamped(message, "another", 9)
+    assert metadata(sent) == {**told, "message_id": "another", "run_id": 9}
+    assert metadata(message) == told, "the message of the caller"
+    assert sent.content is message.content
 
 
 def test_set_reply_source(seam: ModuleType, message: Message) -> None:
-    todo = f"let set_reply_source in {SEAM} write where Metadata.src_node_id reads now."
-    with canary('metadata.__dict__["_src_node_id"] is where a reply comes from', todo):
-        seam.set_message_id(message, "an-id")
-        reply = Message(Error(5, "gone"), reply_to=message)
-        told = metadata(reply)
-        seam.set_reply_source(reply, 11)
-        assert metadata(reply) == {**told, "src_node_id": 11}
+    """Metadata.__dict__["_src_node_id"] is where a reply comes from."""
+    seam.set_message_id(message, "an-id")
+    reply = Message(Error(5, "gone"), reply_to=message)
+    told = metadata(reply)
+    seam.set_reply_source(reply, 11)
+    assert metadata(reply) == {**told, "src_node_id": 11}
 
 
 def test_set_reply_address(seam: ModuleType, message: Message) -> None:
-    todo = f"let set_reply_address in {SEAM} write where Metadata reads the two ids now."
-    with canary('metadata.__dict__["_reply_to_message_id"] is the message that a reply answers', todo):
-        seam.set_message_id(message, "an-id")
-        reply = Message(RecordDict(), reply_to=message)
-        assert not seam.set_reply_address(reply, message), "already so"
-        wrong = Message(Error(6, "refused"), reply_to=reply)
-        told = metadata(wrong)
-        assert seam.set_reply_address(wrong, message)
-        assert metadata(wrong) == {**told, "reply_to_message_id": "an-id", "src_node_id": message.metadata.dst_node_id}
+    """Metadata.__dict__["_reply_to_message_id"] is the message that a reply answers."""
+    seam.set_message_id(message, "an-id")
+    reply = Message(RecordDict(), reply_to=message)
+    assert not seam.set_reply_address(reply, message), "already so"
+    wrong = Message(Error(6, "refused"), reply_to=reply)
+    told = metadata(wrong)
+    assert seam.set_reply_address(wrong, message)
+    assert metadata(wrong) == {**told, "reply_to_message_id": "an-id", "src_node_id": message.metadata.dst_node_id}
 
 
 def test_app_error(seam: ModuleType, message: Message) -> None:
-    """What Flower's simulation answers for an app that raised, made by its own worker."""
+    """The reply for an app that raised is an error with that code and text.
+
+    What Flower's simulation answers for an app that raised, made by its own worker.
+    """
     stop, asked, answered = threading.Event(), queue.Queue[Message](), queue.Queue[Message]()
 
     def process_message(*_: Any) -> Any:
         stop.set()
         raise seam.ClientAppException("no data")
 
-    todo = f"let app_error in {SEAM} answer what Flower's worker answers (flwr.server.superlink.fleet.vce.vce_api)."
-    with canary("the reply for an app that raised is an error with that code and text", todo):
-        worker = importlib.import_module("flwr.server.superlink.fleet.vce.vce_api").worker
-        asked.put(message)
-        backend = SimpleNamespace(process_message=process_message)
-        worker(asked, answered, {4: MagicMock()}, backend, stop, MagicMock())
-        theirs, ours = answered.get(timeout=0).error, seam.app_error(message, ValueError("no data")).error
-        assert (ours.code, ours.reason) == (theirs.code, theirs.reason)
-        assert seam.app_error(message, "in words").error.reason == "in words"
+    worker = importlib.import_module("flwr.server.superlink.fleet.vce.vce_api").worker
+    asked.put(message)
+    backend = SimpleNamespace(process_message=process_message)
+    worker(asked, answered, {4: MagicMock()}, backend, stop, MagicMock())
+    theirs, ours = answered.get(timeout=0).error, seam.app_error(message, ValueError("no data")).error
+    assert (ours.code, ours.reason) == (theirs.code, theirs.reason)
+    assert seam.app_error(message, "in words").error.reason == "in words"
 
 
 def test_as_error(seam: ModuleType, message: Message) -> None:
-    todo = f"let as_error in {SEAM} make an error reply as Flower makes it now."
-    with canary("a reply with an error is one with content, with an Error in the content's place", todo):
-        reply = Message(RecordDict({"a": ConfigRecord()}), reply_to=message)
-        failed = seam.as_error(reply, "why")
-        assert (failed.has_content(), failed.error.code, failed.error.reason) == (False, 0, "why")
-        assert metadata(failed) == metadata(reply)
-        assert vars(failed).keys() == vars(Message(Error(0, "why"), reply_to=message)).keys()
-        assert list(reply.content) == ["a"], "the reply does not change"
+    """A reply with an error is one with content, with an Error in the content's place."""
+    reply = Message(RecordDict({"a": ConfigRecord()}), reply_to=message)
+    failed = seam.as_error(reply, "why")
+    assert (failed.has_content(), failed.error.code, failed.error.reason) == (False, 0, "why")
+    assert metadata(failed) == metadata(reply)
+    assert vars(failed).keys() == vars(Message(Error(0, "why"), reply_to=message)).keys()
+    assert list(reply.content) == ["a"], "the reply does not change"
 
 
 def test_is_app_error(seam: ModuleType, message: Message) -> None:
-    todo = f"see how Flower now tells an app that raised from a node that is gone; say so in is_app_error in {SEAM}."
-    with canary("ErrorCode.CLIENT_APP_RAISED_EXCEPTION is 2, and 3 to 5 are messages and nodes that are gone", todo):
-        codes = seam.ErrorCode
-        assert codes.CLIENT_APP_RAISED_EXCEPTION == 2, "the number that travels"
-        assert (codes.MESSAGE_UNAVAILABLE, codes.REPLY_MESSAGE_UNAVAILABLE, codes.NODE_UNAVAILABLE) == (3, 4, 5)
-        replies = [Message(Error(code, ""), reply_to=message) for code in (2, 3, 4, 5)]
-        assert [seam.is_app_error(reply) for reply in replies] == [True, False, False, False]
+    """ErrorCode.CLIENT_APP_RAISED_EXCEPTION is 2, and 3 to 5 are messages and nodes that are gone."""
+    codes = seam.ErrorCode
+    assert codes.CLIENT_APP_RAISED_EXCEPTION == 2, "the number that travels"
+    assert (codes.MESSAGE_UNAVAILABLE, codes.REPLY_MESSAGE_UNAVAILABLE, codes.NODE_UNAVAILABLE) == (3, 4, 5)
+    replies = [Message(Error(code, ""), reply_to=message) for code in (2, 3, 4, 5)]
+    assert [seam.is_app_error(reply) for reply in replies] == [True, False, False, False]
 
 
 def test_is_mod_refusal(seam: ModuleType, message: Message) -> None:
-    todo = f"see with which error Flower's mods refuse a message now, and say so in is_mod_refusal in {SEAM}."
-    with canary("a mod that expects one ArrayRecord answers with an error of its own code", todo):
-        refused = LocalDpMod(1.0, 1.0, 1.0, 0.1)(message, Context(1, 1, {}, RecordDict(), {}), lambda m, c: m)
-        assert seam.is_mod_refusal(refused)
-        assert not seam.is_mod_refusal(Message(Error(2, ""), reply_to=message))
-        assert not seam.is_mod_refusal(Message(RecordDict(), reply_to=message))
+    """A mod that expects one ArrayRecord answers with an error of its own code."""
+    refused = LocalDpMod(1.0, 1.0, 1.0, 0.1)(message, Context(1, 1, {}, RecordDict(), {}), lambda m, c: m)
+    assert seam.is_mod_refusal(refused)
+    assert not seam.is_mod_refusal(Message(Error(2, ""), reply_to=message))
+    assert not seam.is_mod_refusal(Message(RecordDict(), reply_to=message))
 
 
 def chained(message: Message, seam: ModuleType) -> tuple[list[Any], Any, Any, Callable[..., Any]]:
@@ -376,102 +344,91 @@ def chained(message: Message, seam: ModuleType) -> tuple[list[Any], Any, Any, Ca
 
 
 def test_later_mods(seam: ModuleType, message: Message) -> None:
-    todo = f"see how make_ffn chains an app's mods now, and follow it in later_mods in {SEAM}; noise may repeat."
-    with canary("a mod is given a function of make_ffn with _mod and _ffn, as long as mods follow", todo):
-        _, second, function, call_next = chained(message, seam)
-        assert seam.later_mods(call_next) == ([second], function)
-        assert seam.later_mods(function) == ([], function)
+    """A mod is given a function of make_ffn with _mod and _ffn, as long as mods follow."""
+    _, second, function, call_next = chained(message, seam)
+    assert seam.later_mods(call_next) == ([second], function)
+    assert seam.later_mods(function) == ([], function)
 
 
 def test_earlier_mods(seam: ModuleType, message: Message) -> None:
-    todo = f"see how make_ffn calls an app's mods now, and count them in earlier_mods in {SEAM}: packed asks it."
-    with canary("every mod of an app is called by the same function of make_ffn", todo):
-        counts: list[int] = []
+    """Every mod of an app is called by the same function of make_ffn."""
+    counts: list[int] = []
 
-        def counting(message: Message, context: Context, call_next: Any) -> Message:
-            counts.append(seam.earlier_mods())
-            return call_next(message, context)
+    def counting(message: Message, context: Context, call_next: Any) -> Message:
+        counts.append(seam.earlier_mods())
+        return call_next(message, context)
 
-        app = ClientApp(mods=[counting, message_size_mod, counting])
-        app.train(mods=[counting])(lambda message, context: message)
-        app(message, Context(1, 1, {}, RecordDict(), {}))
-        assert counts == [0, 2, 3]
-        assert seam.earlier_mods() == 0
+    app = ClientApp(mods=[counting, message_size_mod, counting])
+    app.train(mods=[counting])(lambda message, context: message)
+    app(message, Context(1, 1, {}, RecordDict(), {}))
+    assert counts == [0, 2, 3]
+    assert seam.earlier_mods() == 0
 
 
 def test_with_mods(seam: ModuleType, message: Message) -> None:
-    todo = f"see how Flower puts mods around a function now, and do so in with_mods in {SEAM}."
-    with canary("make_ffn puts the first mod of a list outermost", todo):
-        _, second, function, _ = chained(message, seam)
-        assert seam.later_mods(seam.with_mods(function, [second, second])) == ([second, second], function)
-        assert seam.with_mods(function, []) is function
+    """Make_ffn puts the first mod of a list outermost."""
+    _, second, function, _ = chained(message, seam)
+    assert seam.later_mods(seam.with_mods(function, [second, second])) == ([second, second], function)
+    assert seam.with_mods(function, []) is function
 
 
 def test_lacks_function(seam: ModuleType, message: Message) -> None:
-    todo = f"see what ClientApp says now of a message for which it has no function; compare with it in {SEAM}."
-    with canary("an app without a function for a message's action says so in these words", todo):
-        message.metadata.__dict__["_message_type"] = "query.some"
-        with pytest.raises(ValueError) as error:
-            ClientApp()(message, Context(1, 1, {}, RecordDict(), {}))
-        assert seam.lacks_function(seam.app_error(message, error.value), "query.some")
-        assert not seam.lacks_function(seam.app_error(message, error.value), "query.other")
-        assert not seam.lacks_function(seam.app_error(message, "no data"), "query.some")
-        assert not seam.lacks_function(Message(RecordDict(), reply_to=message), "query.some")
+    """An app without a function for a message's action says so in these words."""
+    message.metadata.__dict__["_message_type"] = "query.some"
+    with pytest.raises(ValueError) as error:
+        ClientApp()(message, Context(1, 1, {}, RecordDict(), {}))
+    assert seam.lacks_function(seam.app_error(message, error.value), "query.some")
+    assert not seam.lacks_function(seam.app_error(message, error.value), "query.other")
+    assert not seam.lacks_function(seam.app_error(message, "no data"), "query.some")
+    assert not seam.lacks_function(Message(RecordDict(), reply_to=message), "query.some")
 
 
-def test_calling_dp_wrapper(seam: ModuleType) -> None:
-    """Both kinds of wrapper call the strategy from a module named so, as a method of theirs."""
-    todo = f"look where Flower's wrappers for differential privacy are now, and name them in {SEAM}."
-    modules = ("flwr.serverapp.strategy", "flwr.server.strategy")
-    for module, calls in zip(modules, ("configure_train", "configure_fit"), strict=True):
-        with canary(f"the wrappers of {module} are in modules dp_..., and call {calls}", todo):
-            found: list[str] = []
+@pytest.mark.parametrize(
+    ("module", "call"), [("flwr.serverapp.strategy", "configure_train"), ("flwr.server.strategy", "configure_fit")]
+)
+def test_calling_dp_wrapper(seam: ModuleType, module: str, call: str) -> None:
+    """Both kinds of wrapper are in modules dp_..., and call the strategy as a method of theirs."""
+    strategies, found = importlib.import_module(module), list[str]()
 
-            class Wrapped(importlib.import_module(module).FedAvg):  # type: ignore[misc]
-                def note(self, *args: Any, found: list[str] = found) -> list[Any]:
-                    found.append(seam.calling_dp_wrapper())
-                    return []
+    class Wrapped(strategies.FedAvg):  # type: ignore[misc, name-defined]
+        def note(self, *args: Any) -> list[Any]:
+            found.append(seam.calling_dp_wrapper())
+            return []
 
-                configure_train = configure_fit = note
+        configure_train = configure_fit = note
 
-            wrapper = importlib.import_module(module).DifferentialPrivacyServerSideFixedClipping
-            legacy = calls == "configure_fit"
-            given = (ndarrays_to_parameters([]), None) if legacy else (ArrayRecord(), ConfigRecord(), None)
-            getattr(wrapper(Wrapped(), 0.0, 1.0, 2), calls)(1, *given)
-            assert found == ["DifferentialPrivacyServerSideFixedClipping"]
+    arrays = (ndarrays_to_parameters([]),) if call == "configure_fit" else (ArrayRecord(), ConfigRecord())
+    wrapper = strategies.DifferentialPrivacyServerSideFixedClipping(Wrapped(), 0.0, 1.0, 2)
+    getattr(wrapper, call)(1, *arrays, None)
+    assert found == ["DifferentialPrivacyServerSideFixedClipping"]
     assert seam.calling_dp_wrapper() == ""
 
 
 def test_is_default_aggregation(seam: ModuleType) -> None:
-    todo = (
-        f"find the default of FedAvg's train_metrics_aggr_fn and compare with it in is_default_aggregation in {SEAM}."
-    )
-    with canary("FedAvg averages metrics with aggregate_metricrecords where it is told nothing", todo):
-        told, own = FedAvg(), lambda records, key: None
-        assert seam.is_default_aggregation(told.train_metrics_aggr_fn)
-        assert seam.is_default_aggregation(told.evaluate_metrics_aggr_fn)
-        assert not seam.is_default_aggregation(FedAvg(train_metrics_aggr_fn=own).train_metrics_aggr_fn)
+    """FedAvg averages metrics with aggregate_metricrecords where it is told nothing."""
+    told, own = FedAvg(), lambda records, key: None
+    assert seam.is_default_aggregation(told.train_metrics_aggr_fn)
+    assert seam.is_default_aggregation(told.evaluate_metrics_aggr_fn)
+    assert not seam.is_default_aggregation(FedAvg(train_metrics_aggr_fn=own).train_metrics_aggr_fn)
 
 
 def test_log_start(seam: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    todo = f"let log_start in {SEAM} call it with what it takes now, as Strategy.start does, or log the rounds itself."
-    with canary("log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config) logs a run's start", todo):
-        names = ["num_rounds", "arrays", "train_config", "evaluate_config"]
-        assert list(inspect.signature(seam.log_strategy_start_info).parameters) == names
-        monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-        with caplog.at_level(logging.INFO, logger="flwr"):
-            seam.log_start(3, ArrayRecord({"a": Array("float32", (1,), "numpy.ndarray", b"")}), None, ConfigRecord())
-        assert "rounds: 3" in caplog.text
+    """Log_strategy_start_info(num_rounds, arrays, train_config, evaluate_config) logs a run's start."""
+    names = ["num_rounds", "arrays", "train_config", "evaluate_config"]
+    assert list(inspect.signature(seam.log_strategy_start_info).parameters) == names
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        seam.log_start(3, ArrayRecord({"a": Array("float32", (1,), "numpy.ndarray", b"")}), None, ConfigRecord())
+    assert "rounds: 3" in caplog.text
 
 
 def test_start_takes_what_flowers_takes() -> None:
-    todo = "give Strategy.start in fedbn_flwr/server/strategy.py the same argument, in the same place."
-    with canary("Strategy.start takes no argument that our start lacks", todo):
-        ours = importlib.import_module("fedbn_flwr.strategies").FedBN.start
-        mine, theirs = ([*inspect.signature(start).parameters.values()] for start in (ours, FedAvg.start))
-        described = [[(each.name, each.default) for each in parameters] for parameters in (mine, theirs)]
-        assert described[0][: len(theirs)] == described[1]
-        assert [each.name for each in mine[len(theirs) :]] in ([], ["should_stop"])
+    """Strategy.start takes no argument that our start lacks."""
+    ours = importlib.import_module("fedbn_flwr.strategies").FedBN.start
+    mine, theirs = ([*inspect.signature(start).parameters.values()] for start in (ours, FedAvg.start))
+    described = [[(each.name, each.default) for each in parameters] for parameters in (mine, theirs)]
+    assert described[0][: len(theirs)] == described[1]
+    assert [each.name for each in mine[len(theirs) :]] in ([], ["should_stop"])
 
 
 @contextmanager
@@ -509,32 +466,34 @@ def connected(seam: ModuleType, address: str) -> Any:
 
 
 def test_retry_http_500(seam: ModuleType) -> None:
-    """Flower's own grid and HTTP client, before a SuperLink that fails."""
-    todo = f"find what now decides on another try of the grid's requests, and let retry_http_500 in {SEAM} change that."
-    with canary("HttpGrid sends with its _retry_invoker, which asks should_giveup and calls on_success", todo):
-        with superlink(*[500] * 7, 200, *[500] * 7, 200) as address:
+    """HttpGrid sends with its _retry_invoker, which asks should_giveup and calls on_success.
+
+    Flower's own grid and HTTP client, before a SuperLink that fails.
+    """
+    with superlink(*[500] * 7, 200, *[500] * 7, 200) as address:
+        grid = connected(seam, address)
+        assert [list(grid.get_node_ids()), list(grid.get_node_ids())] == [[], []], "each request has its tries"
+        grid._disconnect()
+    for statuses, message in (([500] * 8, "500"), ([503, 404], "404")):
+        with superlink(*statuses) as address:
             grid = connected(seam, address)
-            assert [list(grid.get_node_ids()), list(grid.get_node_ids())] == [[], []], "each request has its tries"
+            with pytest.raises(httpx.HTTPStatusError, match=message):
+                list(grid.get_node_ids())
             grid._disconnect()
-        for statuses, message in (([500] * 8, "500"), ([503, 404], "404")):
-            with superlink(*statuses) as address:
-                grid = connected(seam, address)
-                with pytest.raises(httpx.HTTPStatusError, match=message):
-                    list(grid.get_node_ids())
-                grid._disconnect()
 
 
 def test_partition_keys(seam: ModuleType) -> None:
-    """Flower's simulation tells its nodes their partition under these keys; by them SuperNodes are told theirs."""
-    todo = "change PARTITION_ID and NUM_PARTITIONS in fedbn_flwr/messages/protocol.py, and the documentation."
-    with canary("a node of the simulation is told its partition as partition-id and num-partitions", todo):
-        assert (seam.PARTITION_ID_KEY, seam.NUM_PARTITIONS_KEY) == ("partition-id", "num-partitions")
-        vce = importlib.import_module("flwr.server.superlink.fleet.vce.vce_api")
-        stores = vce._register_node_info_stores({40: 0, 50: 1}, seam.empty_run(1))
-        told = stores[50].retrieve_context(1).node_config
-        assert told == {seam.PARTITION_ID_KEY: 1, seam.NUM_PARTITIONS_KEY: 2}
-        protocol = importlib.import_module("fedbn_flwr.messages.protocol")
-        assert (str(protocol.PARTITION_ID), str(protocol.NUM_PARTITIONS)) == tuple(told)
+    """A node of the simulation is told its partition as partition-id and num-partitions.
+
+    Flower's simulation tells its nodes their partition under these keys; by them SuperNodes are told theirs.
+    """
+    assert (seam.PARTITION_ID_KEY, seam.NUM_PARTITIONS_KEY) == ("partition-id", "num-partitions")
+    vce = importlib.import_module("flwr.server.superlink.fleet.vce.vce_api")
+    stores = vce._register_node_info_stores({40: 0, 50: 1}, seam.empty_run(1))
+    told = stores[50].retrieve_context(1).node_config
+    assert told == {seam.PARTITION_ID_KEY: 1, seam.NUM_PARTITIONS_KEY: 2}
+    protocol = importlib.import_module("fedbn_flwr.messages.protocol")
+    assert (str(protocol.PARTITION_ID), str(protocol.NUM_PARTITIONS)) == tuple(told)
 
 
 DOCUMENTED = (
@@ -590,18 +549,17 @@ def private_attributes(path: Path) -> list[str]:
 
 
 def test_node_config_of(seam: ModuleType) -> None:
-    todo = "read the text as flower-supernode reads its --node-config, in node_config_of."
-    with canary("flower-supernode reads --node-config by parse_config_args, which raises click's error", todo):
-        command = importlib.import_module("flwr.supernode.cli.flower_supernode")
-        from fedbn_flwr.errors import ConfigError
+    """Flower-supernode reads --node-config by parse_config_args, which raises click's error."""
+    command = importlib.import_module("flwr.supernode.cli.flower_supernode")
+    from fedbn_flwr.errors import ConfigError
 
-        text = "partition-id=0 report-data=true data-path='/a b/x.csv' share=0.5"
-        expected = {"partition-id": 0, "report-data": True, "data-path": "/a b/x.csv", "share": 0.5}
-        assert seam.node_config_of(text) == command.parse_config_args([text]) == expected
-        assert seam.node_config_of("") == {}
-        for wrong in ("partition-id 0", "data-path=/data", "data-path='/data", "partition-id=0 more"):
-            with pytest.raises(ConfigError, match="is not key=value key='text'"):
-                seam.node_config_of(wrong)
+    text = "partition-id=0 report-data=true data-path='/a b/x.csv' share=0.5"
+    expected = {"partition-id": 0, "report-data": True, "data-path": "/a b/x.csv", "share": 0.5}
+    assert seam.node_config_of(text) == command.parse_config_args([text]) == expected
+    assert seam.node_config_of("") == {}
+    for wrong in ("partition-id 0", "data-path=/data", "data-path='/data", "partition-id=0 more"):
+        with pytest.raises(ConfigError, match="is not key=value key='text'"):
+            seam.node_config_of(wrong)
 
 
 def test_no_other_module_imports_what_flower_does_not_document() -> None:

@@ -1,4 +1,4 @@
-"""``to_legacy``: the same bits in Flower's legacy loop as by messages, refused strategies, and reported failures."""
+"""``to_legacy``: refused strategies and reported failures in Flower's legacy loop (bits: client/test_user_loops.py)."""
 
 from __future__ import annotations
 
@@ -30,31 +30,29 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_rules, local_bn
-from fedbn_flwr.server.methods import Methods
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedAvgM, FedBN, FedBS, FedProx, FixBN, Method, Scaffold, Strategy
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedAvgM,
+    FedBN,
+    FedBS,
+    FedDNA,
+    FedProx,
+    FedTAN,
+    FedTAN2,
+    FixBN,
+    Method,
+    Scaffold,
+    StaticBN,
+    Strategy,
+)
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import LegacyOutcome, torch_clients
 from tests.support.points import Points
+from tests.support.their_client import TheirClient, numpy_clients
 
 SIZES = (6, 14, 10)
 
 
-def fit_and_evaluate_are_enough(methods: Methods) -> bool:
-    return methods.whole.exchanges is None and not methods.reestimates
-
-
-SUPPORTED: dict[str, Callable[[], Strategy]] = {
-    **{name: method for name, method in STRATEGIES.items() if fit_and_evaluate_are_enough(method().methods)},
-    "sampled": lambda: FedAvg(fraction_train=0.5, fraction_evaluate=0.5, min_train_nodes=1, min_evaluate_nodes=1),
-    "pooled": lambda: FedAvg(variance="pooled"),
-    "fedprox": lambda: FedProx(proximal_mu=0.3),
-    "scaffold": lambda: Scaffold(server_learning_rate=0.7),
-    "fedavgm": lambda: FedAvgM(server_momentum=0.9),
-    "fixbn": lambda: FixBN(freeze_at=0.5),
-    "fedbs": lambda: FedBS(fedbs_eps=10.0, fedbs_rounds=2),
-    "global momentum": lambda: FedBN(momentum_scope="global"),
-    "local momentum": lambda: FedAvg(momentum_scope="local"),
-}
 ROUNDS = 3
 
 
@@ -75,35 +73,14 @@ def torch_client_fn(model: Callable[[], nn.Module], datasets: list, **settings: 
     return lambda context: client_fn(context).to_client()
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_the_legacy_loop_gives_the_same_bits_as_the_message_api(
-    name: str, federate, run_legacy, datasets, mlp, wsconv_net
-) -> None:
-    settings = {"sgd_momentum": 0.9} if "momentum" in name else {}
-    model = wsconv_net if name == "fedwon" else mlp
-    want = federate(SUPPORTED[name](), model, datasets, rounds=ROUNDS, **settings)
-    got = run_legacy(SUPPORTED[name](), model, torch_client_fn(model, datasets, **settings), len(datasets))
-    assert len(got.history) == ROUNDS + 1
-    for arrays, state in zip(got.history, want.history, strict=True):
-        for array, (entry, value) in zip(arrays, state.items(), strict=True):
-            assert (array.dtype, array.shape) == (value.dtype, value.shape), entry
-            assert array.tobytes() == value.tobytes(), entry
-    reports, expected = got.strategy.reports, want.strategy.reports
-    assert all(not report.rejected for report in reports)
-    for mine, theirs in zip(reports, expected, strict=True):
-        assert (mine.phase, mine.participants) == (theirs.phase, theirs.participants)
-        assert (mine.train, mine.evaluate) == (theirs.train, theirs.evaluate), "the same bytes"
-        assert (mine.metrics, mine.clients, mine.evaluations) == (theirs.metrics, theirs.clients, theirs.evaluations)
-    for (loss, metrics), record in zip(got.evaluations, want.result.evaluate_metrics_clientapp.values(), strict=True):
-        assert {"loss": loss, **metrics} == dict(record)
-
-
 @pytest.mark.parametrize("other_object", [False, True])
 @pytest.mark.parametrize("make", [FedBN, lambda: FedBS(fedbs_eps=10.0, fedbs_rounds=2)], ids=["fedbn", "fedbs"])
 def test_a_second_fit_on_the_same_nodes_begins_anew(make: Any, other_object: bool, datasets, mlp) -> None:
     app = ClientApp(client_fn=torch_client_fn(mlp, datasets))
     history: list[list[Array]] = []
-    noted = lambda _, arrays, config: history.append(arrays)  # type: ignore[func-returns-value] # noqa: E731
+
+    def noted(server_round: int, arrays: list[Array], config: Any) -> None:
+        history.append(arrays)
 
     def new() -> Any:
         return to_legacy(make(), to_record(mlp().state_dict()), num_rounds=2, evaluate_fn=noted)
@@ -117,7 +94,7 @@ def test_a_second_fit_on_the_same_nodes_begins_anew(make: Any, other_object: boo
             assert [report.server_round for report in legacy.strategy.reports] == [1, 2]
     half = len(history) // 2
     for first, second in zip(history[:half], history[half:], strict=True):
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
+        assert [array.tobytes() for array in first] == [array.tobytes() for array in second]
 
 
 @pytest.mark.parametrize("call", ["get_properties", "fit"])
@@ -160,48 +137,36 @@ def test_a_round_that_trains_nobody_keeps_the_previous_model(run_legacy, dataset
         def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
             return {"num-examples": 0}
 
-    run = run_legacy(FedAvg(), mlp, lambda context: Empty(mlp(), datasets[0]).to_client(), len(datasets))
+    run = run_legacy(FedAvg(), mlp, lambda context: Empty(mlp(), datasets[0], context).to_client(), len(datasets))
     assert [report.kept_previous for report in run.strategy.reports] == [True] * ROUNDS
 
 
-@pytest.mark.parametrize("given", ["parameters", "arrays", "state", "model", "class", "flowers"])
-def test_an_argument_of_another_type_is_named(given: str, mlp) -> None:
-    arrays = list(to_state(mlp().state_dict()).values())
-    others = {
-        "parameters": ndarrays_to_parameters(arrays),
-        "arrays": arrays,
-        "state": mlp().state_dict(),
-        "model": mlp(),
-    }
-    if given in others:
-        with pytest.raises(ConfigError, match=r"^the arrays are a \w+: pass ArrayRecord\(model\.state_dict\(\)\)$"):
-            to_legacy(FedBN(), others[given])
-        return
-    strategy: Any = FedBN if given == "class" else FlowersFedAvg()
-    with pytest.raises(ConfigError, match=r"is none: write to_legacy\(FedBN\(\), arrays\), with the brackets$"):
-        to_legacy(strategy, to_record(mlp().state_dict()))
+def test_an_argument_of_another_type_is_refused(mlp) -> None:
+    state = mlp().state_dict()
+    arrays = list(to_state(state).values())
+    for given in (ndarrays_to_parameters(arrays), arrays, state, mlp()):
+        with pytest.raises(ConfigError, match=r"ArrayRecord\(model\.state_dict\(\)\)"):
+            to_legacy(FedBN(), given)  # type: ignore[arg-type]
+    for strategy in (FedBN, FlowersFedAvg()):
+        with pytest.raises(ConfigError, match=r"to_legacy\(FedBN\(\), arrays\)"):
+            to_legacy(strategy, to_record(state))  # type: ignore[arg-type]
 
 
-def test_every_strategy_is_supported_or_refused(mlp, wsconv_net) -> None:
-    refused = {}
-    for name, strategy in STRATEGIES.items():
-        try:
-            to_legacy(strategy(), to_record((wsconv_net if name == "fedwon" else mlp)().state_dict()), num_rounds=300)
-        except ConfigError as error:
-            refused[name] = str(error)
-    assert refused.keys() == {"fedtan", "fedtan2", "feddna", "staticbn"}
-    for name in ("fedtan", "fedtan2", "feddna"):
-        assert f"strategy '{name}' exchanges statistics with its clients inside a local step, and" in refused[name]
-        assert "num-examples and batch-size" in refused[name]
-    assert "strategy 'staticbn' re-estimates BN statistics from its clients before tests, and" in refused["staticbn"]
-    assert "TorchClient" in refused["staticbn"]
-    assert "answer_statistics" in refused["staticbn"]
-    supported = {make().name for make in SUPPORTED.values()}
-    assert supported == STRATEGIES.keys() - refused.keys()
-    with pytest.raises(ConfigError, match="'fedbs' re-estimates BN statistics"):
-        to_legacy(FedBS(recalibrate=True), to_record(mlp().state_dict()))
-    with pytest.raises(ConfigError, match="'fedavg' re-estimates BN statistics"):
-        to_legacy(FedAvg(eval_on="global,recalibrated"), to_record(mlp().state_dict()))
+UNSUPPORTED = {
+    # A step that exchanges statistics, or a query for statistics, has no message in the legacy loop.
+    "fedtan": FedTAN,
+    "fedtan2": FedTAN2,
+    "feddna": FedDNA,
+    "staticbn": StaticBN,
+    "fedbs, recalibrated": lambda: FedBS(recalibrate=True),
+    "fedavg, tested with re-estimated statistics": lambda: FedAvg(eval_on="global,recalibrated"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_a_method_that_needs_further_messages_is_refused_by_name(case: str, mlp) -> None:
+    with pytest.raises(ConfigError, match=f"strategy '{case.partition(',')[0]}'"):
+        to_legacy(UNSUPPORTED[case](), to_record(mlp().state_dict()))
 
 
 def test_a_strategy_that_sends_messages_of_its_own_is_refused(mlp, datasets, run_legacy) -> None:
@@ -222,7 +187,7 @@ def test_a_strategy_that_sends_messages_of_its_own_is_refused(mlp, datasets, run
             return grid.push_messages(list(Strategy.configure_train(self, server_round, arrays, config, grid)))
 
     for strategy in (Chatty(), Pushy()):
-        with pytest.raises(ConfigError, match="'chatty' sends messages of its own between the rounds' fit and evaluat"):
+        with pytest.raises(ConfigError, match="'chatty' sends messages of its own"):
             run_legacy(strategy, mlp, torch_client_fn(mlp, datasets), len(datasets))
 
 
@@ -235,39 +200,41 @@ def test_a_fraction_of_the_rounds_needs_their_number(mlp) -> None:
     assert to_legacy(FixBN(freeze_at=0.5), arrays, num_rounds=9).strategy.frozen_after == 4  # type: ignore[attr-defined]
 
 
-class Stock(NumPyClient):
-    """A client that knows nothing of this package: whole state in, whole state out, no properties."""
+class Stock(TheirClient):
+    """A client that knows nothing of this package, has no properties, and takes one step on all its data."""
 
-    def __init__(self, model: nn.Module, data: Any) -> None:
-        self.model, self.data = model, data
-
-    def _set(self, parameters: list[Array]) -> None:
-        names = list(self.model.state_dict())
-        self.model.load_state_dict({n: torch.tensor(p) for n, p in zip(names, parameters, strict=True)})
-
-    def _loss(self) -> Any:
-        return nn.functional.cross_entropy(self.model(self.data.inputs), self.data.targets)
+    get_properties = NumPyClient.get_properties
+    rate = 0.1
 
     def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-        self._set(parameters)
+        self.set(parameters)
+        self.step(float(config.get("lr", self.rate)))
+        return self.state(), len(self.data), {"heard": config.get("told", 0)}
+
+    def step(self, rate: float) -> None:
         self.model.train()
-        optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
-        self._loss().backward()
+        optimizer = torch.optim.SGD(self.model.parameters(), rate)
+        nn.functional.cross_entropy(self.model(self.data.inputs), self.data.targets).backward()
         optimizer.step()
-        return (
-            list(to_state(self.model.state_dict()).values()),
-            len(self.data),
-            {"heard": config.get("told", 0)},
-        )
 
     def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-        self._set(parameters)
-        return float(self._loss().detach()), len(self.data), {"told": config.get("told", 0)}
+        loss, number, _ = super().evaluate(parameters, config)
+        return loss, number, {"told": config.get("told", 0)}
 
 
 def stock_fn(model: Callable[[], nn.Module], datasets: list, kind: type[Stock] = Stock) -> Any:
     """Each client with its data."""
-    return lambda context: kind(model(), datasets[int(context.node_config["partition-id"])]).to_client()
+    return numpy_clients(model, datasets, kind)
+
+
+def averaged(state: dict[str, Array], results: list[list[Array]], sizes: list[int]) -> dict[str, Array]:
+    """The mean of the clients' arrays by size, by hand; counters as they are in the state."""
+    total = sum(sizes)
+    mean = {}
+    for name, *own in zip(state, *results, strict=True):
+        mean[name] = sum(size / total * array for size, array in zip(sizes, own, strict=True))
+    counters = {name: array for name, array in state.items() if name.endswith("num_batches_tracked")}
+    return mean | counters
 
 
 def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
@@ -282,17 +249,15 @@ def test_a_stock_client_gets_safe_averaging(run_legacy, datasets, mlp) -> None:
     )
     state = to_state(mlp().state_dict())
     for after in run.history[1:]:
-        results = [Stock(mlp(), data).fit(list(state.values()), {})[0] for data in datasets]
-        total = sum(map(len, datasets))
-        for j, name in enumerate(state):
+        results = [Stock(mlp(), data, None).fit(list(state.values()), {})[0] for data in datasets]
+        want = averaged(state, results, [len(data) for data in datasets])
+        state = dict(zip(state, after, strict=True))
+        for name, array in state.items():
             if name.endswith("num_batches_tracked"):
-                assert after[j].dtype == np.int64
-                state[name] = after[j]
-                continue
-            want = sum(len(d) / total * r[j] for d, r in zip(datasets, results, strict=True))
-            np.testing.assert_allclose(after[j], want, rtol=1e-12, atol=1e-14, err_msg=name)
-            state[name] = after[j]
-    assert int(run.history[-1][list(state).index("1.num_batches_tracked")]) == ROUNDS
+                assert array.dtype == np.int64
+            else:
+                np.testing.assert_allclose(array, want[name], rtol=1e-12, atol=1e-14, err_msg=name)
+    assert int(state["1.num_batches_tracked"]) == ROUNDS
     assert [metrics["told"] for _, metrics in run.evaluations] == [1, 2, 3]
     assert [report.metrics["heard"] for report in run.strategy.reports] == [10, 20, 30]
 
@@ -325,6 +290,7 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets,
     fitted, tested = [(6, "site 6"), (10, "site 10")], [(6, "test 6"), (10, "test 10"), (14, "test 14")]
     assert seen == [fitted, tested] * ROUNDS
     assert [metrics for _, metrics in run.evaluations] == [{"sites": 3}] * ROUNDS
+    assert [len(report.rejected) for report in run.strategy.reports] == [1] * ROUNDS
     seen.clear()
     with pytest.raises(NothingTrainedError):
         run_legacy(
@@ -352,87 +318,66 @@ def test_a_strategy_of_the_projects_own_gets_another_base(run_legacy_loop, datas
 
     class Rated(Stock):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            self._set(parameters)
-            self.model.train()
-            self._loss().backward()
-            torch.optim.SGD(self.model.parameters(), config["lr"]).step()
-            loss = 1e3 if (config["server-round"], len(self.data)) == (2, worst) else 1.0
-            return list(to_state(self.model.state_dict()).values()), len(self.data), {"train-loss": loss}
+            arrays, number, _ = super().fit(parameters, config)
+            bad = (config["server-round"], number) == (2, worst)
+            return arrays, number, {"train-loss": 1e3 if bad else 1.0}
 
-    inner, history = FedAvg(), []
-    legacy = careful()(
-        inner,
-        to_record(mlp().state_dict()),
-        num_rounds=rounds,
-        evaluate_fn=lambda number, arrays, config: history.append(arrays),
-    )
-    run = run_legacy_loop(legacy, ClientApp(stock_fn(mlp, datasets, Rated)), mlp().state_dict(), len(datasets), rounds)
+    inner, history = FedAvg(), list[list[Array]]()
+
+    def noted(server_round: int, arrays: list[Array], config: Any) -> None:
+        history.append(arrays)
+
+    legacy = careful()(inner, to_record(mlp().state_dict()), num_rounds=rounds, evaluate_fn=noted)
+    app = ClientApp(stock_fn(mlp, datasets, Rated))
+    run = run_legacy_loop(legacy, app, mlp().state_dict(), len(datasets), rounds)
     state = to_state(mlp().state_dict())
-    floats = [name for name in state if not name.endswith("num_batches_tracked")]
+    assert len(history) == rounds + 1
     for number, after in enumerate(history[1:], 1):
         config = {"lr": 0.1 if number < 5 else 0.05, "server-round": number}
         used = [data for data in datasets if (number, len(data)) != (2, worst)]
-        results = [Rated(mlp(), data).fit(list(state.values()), config)[0] for data in used]
-        got = dict(zip(state, after, strict=True))
-        total = sum(map(len, used))
-        for name, *own in zip(state, *results, strict=True):
-            if name in floats:
-                want = sum(len(data) / total * r for data, r in zip(used, own, strict=True))
-                np.testing.assert_allclose(got[name], want, rtol=1e-12, atol=1e-14, err_msg=name)
-        state = got
-    assert len(history) == rounds + 1
-    assert [list(report.rejected) for report in inner.reports] == [
-        [run.grid.get_node_ids()[1]] if number == 2 else [] for number in range(1, rounds + 1)
-    ]
-    (why,) = inner.reports[1].rejected.values()
-    assert "left out" in why
+        results = [Rated(mlp(), data, None).fit(list(state.values()), config)[0] for data in used]
+        want = averaged(state, results, [len(data) for data in used])
+        state = dict(zip(state, after, strict=True))
+        for name in set(state) - {"1.num_batches_tracked"}:
+            np.testing.assert_allclose(state[name], want[name], rtol=1e-12, atol=1e-14, err_msg=name)
+    left_out = [report.server_round for report in inner.reports if report.rejected]
+    assert left_out == [2]
+    assert list(inner.reports[1].rejected) == [run.grid.get_node_ids()[1]]
 
 
 def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_legacy, datasets, mlp) -> None:
-    with pytest.raises(
-        ClientPartError, match=r"5 entries that stay with the client under strategy 'fedbn' \('1.weight'"
-    ):
+    with pytest.raises(ClientPartError, match=r"strategy 'fedbn' \('1.weight'"):
         run_legacy(FedBN(), mlp, stock_fn(mlp, datasets), len(datasets))
 
 
-def test_a_failure_is_reported_with_its_client_and_message(run_legacy, datasets, mlp) -> None:
-    """The legacy loop passes only an exception; the report still names its client, and the round continues."""
+def fails_to_fit(kind: type[Stock]) -> type[Stock]:
+    """Client 1 cannot train."""
 
-    class Fails(Stock):
+    class Fails(kind):  # type: ignore[misc, valid-type]
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            if len(self.data) == 14:
+            if len(self.data) == SIZES[1]:
                 raise RuntimeError("out of cheese")
             return super().fit(parameters, config)
 
-        def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            if len(self.data) == 6:
-                raise RuntimeError("no test data today")
-            return super().evaluate(parameters, config)
+    return Fails
 
-        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-            return {"partition-id": {6: 0, 14: 1, 10: 2}[len(self.data)]}
 
-    run = run_legacy(FedAvg(), mlp, stock_fn(mlp, datasets, Fails), len(datasets))
-    nodes = run.grid.get_node_ids()
+@pytest.mark.parametrize("way", ["loop", "workflow", "secure workflow"])
+def test_a_failure_is_reported_with_its_client_and_message(run_legacy, run_workflow, datasets, mlp, way: str) -> None:
+    """The loop and the workflows pass an exception without its client; the one client that is missing has it."""
+
+    class Named(Stock):
+        get_properties = Single.get_properties
+
+    if way == "loop":
+        run = run_legacy(FedAvg(), mlp, stock_fn(mlp, datasets, fails_to_fit(Named)), len(datasets))
+    else:
+        run = run_workflow(FedAvg(), way == "secure workflow", fails_to_fit(Single))
     for report in run.strategy.reports:
         assert report.participants == [0, 2]
-        assert report.rejected.keys() == {nodes[0], nodes[1]}
-        assert report.rejected[nodes[1]].startswith(f"node {nodes[1]} (partition 1): error 2: ")
-        assert "out of cheese" in report.rejected[nodes[1]]
-        assert "no test data today" in report.rejected[nodes[0]]
-
-
-def test_a_result_that_cannot_be_read_is_refused(run_legacy, datasets, mlp) -> None:
-    class Short(Stock):
-        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            arrays, number, metrics = super().fit(parameters, config)
-            return (arrays[:-1] if len(self.data) == 14 else arrays), number, metrics
-
-    run = run_legacy(FedAvg(), mlp, stock_fn(mlp, datasets, Short), len(datasets))
-    for report in run.strategy.reports:
         (why,) = report.rejected.values()
-        assert "fit returned 8 arrays for 9 names" in why
-        assert len(report.participants) == 2
+        assert "(partition 1)" in why
+        assert "out of cheese" in why
 
 
 # --- Flower's workflows -----------------------------------------------------------------------------------------------
@@ -442,18 +387,16 @@ class Single(Stock):
     """``Stock`` in float32, with the client hooks around its training; the partition is known."""
 
     def __init__(self, model: nn.Module, data: Any, context: Context) -> None:
-        super().__init__(model.float(), Points(data.inputs.float(), data.targets))
-        self.context = context
+        super().__init__(model.float(), Points(data.inputs.float(), data.targets), context)
 
     def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-        self._set(parameters)
+        self.set(parameters)
         with bn_rules(self.model, config, self.context) as rules:
             self.model.train()
             optimizer = rules.wrap(torch.optim.SGD(self.model.parameters(), 0.1))
-            self._loss().backward()
+            nn.functional.cross_entropy(self.model(self.data.inputs), self.data.targets).backward()
             optimizer.step()
-        arrays = list(to_state(self.model.state_dict()).values())
-        return arrays, len(self.data), {**rules.metrics, "train-loss": 1.0}
+        return self.state(), len(self.data), {**rules.metrics, "train-loss": 1.0}
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         return {"partition-id": int(self.context.node_config["partition-id"])}
@@ -537,23 +480,6 @@ def test_both_workflows_run(run_workflow, run_legacy_loop, datasets, mlp, name: 
     assert not np.array_equal(plain.history[-1]["3.weight"], plain.history[0]["3.weight"]), "it was trained"
 
 
-@pytest.mark.parametrize("secure", [False, True])
-def test_a_failure_under_a_workflow_is_reported_with_its_client_and_text(run_workflow, secure: bool, datasets) -> None:
-    """A workflow passes an error without its client; the one client that is missing has it."""
-
-    class Fails(Single):
-        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            if len(self.data) == 14:
-                raise RuntimeError("out of cheese")
-            return super().fit(parameters, config)
-
-    for report in run_workflow(FedAvg(), secure, Fails).strategy.reports:
-        assert report.participants == [0, 2]
-        (why,) = report.rejected.values()
-        assert "(partition 1): error 2: " in why
-        assert "out of cheese" in why
-
-
 def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
     """It never calls aggregate_fit; the round keeps the previous model, and the report says so."""
 
@@ -584,11 +510,11 @@ class Median(Strategy):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (FedBS, "strategy 'fedbs' needs the arrays of each client"),
-        (Scaffold, "strategy 'scaffold' needs the arrays of each client"),
-        (lambda: FixBN(freeze_at=1), "strategy 'fixbn' needs the arrays of each client"),
-        (lambda: FedAvg(variance="pooled"), "variance=pooled needs the arrays of each client"),
-        (lambda: Median(), "strategy 'median' needs the arrays of each client"),
+        (FedBS, "'fedbs'"),
+        (Scaffold, "'scaffold'"),
+        (lambda: FixBN(freeze_at=1), "'fixbn'"),
+        (lambda: FedAvg(variance="pooled"), "variance=pooled"),
+        (Median, "'median'"),
     ],
 )
 def test_what_a_secure_sum_hides_is_refused_by_name(run_workflow, make: Callable[[], Strategy], why: str) -> None:
@@ -618,7 +544,7 @@ def test_another_entry_without_a_dimension_is_refused_under_secure_aggregation(r
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.scale * self.inner(x)  # type: ignore[no-any-return]
 
-    with pytest.raises(ConfigError, match=r"entry 'scale' \(1 such\) has no dimension, and .* Give it the shape"):
+    with pytest.raises(ConfigError, match="entry 'scale'"):
         run_workflow(FedAvg(), True, wrap=Scaled)
 
 

@@ -13,14 +13,12 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.client_app import ClientAppException
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import Barrier, Member
 
@@ -165,27 +163,16 @@ def test_context_state_is_kept_per_node_and_forgotten_on_error(open_grid) -> Non
     assert [grid.context(i).state["count"]["n"] for i in range(3)] == [3, 1, 3]
 
 
-def test_error_replies_are_the_same_as_flowers(open_grid) -> None:
-    """The text is built as Flower's simulation engine builds it (vce_api.worker, ray_actor)."""
-
+def test_an_error_of_the_app_is_a_reply_of_its_node(open_grid) -> None:
     def fail(message: Message, context: Context) -> Message:
         raise ValueError("no such city: 'X'")
 
     grid = open_grid(fail)
     (reply,) = grid.send_and_receive(to(grid, 1))
-    exception = ClientAppException(str(ValueError("no such city: 'X'")))
-    assert reply.has_error()
     assert reply.error.code == 2
-    assert reply.error.reason == str(type(exception)) + ":<'" + str(exception) + "'>"
-    assert reply.error.reason.startswith("<class 'flwr.clientapp.client_app.ClientAppException'>:<'\nException ")
+    assert "no such city: 'X'" in reply.error.reason
     assert reply.metadata.src_node_id == grid.get_node_ids()[1]
     assert reply.metadata.message_id
-
-
-def test_an_app_without_a_handler_is_an_error_reply() -> None:
-    with InProcessGrid(ClientApp(), 1) as grid:
-        (reply,) = grid.send_and_receive(to(grid, 0, kind=MessageType.QUERY))
-    assert reply.error.code == 2
 
 
 def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(open_grid) -> None:
@@ -210,37 +197,6 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(open_gr
     replies = grid.send_and_receive(again, timeout=5)
     assert [r.metadata.src_node_id for r in replies] == nodes[:2]
     assert all("second" in r.content for r in replies), "a late reply came back for another message"
-
-
-def test_a_node_works_on_one_message_at_a_time(open_grid) -> None:
-    busy: set[int] = set()
-    overlaps: list[int] = []
-
-    def work(message: Message, context: Context) -> Message:
-        if context.node_id in busy:
-            overlaps.append(context.node_id)
-        busy.add(context.node_id)
-        time.sleep(0.01)
-        busy.discard(context.node_id)
-        return echo(message, context)
-
-    grid = open_grid(work, threads=3)
-    assert len(grid.send_and_receive(to(grid, 0, 0, 1, 0, 1, 2))) == 6
-    assert overlaps == []
-
-
-def test_torch_threads_apply_only_to_client_threads(open_grid) -> None:
-    seen: list[int] = []
-
-    def note(message: Message, context: Context) -> Message:
-        seen.append(torch.get_num_threads())
-        return echo(message, context)
-
-    before = torch.get_num_threads()
-    grid = open_grid(note, torch_threads=2)
-    grid.send_and_receive(to(grid, 0, 1, 2))
-    assert set(seen) == {2}
-    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -294,26 +250,6 @@ def test_closing_drops_messages_that_have_not_started() -> None:
     with InProcessGrid(app_of(work), 1) as grid:
         grid.push_messages(to(grid, 0, 0, 0, 0, 0, 0))
     assert len(done) < 6
-
-
-@pytest.mark.parametrize("method", ["fedavg", "local"])
-def test_any_number_of_workers_gives_the_same_bits_with_dropout(federate, points, mlp, same_bits, method: str) -> None:
-    from fedbn_flwr.strategies import FedBN
-
-    datasets = [points(n, i) for i, n in enumerate((6, 13, 9, 21))]
-    runs = [
-        federate(
-            FedAvg() if method == "fedavg" else FedBN(),
-            lambda: mlp(dropout=0.4),
-            datasets,
-            grid_options={"workers": workers, "seed": workers},
-        )
-        for workers in (0, 2)
-    ]
-    assert set(runs[0].grid.get_node_ids()).isdisjoint(runs[1].grid.get_node_ids())
-    same_bits(runs[0].state, runs[1].state)
-    assert runs[0].strategy.reports[-1].clients == runs[1].strategy.reports[-1].clients
-    assert runs[0].strategy.reports[-1].evaluations == runs[1].strategy.reports[-1].evaluations
 
 
 def test_a_plain_flower_strategy_with_a_plain_app_runs_on_it() -> None:

@@ -17,7 +17,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, DivergedError, NothingTrainedError
 from fedbn_flwr.mods import local_bn
-from fedbn_flwr.server.failures import account, losses_not_finite, nothing_trained
+from fedbn_flwr.server.failures import account, losses_not_finite
 from fedbn_flwr.server.method import Facts
 from fedbn_flwr.server.report import RoundReport
 from fedbn_flwr.strategies import FedAdam, FedAvg, FedAvgM, FedBN, FedBS, FedProx, FedTAN, FedWon, FixBN, combined
@@ -170,10 +170,6 @@ def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(federa
     assert "'0.weight'" in str(run.error) or strategy is FedBN, "the first reason is named"
 
 
-def test_a_run_of_one_round_has_no_second(federate, datasets, mlp) -> None:
-    assert federate(FedAvg(), mlp, datasets, rounds=1, client=all_spoilt(1), fails=DivergedError).error.diverged_at == 1
-
-
 @pytest.mark.parametrize("min_replies", [1, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_step_of_values_that_are_not_finite_diverges_too(run_step, mlp, transport: str, min_replies: int) -> None:
@@ -262,11 +258,6 @@ def test_the_account_of_many_reasons_is_short() -> None:
     assert text.startswith("12 clients asked, 10 replied, 10 refused or lost: 4 x ...xxx")
     assert text.endswith("; 1 x 4; 1 x 5; and 4 other reasons")
     assert len(text) < 500
-
-
-def test_a_run_without_reports_counts_no_clients() -> None:
-    """A resumed run with no rounds left knows nothing of the earlier ones."""
-    assert nothing_trained(2, []) == "nothing was trained: no round had min-replies=2 usable replies."
 
 
 # --- one ConfigError of all clients ----------------------------------------------------------------------------------
@@ -411,16 +402,3 @@ def test_a_start_of_the_users_own_that_trains_nothing_fails(tests: bool, federat
     assert len(federate(late, mlp, datasets, client=raising(until=2), rounds=3).strategy.reports) == 3
     some = OwnStart(min_replies=2)
     assert federate(some, mlp, datasets, client=raising({1}), rounds=3).strategy.reports[2].participants == [0, 2]
-
-
-def test_a_start_of_the_users_own_that_aggregates_by_itself_is_left_alone(federate, datasets, mlp) -> None:
-    """Its ``aggregate_train`` does not call ours."""
-
-    class Averages(OwnStart):
-        tests = True
-
-        def aggregate_train(self, server_round, replies):
-            return next(iter(replies)).content["arrays"], None
-
-    run = federate(Averages(), mlp, datasets, rounds=3)
-    assert all(report.rejected == {} for report in run.strategy.reports)

@@ -18,7 +18,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
 from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties
 from fedbn_flwr.messages.versions import as_text, own_versions
-from fedbn_flwr.server.nodes import Node, NodeRegistry
+from fedbn_flwr.server.nodes import NodeRegistry
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
@@ -89,11 +89,6 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
     assert caplog.messages == [f"{caught.value} The second one is left out."]
 
 
-def test_nodes_with_parts_of_another_split_than_the_servers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the split of the server has num-partitions=1 and node 11 \(partition 0\)"):
-        NodeRegistry(seed=0, timeout=1, num_partitions=1).present(Answers({11: node(0, **{"num-partitions": 3})}), 1)
-
-
 def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(nodes: NodeRegistry, caplog) -> None:
     """As a SuperNode without a key does that was killed: it comes back under another node id."""
     grid = Answers({11: node(0), 12: node(1)})
@@ -141,35 +136,6 @@ def test_nodes_whose_properties_the_engine_knows_are_not_asked(nodes: NodeRegist
     assert knowing.asked == [[13, 14]]
     assert found == NodeRegistry(seed=0, timeout=1).present(asked, 1)
     assert asked.asked == [[11, 12, 13, 14]]
-
-
-def test_a_later_round_does_nothing_for_each_node(nodes: NodeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes are put in order when one comes, goes, or names its partition; not for each round or reply."""
-    grid = Answers({11: node(1), 12: {"num-examples": 5}, 13: node(0)})
-    nodes.present(grid, 1)
-    sorted_nodes: list[int] = []
-    order = Node.order.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Node, "order", property(lambda self: (sorted_nodes.append(self.node_id), order(self))[1]))
-
-    def ids() -> tuple[list[int], int]:
-        sorted_nodes.clear()
-        return [n.node_id for n in nodes.present(grid, 1)], len(sorted_nodes)
-
-    assert ids() == ([13, 11, 12], 0)
-    grid.nodes[14] = node(2)
-    assert ids() == ([13, 11, 14, 12], 5)  # the new one among the new ones, and all
-    assert ids() == ([13, 11, 14, 12], 0)
-    del grid.nodes[14]
-    assert ids() == ([13, 11, 12], 3)
-    reply = grid._reply(Message(RecordDict(), 12, "train"))
-    reply.content["properties"] = ConfigRecord({"partition-id": -1})
-    assert nodes.identify_sender(reply).partition_id is None
-    assert ids() == ([13, 11, 12], 0)
-    reply.content["properties"] = ConfigRecord({"partition-id": 0})
-    assert nodes.identify_sender(reply).partition_id is None, "another node has it"
-    reply.content["properties"] = ConfigRecord({"partition-id": 7})
-    assert nodes.identify_sender(reply).partition_id == 7
-    assert ids() == ([13, 11, 12], 3)
 
 
 @pytest.mark.parametrize("unusable", ["no images", ""], ids=["unusable", "no training data"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -70,18 +71,77 @@ def wrong_shape(x: Tensor) -> Tensor:
     return x
 
 
-def broken(fault: Fault | None, *, fit: Callable[..., Any] | None = None) -> type[TorchClient]:
-    """A client with a fault in round 1 in partition BAD; ``fit`` takes the place of its training."""
+def leaves(self: TorchClient, parameters: Any, config: Any) -> Any:
+    raise PowerCut("lights out")
 
-    class Broken(TorchClient):
-        def fit(self, parameters, config):
-            if self.partition_id == BAD and config["server-round"] == 1:
-                self.model[4].fault = fault
-                if fit:
-                    return fit(self, parameters, config)
-            return super().fit(parameters, config)
 
-    return Broken
+def does_not_synchronise(self: TorchClient, parameters: Any, config: Any) -> Any:
+    """What a client that knows nothing of exchanges does with a TRAIN message."""
+    return list(self._state().values()), 5, {}
+
+
+@dataclass
+class Lost:
+    """Clients that are lost in round 1: who, by which fault in the forward pass or in place of ``fit``, and the words.
+
+    ``said`` may differ by transport.
+    """
+
+    said: str | Mapping[str, str]
+    fault: Fault | None = None
+    fit: Callable[..., Any] | None = None
+    who: frozenset[int] = frozenset({BAD})
+    timeout: float = 20.0
+
+    def clients(self) -> type[TorchClient]:
+        lost = self
+
+        class Broken(TorchClient):
+            def fit(self, parameters, config):
+                broken = self.partition_id in lost.who and config["server-round"] == 1
+                self.model[4].fault = lost.fault if broken else None
+                if broken and lost.fit:
+                    return lost.fit(self, parameters, config)
+                return super().fit(parameters, config)
+
+        return Broken
+
+    def words(self, transport: str) -> str:
+        return self.said if isinstance(self.said, str) else self.said[transport]
+
+
+OVER = threading.Event()
+NOT_BEGUN = "add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=4'"
+NO_ANSWER = "did not answer an exchange within 0.6 s of the first"
+NOT_SENT = "did not send exchange 'mean/1/6' within 0.6 s"
+
+
+def stall(x: Any) -> Any:
+    with interrupted():
+        OVER.wait(20)
+    return x
+
+
+def begins_late(self: TorchClient, parameters: Any, config: Any) -> Any:
+    stall(None)
+    return TorchClient.fit(self, parameters, config)
+
+
+LOST = {
+    "raises in the forward pass": Lost("lights out", cut),
+    "raises in the backward pass": Lost("lights out", cut_backward),
+    "sends NaN": Lost("not finite in exchange 'mean/1/6'", not_a_number),
+    "sends a wrong shape": Lost("of call 1 where the others called BatchNorm layer '6'", wrong_shape),
+    "dies before the first exchange": Lost("lights out", fit=leaves),
+    "does not synchronise": Lost("", fit=does_not_synchronise),
+    "two of them": Lost("lights out", cut, who=frozenset({0, 2})),
+    "stalls": Lost({"barrier": NOT_SENT, "channel": NOT_SENT, "messages": NO_ANSWER}, stall, timeout=0.6),
+    "does not begin": Lost(
+        {"barrier": "did not begin the step within 0.6 s", "channel": NOT_BEGUN, "messages": NO_ANSWER},
+        fit=begins_late,
+        timeout=0.6,
+    ),
+}
 
 
 @pytest.fixture
@@ -89,30 +149,27 @@ def data():
     return client_data((5,), SIZES)
 
 
-WITHOUT: list[Outcome] = []
+COMMON = {"rounds": 2, "local_steps": 3, "batch_size": 4}
+WITHOUT: dict[frozenset[int], Outcome] = {}
 
 
 @pytest.fixture
-def without(run_step, model, data):
-    """The run in which the broken client is not there in round 1, once for all tests."""
-    if not WITHOUT:
-        made = synchronised(FedTAN, "barrier")
-        WITHOUT.append(run_step(made, model, data, rounds=2, hide={1: {BAD}}, local_steps=3, batch_size=4))
-    return WITHOUT[0]
+def without(run_step, model, data) -> Callable[[frozenset[int]], Outcome]:
+    """``without(who)``: the run in which these clients are not there in round 1, once for all tests."""
+
+    def run(who: frozenset[int]) -> Outcome:
+        if who not in WITHOUT:
+            WITHOUT[who] = run_step(synchronised(FedTAN, "barrier"), model, data, hide={1: set(who)}, **COMMON)
+        return WITHOUT[who]
+
+    return run
 
 
-FAULTS = {
-    "raises in the forward pass": (cut, None, "lights out"),
-    "raises in the backward pass": (cut_backward, None, "lights out"),
-    "sends NaN": (not_a_number, None, "not finite in exchange 'mean/1/6'"),
-    "sends a wrong shape": (
-        wrong_shape,
-        None,
-        "of call 1 where the others called BatchNorm layer '6'",
-    ),
-    "dies before the first exchange": (None, lambda *_: cut(torch.ones(1)), "lights out"),
-    "does not synchronise": (None, lambda self, p, c: (list(p), 5, {}), ""),
-}
+@pytest.fixture(autouse=True)
+def _nobody_stalls_for_ever():
+    OVER.clear()
+    yield
+    OVER.set()
 
 
 def test_in_one_process_no_client_is_late_while_another_computes(run_step, model, data) -> None:
@@ -158,31 +215,52 @@ def test_an_interrupted_step_leaves_no_client_waiting(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("transport", "simulated"), [*((c, False) for c in TRANSPORTS), ("channel", True)])
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_round_equals_one_without_the_lost_client(
-    run_step, model, data, without, same_bits, monkeypatch, transport: str, kind: str, simulated: bool
+@pytest.mark.parametrize("case", LOST)
+def test_a_round_equals_one_without_the_lost_clients(
+    run_step, model, data, without, same_bits, monkeypatch, caplog, transport: str, case: str, simulated: bool
 ) -> None:
     """In Flower's simulation, too, where by channel a client that is only late ends the run."""
+    lost = LOST[case]
+    if simulated and lost.timeout < 20:
+        pytest.skip("it ends the run")
     if simulated:
         monkeypatch.setattr(synchronised_step, "in_simulation", lambda grid: True)
-    fault, fit, said = FAULTS[kind]
-    if kind == "does not synchronise" and transport == "messages":
-        fit = answers_with_a_model
-    made = synchronised(FedTAN, transport)
-    done = run_step(
-        made, model, data, transport=transport, rounds=2, client=broken(fault, fit=fit), local_steps=3, batch_size=4
-    )
+    made = synchronised(FedTAN, transport, fedtan_timeout=lost.timeout, on_round_end=lambda *_: OVER.set())
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        done = run_step(made, model, data, transport=transport, client=lost.clients(), **COMMON)
     assert done.seconds < 19, "nobody waited for the timeout of 20 s"
     first, second = made.reports
-    node_id = done.grid.get_node_ids()[BAD]
-    assert list(first.rejected) == [node_id]
-    assert first.rejected[node_id].startswith(f"node {node_id} (partition {BAD}): ")
-    assert said in first.rejected[node_id]
-    assert first.participants == [0, 2, 3]
+    nodes = done.grid.get_node_ids()
+    assert first.rejected.keys() == {nodes[i] for i in lost.who}
+    assert first.participants == [i for i in range(len(SIZES)) if i not in lost.who]
+    for i in lost.who:
+        assert done.reason(i).startswith(f"node {nodes[i]} (partition {i}): ")
+        assert lost.words(transport) in done.reason(i)
+    assert ("; the step was redone without it" in caplog.text) or case in ("does not synchronise", "does not begin")
+    assert "the step was not finished" not in caplog.text
     for server_round in (1, 2):
-        same_bits(done.history[server_round], without.history[server_round])
+        same_bits(done.history[server_round], without(lost.who).history[server_round])
     assert second.rejected == {}, "the next round begins with all"
     assert second.participants == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("who", "min_replies"), [({BAD}, 4), ({0, 1, 2, 3}, 1)], ids=["below the minimum", "all"])
+def test_if_too_few_are_left_the_previous_model_is_kept(
+    run_step, model, data, same_bits, caplog, transport: str, who: set[int], min_replies: int
+) -> None:
+    made = synchronised(FedTAN, transport, min_replies=min_replies)
+    lost = Lost("", cut, who=frozenset(who))
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        done = run_step(made, model, data, transport=transport, rounds=2, client=lost.clients())
+    assert done.seconds < 19
+    first, second = made.reports
+    assert (first.kept_previous, first.participants) == (True, [])
+    # The round is over once the others have given up; the failed client's own words may come a moment later.
+    assert any(words in done.reason(BAD) for words in ("lights out", "ended its work"))
+    assert "redone" not in caplog.text
+    same_bits(done.history[1], done.history[0])
+    assert (second.kept_previous, second.participants) == (False, [0, 1, 2, 3])
 
 
 class LayerByDomain(nn.Module):
@@ -265,96 +343,6 @@ def test_stochastic_depth_is_refused_before_the_first_round(run_step, data) -> N
         run_step(made, StochasticDepth().double(), data)
 
 
-def answers_with_a_model(self: TorchClient, parameters: Any, config: Any) -> Any:
-    """What a client that knows nothing of exchanges does with a TRAIN message."""
-    return list(self._state().values()), 5, {}
-
-
-@pytest.mark.parametrize("begins", [True, False])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_stalled_client_is_dropped_and_its_late_reply_ignored(
-    run_step, model, data, without, same_bits, transport: str, begins: bool
-) -> None:
-    release = threading.Event()
-
-    def stall(x: Any, *_: Any) -> Any:
-        with interrupted():
-            release.wait(20)
-        return x
-
-    class Stalling(broken(stall if begins else None, fit=None if begins else lambda *a: held(*a))):
-        def fit(self, parameters, config):
-            if config["server-round"] == 2:
-                release.set()
-            return super().fit(parameters, config)
-
-    def held(self: TorchClient, parameters: Any, config: Any) -> Any:
-        stall(None)
-        return TorchClient.fit(self, parameters, config)
-
-    made = synchronised(FedTAN, transport, fedtan_timeout=0.6)
-    try:
-        done = run_step(made, model, data, transport=transport, rounds=2, client=Stalling, local_steps=3, batch_size=4)
-    finally:
-        release.set()
-    assert 0.6 <= done.seconds < 8
-    late = {
-        ("barrier", True): "did not send exchange 'mean/1/6' within 0.6 s",
-        ("barrier", False): "did not begin the step within 0.6 s of the client before it",
-        ("channel", True): "did not send exchange 'mean/1/6' within 0.6 s",
-        ("messages", True): "did not answer an exchange within 0.6 s of the first",
-        ("messages", False): "did not answer an exchange within 0.6 s of the first",
-    }.get((transport, begins), "add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=4'")
-    assert late in done.reason(BAD)
-    assert made.reports[0].participants == [0, 2, 3]
-    for server_round in (1, 2):
-        same_bits(done.history[server_round], without.history[server_round])
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_step_is_retried_without_two_lost_clients(run_step, model, data, same_bits, transport: str) -> None:
-    class Broken(TorchClient):
-        def fit(self, parameters, config):
-            self.model[4].fault = {0: cut, 2: cut_backward}.get(self.partition_id)
-            return super().fit(parameters, config)
-
-    made = synchronised(FedTAN, transport)
-    done = run_step(made, model, data, transport=transport, client=Broken, local_steps=2)
-    without = run_step(synchronised(FedTAN, "barrier"), model, data, hide={1: {0, 2}}, local_steps=2)
-    assert made.reports[0].participants == [1, 3]
-    assert len(made.reports[0].rejected) == 2
-    same_bits(done.state, without.state)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_below_the_minimum_the_previous_model_is_kept(run_step, model, data, same_bits, transport: str) -> None:
-    made = synchronised(FedTAN, transport, min_replies=4)
-    done = run_step(made, model, data, transport=transport, rounds=2, client=broken(cut))
-    assert done.seconds < 19
-    first, second = made.reports
-    assert first.kept_previous
-    assert first.participants == []
-    # The round is over once the others have given up; the failed client's own words may come a moment later.
-    assert any(words in done.reason(BAD) for words in ("lights out", "ended its work"))
-    same_bits(done.history[1], done.history[0])
-    assert second.participants == [0, 1, 2, 3]
-    assert not second.kept_previous
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_if_all_clients_are_lost_the_round_ends(run_step, model, data, same_bits, transport: str) -> None:
-    class Broken(TorchClient):
-        def fit(self, parameters, config):
-            self.model[4].fault = cut
-            return super().fit(parameters, config)
-
-    made = synchronised(FedTAN, transport)
-    done = run_step(made, model, data, transport=transport, client=Broken, fails=NothingTrainedError)
-    assert made.reports[0].kept_previous
-    assert len(made.reports[0].rejected) == 4
-    assert done.seconds < 19
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("when", ["in its second step", "before the end of the first"])
 def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
@@ -375,7 +363,7 @@ def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
             self.model[0].register_forward_hook(lambda *call: cut_backward(call[2]))
         return TorchClient.fit(self, parameters, config)
 
-    made, lost = synchronised(FedTAN, transport), broken(None, fit=fit)
+    made, lost = synchronised(FedTAN, transport), Lost("", fit=fit).clients()
     with caplog.at_level(logging.WARNING, logger="flwr"):
         done = run_step(made, model, data, transport=transport, client=lost, local_steps=2)
     assert "lights out" in done.reason(BAD)
@@ -397,19 +385,6 @@ def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
     same_bits(done.state, run_step(synchronised(FedTAN), model, data, client=Absent, local_steps=2).state)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_log_says_what_became_of_the_step(run_step, model, data, caplog, transport: str) -> None:
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        run_step(synchronised(FedTAN, transport), model, data, transport=transport, client=broken(cut))
-        assert "; the step was redone without it" in caplog.text
-        assert "the step was not finished" not in caplog.text
-        caplog.clear()
-        made = synchronised(FedTAN, transport, min_replies=4)
-        run_step(made, model, data, transport=transport, client=broken(cut), fails=NothingTrainedError)
-        assert "; the step was not finished" in caplog.text
-        assert "redone" not in caplog.text
-
-
 def test_an_array_that_cannot_be_read_drops_its_sender(run_step, model, data, without, same_bits, monkeypatch) -> None:
     made = synchronised(FedTAN, "messages")
     plain = PollingGrid.pull_messages
@@ -424,9 +399,9 @@ def test_an_array_that_cannot_be_read_drops_its_sender(run_step, model, data, wi
         return replies
 
     monkeypatch.setattr(PollingGrid, "pull_messages", spoiled)
-    done = run_step(made, model, data, transport="messages", rounds=2, local_steps=3, batch_size=4)
+    done = run_step(made, model, data, transport="messages", **COMMON)
     assert "sent a tensor that cannot be read: " in done.reason(BAD)
-    same_bits(done.state, without.state)
+    same_bits(done.state, without(frozenset({BAD})).state)
 
 
 def test_an_exchange_waits_for_the_others_from_its_first_tensor_on_however_late_that_is(
@@ -466,22 +441,8 @@ def test_replayed_steps_give_the_bits_of_uninterrupted_steps(run_step, model, da
     assert not np.array_equal(barrier.state["0.weight"], other.state["0.weight"]), "dropout and batches do draw"
 
 
-def test_a_client_that_hangs_for_rounds_does_not_block_the_others(run_step, model, data, release) -> None:
+def test_a_client_that_hangs_for_rounds_does_not_block_the_others(run_step, model, data) -> None:
     """In process: it is dropped in each round, and its waiting messages do not keep a healthy client from starting."""
-
-    class Hanging(TorchClient):
-        def fit(self, parameters, config):
-            if self.partition_id == BAD and config["server-round"] == 1:
-                with interrupted():
-                    release.wait(15)
-            return super().fit(parameters, config)
-
-    done = run_step(synchronised(FedTAN, fedtan_timeout=0.6), model, data, rounds=2, client=Hanging)
+    hanging = Lost("", fit=begins_late).clients()
+    done = run_step(synchronised(FedTAN, fedtan_timeout=0.6), model, data, rounds=2, client=hanging)
     assert [report.participants for report in done.strategy.reports] == [[0, 2, 3]] * 2
-
-
-@pytest.fixture
-def release():
-    event = threading.Event()
-    yield event
-    event.set()

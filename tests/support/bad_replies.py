@@ -23,17 +23,18 @@ def spoiling(
     spoil: Spoil,
     client_fn: Callable[[Context], Any],
     *,
-    kind: str = MessageType.TRAIN,
+    kind: str | Collection[str] = MessageType.TRAIN,
     rounds: Collection[int] | None = None,
     who: Collection[int] = (BAD,),
 ) -> ClientApp:
-    """Return the usual app, in which partitions ``who`` spoil replies to messages of a kind, in all rounds or some."""
+    """Return the usual app, in which partitions ``who`` spoil replies to messages of these kinds, in these rounds."""
     whole, app = client_app(client_fn), ClientApp()
+    kinds = {kind} if isinstance(kind, str) else set(kind)
 
     def answer(message: Message, context: Context) -> Message:
         asked = next(iter(message.content.config_records.values()), ConfigRecord()).get("server-round")
         reply = whole(message, context)
-        bad = context.node_config["partition-id"] in who and message.metadata.message_type == kind
+        bad = context.node_config["partition-id"] in who and message.metadata.message_type in kinds
         if bad and (rounds is None or asked in rounds):
             spoil(reply.content)
         return reply

@@ -57,10 +57,8 @@ def test_late_members_are_dropped_and_the_others_retry_once(members, at_once, st
     assert {union for _, union, _ in done} == {sum(2 + i - 100 for i in here)}
     assert done[0][0]["mean/0"] == pytest.approx(sum(here) / 7)
     assert barrier.dropped[104] == "did not send exchange 'mean/0' within 0.3 s"
-    assert barrier.dropped[108] == (
-        "did not begin the step within 0.3 s of the first: all clients of a round must run at the same time; in "
-        "simulation add --federation-config 'client-resources-num-cpus=1 init-args-num-cpus=9'"
-    )
+    assert barrier.dropped[108].startswith("did not begin the step within 0.3 s")
+    assert "init-args-num-cpus=9" in barrier.dropped[108]
     with pytest.raises(Dropped, match="node 104 was dropped from the synchronised step: it did not send"):
         barrier.reducer(104).reduce("mean/0", row(1))
     with pytest.raises(Dropped, match="node 108 was dropped"):
@@ -110,20 +108,6 @@ def test_without_waiting_the_outcomes_come_together_and_late_members_are_dropped
     send(103, 1)
     assert isinstance(second.pop()[103], Dropped)
     assert barrier.dropped == {103: "did not send exchange 'variance/0' within 5 s"}
-
-
-def test_many_that_look_at_the_clock_give_nobody_more_time(members, monkeypatch) -> None:
-    """Each is woken a little late; only the time in which nobody looked counts as a pause."""
-    barrier, now = Barrier(members(1, 1), timeout=5), [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    barrier.begin(100)
-    barrier.send(100, 0, "mean/0", row(1), lambda outcomes: None)
-    for _ in range(6):
-        for _ in range(50):
-            barrier.drop_late()
-        now[0] += 1.1
-    barrier.drop_late()
-    assert list(barrier.dropped) == [101]
 
 
 def test_a_member_that_is_done_is_not_late_when_another_one_is(members, monkeypatch) -> None:
@@ -277,15 +261,6 @@ def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
         assert isinstance(elsewhere, EngineError)
     with pytest.raises(EngineError):
         local_reducer("a")
-
-
-def test_a_member_that_sends_after_the_end_of_its_step_is_told_so_and_does_not_wait(members) -> None:
-    barrier = Barrier(members(1, 1), timeout=3600)
-    outcomes = []
-    barrier.close(100)
-    barrier.send(100, 0, "mean/0", torch.ones(1), outcomes.append)
-    assert [type(outcome) for outcome in outcomes[0].values()] == [Dropped]
-    assert barrier.dropped == {}
 
 
 def test_arithmetic_that_fails_in_any_way_drops_the_member_that_sent_last_and_no_call_hangs(members) -> None:

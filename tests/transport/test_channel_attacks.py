@@ -18,7 +18,7 @@ from fedbn_flwr.transport.channel_server import ChannelServer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
 CALL = "/fedbn.Channel/Call"
-MANY = 600  # more than a pool of threads that wait for bodies would have
+MANY = 300  # more than a pool of threads that wait for bodies would have
 
 
 @pytest.fixture
@@ -62,27 +62,36 @@ def exchange(tag: str, *values: float) -> bytes:
     return struct.pack(">I", len(text)) + text + torch.tensor(values).numpy().tobytes()
 
 
-def test_a_stranger_that_holds_calls_open_stalls_nobody(server, members, at_once, steps, attack) -> None:
+@pytest.fixture
+def honest(server, at_once, steps) -> Callable[[list[str]], list[float]]:
+    """``honest(tokens)``: the answers of two members who send 0 and 4; their weights are 1 and 3."""
+
+    def run(tokens: list[str]) -> list[float]:
+        reducers = [ChannelReducer(server.address, token, b"", 10) for token in tokens]
+        sent = [{"mean/0": torch.tensor([4.0 * i])} for i in range(len(tokens))]
+        done = at_once(*(partial(steps, reducer, own) for reducer, own in zip(reducers, sent, strict=True)))
+        return [answers["mean/0"].item() for answers, _, _ in done]
+
+    return run
+
+
+def test_a_stranger_that_holds_calls_open_stalls_nobody(server, members, honest, attack) -> None:
     barrier = Barrier(members(1, 3), timeout=10)
     tokens = server.admit(barrier)
     calls = attack(server.address, "no token", None)
-    honest = [ChannelReducer(server.address, token, b"", 10) for token in tokens.values()]
-    done = at_once(*(partial(steps, reducer, {"mean/0": torch.tensor([4.0 * i])}) for i, reducer in enumerate(honest)))
-    assert [answers["mean/0"].item() for answers, _, _ in done] == [3.0, 3.0]
+    assert honest([*tokens.values()]) == [3.0, 3.0]
     assert barrier.dropped == {}
     assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}, "refused without their bodies"
 
 
 @pytest.mark.parametrize("body", [None, exchange("mean/0", 1000.0)], ids=["no body", "an exchange"])
 def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_served(
-    server, members, at_once, steps, attack, body
+    server, members, honest, attack, body
 ) -> None:
     barrier = Barrier(members(1, 3, 1), timeout=10)
     tokens = server.admit(barrier)
     calls = attack(server.address, tokens[102], body)
-    honest = [ChannelReducer(server.address, tokens[i], b"", 10) for i in (100, 101)]
-    done = at_once(*(partial(steps, reducer, {"mean/0": torch.tensor([4.0 * i])}) for i, reducer in enumerate(honest)))
-    assert [answers["mean/0"].item() for answers, _, _ in done] == [3.0, 3.0], "without the caller's statistics"
+    assert honest([tokens[100], tokens[101]]) == [3.0, 3.0], "without the caller's statistics"
     assert list(barrier.dropped) == [102]
     assert "while another of its calls was open" in barrier.dropped[102]
     ended = threading.Semaphore(0)
@@ -93,14 +102,12 @@ def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_
     assert all(call.exception() or b'"dropped"' in call.result() for call in calls if call.done())
 
 
-def test_a_body_that_never_comes_drops_the_member(server, members, at_once, steps, attack, monkeypatch) -> None:
+def test_a_body_that_never_comes_drops_the_member(server, members, honest, attack, monkeypatch) -> None:
     monkeypatch.setattr(channel_server, "BODY_SECONDS", 0.2)
     barrier = Barrier(members(1, 3, 1), timeout=60)
     tokens = server.admit(barrier)
     held = attack(server.address, tokens[102], None, 1)  # without a reference gRPC ends the call
-    honest = [ChannelReducer(server.address, tokens[i], b"", 10) for i in (100, 101)]
-    done = at_once(*(partial(steps, reducer, {"mean/0": torch.tensor([4.0 * i])}) for i, reducer in enumerate(honest)))
-    assert [answers["mean/0"].item() for answers, _, _ in done] == [3.0, 3.0]
+    assert honest([tokens[100], tokens[101]]) == [3.0, 3.0]
     assert barrier.dropped == {102: "sent no body of a call within 0.2 s"}
     assert held[0].code() == grpc.StatusCode.DEADLINE_EXCEEDED
 

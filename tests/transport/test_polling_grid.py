@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterable
 
@@ -229,25 +228,6 @@ def test_a_request_that_fails_in_the_superlink_is_repeated(caplog, monkeypatch) 
         PollingGrid(Failing(404, failures=1)).send_and_receive(messages(4), timeout=10)
 
 
-def test_requests_of_other_threads_do_not_count_as_repetitions(monkeypatch) -> None:
-    """Flower's threads share the grid's invoker: its log uploader succeeds several times a second."""
-    grid = Failing(500, failures=100)
-    PollingGrid(grid)
-    invoke = _without_waiting(RetryInvoker.invoke)
-
-    def elsewhere(state: object) -> None:
-        other = threading.Thread(target=grid._retry_invoker.invoke, args=(int,))
-        other.start()
-        other.join()
-
-    grid._retry_invoker.on_backoff = elsewhere
-    monkeypatch.setattr(RetryInvoker, "invoke", invoke)
-    for left in (92, 84):
-        with pytest.raises(httpx.HTTPStatusError, match="500"):
-            grid.get_node_ids()
-        assert grid.failures == left, "each request has eight tries"
-
-
 def _without_waiting(invoke):
     def at_once(self, *args, **kwargs):
         self.wait_function = lambda seconds: None
@@ -266,12 +246,6 @@ def test_a_reply_to_another_message_is_left_out_and_named(caplog) -> None:
     with caplog.at_level(logging.WARNING, logger="flwr"):
         assert list(PollingGrid(Strange(polls=1, lost=[4])).send_and_receive(messages(4), timeout=0.05)) == []
     assert "A reply to none of the messages that are waited for is left out (error 5: Node unavailable)." in caplog.text
-
-
-def test_no_messages_give_no_replies() -> None:
-    grid = SlowGrid()
-    assert list(PollingGrid(grid).send_and_receive([], timeout=5)) == []
-    assert grid.asked == []
 
 
 @pytest.mark.parametrize("no_id", [None, ""])  # before Flower 1.43, and since

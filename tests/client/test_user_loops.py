@@ -1,0 +1,257 @@
+"""A user's training loop with the mod ends in the bits of our own client: one table of methods and ways.
+
+The oracle of a method is ``TorchClient`` with the same data and the same batches, over the Message API.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.client import client_app
+from fedbn_flwr.mods import local_bn
+from fedbn_flwr.strategies import (
+    FBN,
+    HBN,
+    MTFL,
+    STRATEGIES,
+    BNScaffold,
+    FedAvg,
+    FedAvgM,
+    FedBN,
+    FedBS,
+    FedDNA,
+    FedProx,
+    FedTAN,
+    FedTAN2,
+    FedWon,
+    FixBN,
+    Scaffold,
+    SiloBN,
+    Standalone,
+    StaticBN,
+    Strategy,
+)
+from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.federation import torch_clients
+from tests.support.their_client import numpy_clients
+from tests.support.user_loops import BATCH, SIZES, closure_loop, compiled_loop, fixbn_loop, hooked_loop, plain_loop
+
+ROUNDS = 3
+Make = Callable[[], Strategy]
+METHODS: dict[str, Make] = {
+    "fedavg": FedAvg,
+    "fedbn": FedBN,
+    "silobn": SiloBN,
+    "mtfl": MTFL,
+    "standalone": Standalone,
+    "fedprox": functools.partial(FedProx, proximal_mu=0.5),
+    "scaffold": functools.partial(Scaffold, server_learning_rate=0.8),
+    "bn-scaffold": BNScaffold,
+    "fixbn": functools.partial(FixBN, freeze_at=1),
+    "fixbn, affine too": functools.partial(FixBN, freeze_at=1, freeze_affine=True),
+    "fixbn, automatic": functools.partial(FixBN, freeze_at="auto", freeze_window=2, freeze_tau=1e9),
+    "fbn": FBN,
+    "fbn, pass": functools.partial(FBN, fbn_measure="pass"),
+    "hbn": functools.partial(HBN, share_alpha=True),
+    "fedwon": functools.partial(FedWon, agc=0.02),
+    "averaged-bn": functools.partial(FedBN, eval_on="averaged-bn"),
+    "local momentum": functools.partial(FedAvg, momentum_scope="local"),
+    "global momentum": functools.partial(FedAvg, momentum_scope="global"),
+    "fedbn, local momentum": functools.partial(FedBN, momentum_scope="local"),
+    "fedbn, global momentum": functools.partial(FedBN, momentum_scope="global"),
+    "fedtan": FedTAN,
+    "feddna": FedDNA,
+    "fedtan2": functools.partial(FedTAN2, fedtan_rounds=1),
+    "staticbn": StaticBN,
+    "silobn, recalibrated": functools.partial(SiloBN, recalibrate=True),
+}
+SERVERS: dict[str, Make] = {
+    # Nothing of these methods is in a user's loop: they run where the loop over rounds is another.
+    "sampled": lambda: FedAvg(fraction_train=0.5, fraction_evaluate=0.5, min_train_nodes=1, min_evaluate_nodes=1),
+    "pooled": functools.partial(FedAvg, variance="pooled"),
+    "fedbs": functools.partial(FedBS, fedbs_eps=10.0, fedbs_rounds=2),
+    "fedavgm": functools.partial(FedAvgM, server_momentum=0.9),
+    "fedadam": STRATEGIES["fedadam"],
+    "fedyogi": STRATEGIES["fedyogi"],
+    "fedadagrad": STRATEGIES["fedadagrad"],
+}
+ALL = METHODS | SERVERS
+WITHOUT_HOOKS = ("fedavg", "fedbn", "silobn", "mtfl", "standalone")
+SYNCHRONISED = ("fedtan", "feddna", "fedtan2")
+REESTIMATED = ("staticbn", "silobn, recalibrated")
+WITH_MOMENTUM = ("local momentum", "global momentum", "fedbn, local momentum", "fedbn, global momentum", "fbn", "hbn")
+ONLY_FIT_AND_EVALUATE = [name for name in ALL if name not in (*SYNCHRONISED, *REESTIMATED)]
+
+
+def momentum_of(name: str) -> float:
+    return 0.9 if name in WITH_MOMENTUM else 0.0
+
+
+@dataclass
+class Ways:
+    """The ways in which the clients of a method are run."""
+
+    federate: Any
+    run_app: Any
+    run_legacy_loop: Any
+    user_app: Any
+    datasets: Any
+    mlp: Any
+    wsconv_net: Any
+
+    def model(self, name: str) -> Any:
+        return self.wsconv_net if name == "fedwon" else self.mlp
+
+    def ours(self, name: str) -> Any:
+        """Our own client, by messages; its clients meet at a barrier."""
+        if name not in OURS:
+            options = {"sgd_momentum": momentum_of(name), "grid_options": {"threads": len(SIZES)}}
+            OURS[name] = self.federate(ALL[name](), self.model(name), self.datasets, rounds=ROUNDS, **options)
+        return OURS[name]
+
+    def app(self, name: str, loop: Any, **options: Any) -> Any:
+        """The user's app with this loop; ``barrier=False``: exchanges travel by messages."""
+        model = self.model(name)
+        app = self.user_app(loop, query=name in SYNCHRONISED + REESTIMATED, model=model)
+        return self.run_app(ALL[name](), app, model=model, rounds=ROUNDS, **options)
+
+    def plain(self, name: str) -> Any:
+        return self.app(name, plain_loop)
+
+    def one_line(self, name: str) -> Any:
+        return self.app(name, fixbn_loop)
+
+    def hooked(self, name: str, **options: Any) -> Any:
+        return self.app(name, functools.partial(hooked_loop, momentum=momentum_of(name)), **options)
+
+    def by_messages(self, name: str) -> Any:
+        return self.hooked(name, barrier=False)
+
+    def closure(self, name: str) -> Any:
+        return self.app(name, closure_loop)
+
+    def closure_by_name(self, name: str) -> Any:
+        return self.app(name, functools.partial(closure_loop, as_keyword=True))
+
+    def compiled(self, name: str) -> Any:
+        torch._dynamo.reset()  # what was compiled for another method must not be used here
+        # torch's compiler parses Python, which in 3.11 is not safe in several threads.
+        loop = functools.partial(compiled_loop, momentum=momentum_of(name))
+        return self.app(name, loop, barrier=False, grid_options={"threads": 1})
+
+    def numpy_fn(self, name: str) -> Any:
+        rules = name not in WITHOUT_HOOKS
+        return numpy_clients(self.model(name), self.datasets, has_rules=rules, momentum=momentum_of(name))
+
+    def numpy_client(self, name: str, barrier: bool = True) -> Any:
+        app = client_app(self.numpy_fn(name), mods=[local_bn])
+        threads = {"threads": len(SIZES)}
+        model = self.model(name)
+        return self.run_app(ALL[name](), app, model=model, rounds=ROUNDS, barrier=barrier, grid_options=threads)
+
+    def numpy_client_by_messages(self, name: str) -> Any:
+        return self.numpy_client(name, barrier=False)
+
+    def numpy_client_in_the_legacy_loop(self, name: str) -> Any:
+        return self._legacy(name, ClientApp(client_fn=self.numpy_fn(name), mods=[local_bn]))
+
+    def our_client_in_the_legacy_loop(self, name: str) -> Any:
+        training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=BATCH, sgd_momentum=momentum_of(name))
+        client_fn = torch_clients(self.model(name), self.datasets, training)
+        return self._legacy(name, ClientApp(client_fn=lambda context: client_fn(context).to_client()))
+
+    def _legacy(self, name: str, app: ClientApp) -> Any:
+        start = self.model(name)().state_dict()
+        return self.run_legacy_loop(ALL[name](), app, start, len(SIZES), ROUNDS)
+
+
+OURS: dict[str, Any] = {}  # the oracle of each method, once for all its ways
+TABLE: dict[str, Any] = {
+    "plain": WITHOUT_HOOKS,
+    "one_line": ("fixbn",),
+    "hooked": [name for name in METHODS if name not in WITHOUT_HOOKS],
+    "by_messages": SYNCHRONISED,
+    "closure": ("fedprox", "scaffold"),
+    "closure_by_name": ("fedprox", "scaffold"),
+    "compiled": ("scaffold", "bn-scaffold", "fixbn", "fbn", "hbn", "fedtan"),
+    "numpy_client": [name for name in METHODS if name not in REESTIMATED],
+    "numpy_client_by_messages": ("fedtan", "feddna"),
+    "numpy_client_in_the_legacy_loop": [name for name in METHODS if name in ONLY_FIT_AND_EVALUATE],
+    "our_client_in_the_legacy_loop": ONLY_FIT_AND_EVALUATE,
+}
+
+
+@pytest.fixture
+def ways(federate, run_app, run_legacy_loop, user_app, datasets, mlp, wsconv_net) -> Ways:
+    return Ways(federate, run_app, run_legacy_loop, user_app, datasets, mlp, wsconv_net)
+
+
+@pytest.mark.parametrize(("way", "name"), [(way, name) for way, names in TABLE.items() for name in names])
+def test_every_way_of_a_loop_has_the_bits_of_our_client(way: str, name: str, ways: Ways, same_bits) -> None:
+    ours = ways.ours(name)
+    theirs = getattr(ways, way)(name)
+    if "legacy" in way:
+        history = [dict(zip(ours.state, arrays, strict=True)) for arrays in theirs.history]
+        assert len(history) == ROUNDS + 1
+    else:
+        history = theirs.history
+    for mine, state in zip(history, ours.history, strict=True):
+        same_bits(mine, state)
+    assert theirs.strategy.run.kept.hashes == ours.strategy.run.kept.hashes
+    for mine, report in zip(theirs.strategy.reports, ours.strategy.reports, strict=True):
+        assert (mine.phase, mine.participants, mine.rejected) == (report.phase, report.participants, {})
+        assert mine.train == report.train or "numpy" in way or "messages" in way
+        tested = {client: found["loss"] for client, found in mine.evaluations.items()}
+        assert tested == pytest.approx({client: found["loss"] for client, found in report.evaluations.items()})
+    if way == "our_client_in_the_legacy_loop":
+        same_metrics_too(theirs, ours)
+    if way == "by_messages":
+        no_replay_log(theirs)
+        assert theirs.strategy.reports[0].train.exchanges == 1 + (2 if name == "feddna" else 3)
+
+
+def same_metrics_too(legacy: Any, ours: Any) -> None:
+    """Flower's legacy loop: the same traffic and metrics as by messages."""
+    for mine, report in zip(legacy.strategy.reports, ours.strategy.reports, strict=True):
+        assert mine.evaluate == report.evaluate, "the same bytes"
+        assert (mine.metrics, mine.clients, mine.evaluations) == (report.metrics, report.clients, report.evaluations)
+    records = ours.result.evaluate_metrics_clientapp.values()
+    for (loss, metrics), record in zip(legacy.evaluations, records, strict=True):
+        assert {"loss": loss, **metrics} == dict(record)
+
+
+def no_replay_log(run: Any) -> None:
+    assert not [key for i in range(len(SIZES)) for key in run.context(i).state if "step" in key]
+
+
+def test_what_clients_keep_is_the_same(ways: Ways, same_bits) -> None:
+    for name in ("fedbn", "silobn", "mtfl", "standalone"):
+        ours, theirs = ways.ours(name), ways.plain(name)
+        for i in range(len(SIZES)):
+            same_bits(theirs.local_state(i), ours.local_state(i))
+
+
+def test_fixbn_without_the_mod_is_proved_by_its_arrays(ways: Ways, user_app) -> None:
+    without_mod = ways.run_app(ALL["fixbn"](), user_app(fixbn_loop, mods=()))
+    assert [report.rejected for report in without_mod.strategy.reports] == [{}] * ROUNDS
+    for name, array in ways.ours("fixbn").state.items():
+        np.testing.assert_allclose(without_mod.state[name], array, rtol=1e-12)
+
+
+def test_fedbs_weighs_clients_by_the_users_metric(ways: Ways, user_app) -> None:
+    ours = ways.federate(FedBS(fedbs_rounds=9), ways.mlp, ways.datasets, rounds=2)
+    theirs = ways.run_app(FedBS(fedbs_rounds=9, loss_key="train_loss"), user_app(), rounds=2)
+    for name, array in ours.state.items():
+        np.testing.assert_allclose(theirs.state[name], array, rtol=1e-9)
+
+
+def test_the_table_has_every_method() -> None:
+    assert {make().name for make in ALL.values()} == STRATEGIES.keys()
