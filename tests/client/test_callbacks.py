@@ -1,6 +1,6 @@
-"""The callbacks of docs/guides/own-training-loop.md, in the real libraries where they are installed.
+"""The callbacks of docs/guides/own-training-loop.md, Lightning's in the real library where it is installed.
 
-Elsewhere in loops that call in the same order: Lightning's ``on_train_start``, ``on_train_batch_start``, and
+Else in loops that call in the same order: Lightning's ``on_train_start``, ``on_train_batch_start``, and
 ``optimizer.step(closure)`` with forward pass, ``zero_grad``, backward pass and ``on_after_backward`` inside; fastai's
 ``before_fit``, ``before_batch``, forward and backward pass, ``after_backward``, step, and the batches of a validation.
 """
@@ -8,8 +8,6 @@ Elsewhere in loops that call in the same order: Lightning's ``on_train_start``, 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -140,39 +138,16 @@ class FastaisOrder:
                     self.opt.zero_grad()
 
 
-def of_fastai(real: bool, monkeypatch: Any) -> Any:
-    """Return ``learner(model, loader)`` with SGD of torch, in fastai or in its order."""
-    if not real:
-        core = ModuleType("fastai.callback.core")
-        core.Callback = OfALearner  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "fastai.callback.core", core)
-        return lambda model, loader: FastaisOrder(loader, model, torch.optim.SGD)
-    pytest.importorskip("fastai")
-    learner, optimizer, data = (
-        importlib.import_module(f"fastai.{name}") for name in ("learner", "optimizer", "data.core")
-    )
-    importlib.import_module("fastai.callback.progress")  # no_bar
-    sgd = functools.partial(optimizer.OptimWrapper, opt=torch.optim.SGD)
-
-    def made(model: nn.Module, loader: Any) -> Any:
-        return learner.Learner(data.DataLoaders(loader, loader), model, loss_func=F.cross_entropy, opt_func=sgd)
-
-    return made
-
-
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("real", [False, True])
-def test_fastai(real: bool, method: str, same_bits, monkeypatch) -> None:
+def test_fastai(method: str, same_bits, monkeypatch) -> None:
     """The validation after the epoch is no step; its forward passes are in eval mode."""
-    learner, rules_of = of_fastai(real, monkeypatch), callback_of_the_page("fastai.callback.core")
+    core = ModuleType("fastai.callback.core")
+    core.Callback = OfALearner  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fastai.callback.core", core)
+    rules_of = callback_of_the_page("fastai.callback.core")
 
     def loop(net: nn.Module, loader: Any, rules: Any) -> None:
-        learning = learner(net, loader)
-        if real:
-            with learning.no_bar(), learning.no_logging():
-                learning.fit(1, RATE, cbs=rules_of(rules))
-        else:
-            learning.fit(1, RATE, cbs=rules_of(rules))
+        FastaisOrder(loader, net, torch.optim.SGD).fit(1, RATE, cbs=rules_of(rules))
 
     compare_with_ours(method, network, network, loop, same_bits)
 
@@ -185,11 +160,13 @@ class OwnOptimizer:
     def zero_grad(self) -> None: ...
 
 
-def test_an_optimizer_of_a_framework_is_refused_only_where_a_hook_acts_in_its_steps() -> None:
-    model, own = network(), OwnOptimizer()
-    assert Hooks(model, {}).wrap(own) is own  # type: ignore[arg-type, comparison-overlap]
-    with pytest.raises(ConfigError, match="OwnOptimizer has none of the step hooks"):
-        Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(own)  # type: ignore[arg-type]
+@pytest.mark.parametrize("own", [OwnOptimizer(), None, [torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)]])
+def test_what_is_no_optimizer_of_torch_is_refused_where_a_hook_acts_in_its_steps(own: Any) -> None:
+    model = network()
+    with pytest.raises(ConfigError, match="has none of the step hooks"):
+        Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(own)
+    if isinstance(own, OwnOptimizer):
+        assert Hooks(model, {}).wrap(own) is own  # type: ignore[arg-type, comparison-overlap]
 
 
 # --- a step in two calls ---------------------------------------------------------------------------------------------

@@ -58,14 +58,6 @@ def test_one_model_serves_all_messages_with_the_same_bits(points, mlp, same_bits
 
 
 @pytest.mark.parametrize("given", ["model", "function"])
-def test_models_get_their_memory_format(given: str) -> None:
-    build = functools.partial(resnet18, num_classes=2)
-    with lender(build() if given == "model" else build)() as lent:
-        assert lent.plain.conv1.weight.is_contiguous(memory_format=torch.channels_last)
-        assert lent.state["conv1.weight"].data_ptr() == lent.plain.conv1.weight.data_ptr()
-
-
-@pytest.mark.parametrize("given", ["model", "function"])
 @pytest.mark.parametrize("first", [nn.LazyConv2d(3, 3), nn.Sequential(nn.Conv2d(1, 1, 1), nn.LazyBatchNorm2d())])
 def test_a_lazy_layer_that_has_seen_no_batch_is_refused_by_name(given: str, first: nn.Module) -> None:
     model = nn.Sequential(first, nn.Flatten())

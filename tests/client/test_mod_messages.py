@@ -21,25 +21,7 @@ from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.mods import local_bn
 from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold, Strategy
-from tests.support.user_loops import SIZES, fixbn_loop, hooked_loop, plain_loop
-
-
-class Slashed(torch.nn.Module):
-    """Layers with a slash in their names, which also divides the record from the entry in a NumPyClient's list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleDict({"a/lin": torch.nn.Linear(5, 4), "a/norm": torch.nn.BatchNorm1d(4)})
-        self.head = torch.nn.Linear(4, 3)
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks["a/norm"](self.blocks["a/lin"](x)))  # type: ignore[no-any-return]
-
-
-def test_layer_names_may_contain_slashes(run_app, user_app) -> None:
-    run = run_app(FedTAN(), user_app(hooked_loop, query=True, model=Slashed), rounds=2, barrier=False, model=Slashed)
-    assert [report.participants for report in run.strategy.reports] == [[0, 1, 2]] * 2
+from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 
 
 def test_the_server_says_which_entries_are_batchnorm(run_app, user_app) -> None:
@@ -188,28 +170,6 @@ def test_a_part_that_diverged_is_not_kept(run_app, user_app) -> None:
     assert strategy.reports[1].participants == [1, 2]
     assert list(strategy.reports[1].codes.values()) == [{NOT_FINITE}]
     assert np.isfinite(run.local_state(0)["1.running_mean"]).all()
-
-
-def test_a_users_own_start_begins_the_method(user_app, mlp) -> None:
-    """As in Flower's advanced example: a subclass whose ``start`` calls the hooks itself."""
-
-    class Own(FixBN):
-        def start(self, grid, initial_arrays, num_rounds=3, **_: Any) -> Any:
-            arrays = initial_arrays
-            for current in range(1, num_rounds + 1):
-                replies = grid.send_and_receive(self.configure_train(current, arrays, self.config, grid), timeout=60)
-                arrays, _ = self.aggregate_train(current, replies)
-            return arrays
-
-    with InProcessGrid(user_app(fixbn_loop), len(SIZES)) as grid:
-        strategy = Own(freeze_at=1)
-        strategy.config = ConfigRecord()
-        strategy.start(grid, to_record(mlp().state_dict()))
-        assert [report.phase for report in strategy.reports] == ["train", "frozen", "frozen"]
-        unknown = Own(freeze_at=0.5)
-        unknown.config = ConfigRecord()
-        with pytest.raises(ConfigError, match="pass num_rounds="):
-            unknown.start(grid, to_record(mlp().state_dict()))
 
 
 def test_a_partition_id_that_is_no_number_is_named() -> None:

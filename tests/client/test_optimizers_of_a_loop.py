@@ -26,7 +26,7 @@ from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.hbn import HybridStatistics
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
-from fedbn_flwr.training.gradient_clipping import clip_gradients, clip_in_steps, exclude_head
+from fedbn_flwr.training.gradient_clipping import clip_gradients, exclude_head
 from fedbn_flwr.training.optimizer_hooks import parameters_of
 
 MU, RATE = 2.0, 0.1
@@ -208,28 +208,6 @@ def test_the_proximal_term_acts_once_in_a_step_of_sam(form: str, subtracts: bool
     data = points(12, 1)
     ours = sam_round(mlp(), data, ProximalTerm(MU), form, subtracts)
     torch.testing.assert_close(weights(ours), weights(sam_round(mlp(), data, None, form)), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("form", ["two steps", "base", "closure"])
-def test_variates_of_sam_are_its_mean_gradients(form: str, mlp, points) -> None:
-    model, hook = mlp(), ControlVariates()
-    hook.receive({}, {})
-    start = weights(model)
-    sam_round(model, points(12, 1), hook, form)
-    variates = torch.cat([hook.keep()[name].flatten() for name, _ in model.named_parameters()])
-    torch.testing.assert_close(variates, (start - weights(model)) / (3 * RATE), rtol=1e-9, atol=1e-12)
-
-
-def test_gradients_are_clipped_in_the_steps_of_the_inner_optimizer(mlp, points) -> None:
-    data, ours, plain = points(4, 1), mlp(), mlp()
-    sam = clip_in_steps(SAM(ours.parameters(), torch.optim.SGD, lr=RATE), 0.01)
-    theirs = SAM(plain.parameters(), torch.optim.SGD, lr=RATE)
-    theirs.base_optimizer.register_step_pre_hook(lambda *_: clip_gradients(plain.parameters(), 0.01))
-    for optimizer, model in ((sam, ours), (theirs, plain)):
-        for one in (optimizer.first_step, optimizer.second_step):
-            F.cross_entropy(model(data.inputs), data.targets).backward()
-            one()
-    assert torch.equal(weights(ours), weights(plain))
 
 
 # --- weights that are loaded after a step -----------------------------------------------------------------------------

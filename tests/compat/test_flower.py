@@ -568,27 +568,3 @@ def test_no_other_module_imports_what_flower_does_not_document() -> None:
 
 def test_no_other_module_touches_what_flower_keeps_to_itself() -> None:
     assert found_outside(private_attributes) == [], f"do it in {SEAM}, in a function with a canary here"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import flwr.supercore.run",
-        "from flwr import supercore",
-        "from flwr.common import ndarrays_to_parameters",
-        "from flwr.app import _hidden",
-        "from flwr.app import message",
-        "def f():\n    from flwr.superlink.grid import HttpGrid",
-    ],
-)
-def test_a_module_that_imports_internals_is_found(tmp_path: Path, line: str) -> None:
-    (tmp_path / "module.py").write_text(line)
-    assert len(internal_imports(tmp_path / "module.py")) == 1
-
-
-@pytest.mark.parametrize(
-    "line", ["m.metadata.__dict__['x']", "vars(m.metadata)", "grid._retry_invoker", "getattr(m, '_message_id')"]
-)
-def test_a_module_that_touches_internals_is_found(tmp_path: Path, line: str) -> None:
-    (tmp_path / "module.py").write_text(line)
-    assert len(private_attributes(tmp_path / "module.py")) == 1

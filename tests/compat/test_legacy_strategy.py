@@ -97,41 +97,6 @@ def test_a_second_fit_on_the_same_nodes_begins_anew(make: Any, other_object: boo
         assert [array.tobytes() for array in first] == [array.tobytes() for array in second]
 
 
-@pytest.mark.parametrize("call", ["get_properties", "fit"])
-def test_a_client_that_leaves_between_two_calls_is_reported(
-    call: str, run_legacy_loop, datasets, mlp, monkeypatch
-) -> None:
-    """The run ended with a KeyError."""
-    managers: list[SimpleClientManager] = []
-    init = SimpleClientManager.__init__
-    monkeypatch.setattr(SimpleClientManager, "__init__", lambda self: managers.append(self) or init(self))
-    train = Strategy.configure_train
-
-    def leave() -> None:
-        (clients,) = (manager.clients for manager in managers)
-        clients.pop(next(iter(clients)), None) if len(clients) == len(datasets) else None
-
-    class Leaving(Stock):
-        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-            if call == "get_properties":
-                leave()
-            return {}
-
-    class Mine(FedAvg):
-        def configure_train(self, *args: Any) -> Any:
-            made = train(self, *args)
-            if call == "fit":
-                leave()
-            return made
-
-    app = ClientApp(client_fn=stock_fn(mlp, datasets, Leaving))
-    strategy = Mine(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1)
-    run_legacy_loop(strategy, app, mlp().state_dict(), len(datasets), 1)
-    (report,) = strategy.reports
-    assert len(report.participants) == len(datasets) - 1
-    assert ["no reply" in why for why in report.rejected.values()] == [True]
-
-
 def test_a_round_that_trains_nobody_keeps_the_previous_model(run_legacy, datasets, mlp) -> None:
     class Empty(Stock):
         def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -167,28 +132,6 @@ UNSUPPORTED = {
 def test_a_method_that_needs_further_messages_is_refused_by_name(case: str, mlp) -> None:
     with pytest.raises(ConfigError, match=f"strategy '{case.partition(',')[0]}'"):
         to_legacy(UNSUPPORTED[case](), to_record(mlp().state_dict()))
-
-
-def test_a_strategy_that_sends_messages_of_its_own_is_refused(mlp, datasets, run_legacy) -> None:
-    """A strategy that asks the clients for more than a round's fit and evaluate, and did not say so beforehand."""
-
-    class ChattyMethod(Method):
-        name = "chatty"
-
-    class Chatty(Strategy):
-        method = ChattyMethod
-
-        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
-            messages = list(super().configure_train(server_round, arrays, config, grid))
-            return grid.send_and_receive(messages)
-
-    class Pushy(Chatty):
-        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
-            return grid.push_messages(list(Strategy.configure_train(self, server_round, arrays, config, grid)))
-
-    for strategy in (Chatty(), Pushy()):
-        with pytest.raises(ConfigError, match="'chatty' sends messages of its own"):
-            run_legacy(strategy, mlp, torch_client_fn(mlp, datasets), len(datasets))
 
 
 def test_a_fraction_of_the_rounds_needs_their_number(mlp) -> None:

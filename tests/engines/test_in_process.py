@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from fedbn_flwr.engines import InProcessGrid, client_work
+from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.training.turns import interrupted
@@ -199,26 +199,6 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(open_gr
     assert all("second" in r.content for r in replies), "a late reply came back for another message"
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_app_may_keep_attributes_in_its_context(workers: int, open_grid) -> None:
-    def work(message: Message, context: Context) -> Message:
-        context.state["seen"] = MetricRecord({"seen": 1})
-        context.cache = "an attribute of the app's own"
-        return Message(RecordDict(), reply_to=message)
-
-    grid = open_grid(work, 1, workers=workers)
-    for _ in range(2):
-        replies = grid.send_and_receive(to(grid, 0), timeout=15)
-        assert [reply.has_error() for reply in replies] == [False]
-
-
-def test_a_client_whose_records_cannot_be_copied_is_an_error_reply(open_grid, monkeypatch) -> None:
-    grid = open_grid(echo, 1)
-    monkeypatch.setattr(client_work, "copied_context", lambda context: 1 / 0)
-    (reply,) = grid.send_and_receive(to(grid, 0), timeout=15)
-    assert "division by zero" in reply.error.reason
-
-
 def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
     """Else they would draw from the generators of whatever comes after the grid."""
     before, began = torch.get_rng_state(), threading.Event()
@@ -237,19 +217,6 @@ def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
         grid.close_barrier("over")
     assert not any(thread.name.startswith("client") for thread in threading.enumerate())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_closing_drops_messages_that_have_not_started() -> None:
-    done: list[int] = []
-
-    def work(message: Message, context: Context) -> Message:
-        time.sleep(0.05)
-        done.append(1)
-        return echo(message, context)
-
-    with InProcessGrid(app_of(work), 1) as grid:
-        grid.push_messages(to(grid, 0, 0, 0, 0, 0, 0))
-    assert len(done) < 6
 
 
 def test_a_plain_flower_strategy_with_a_plain_app_runs_on_it() -> None:

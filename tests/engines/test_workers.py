@@ -30,9 +30,9 @@ from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.batchnorm.averaging import SumAhead
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
+from fedbn_flwr.engines.link import Packed
 from fedbn_flwr.messages.protocol import BARRIER
-from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.server.synchronised_step import Limits, StepResult, step_by_barrier
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedBN, FedTAN, FixBN, Scaffold, Strategy
@@ -69,29 +69,6 @@ def alive(pid: int) -> bool:
 
 def pids(grid: InProcessGrid) -> list[int]:
     return [worker.process.pid for worker in grid._host._workers]
-
-
-def test_links_carry_arrays_of_every_kind_and_remember_broadcasts(same_bits) -> None:
-    """Both ends in one process: what is sent arrives; a broadcast's bytes travel once, and old ones are forgotten."""
-    a, b = multiprocessing.Pipe()
-    sender, receiver, broadcasts = WorkerPipe(a, os.getpid()), WorkerPipe(b), Broadcasts()
-    draw = np.random.default_rng(0)
-    states = []
-    for _ in range(6):
-        small = {"small": np.arange(3), "scalar": np.array(7), "empty": np.zeros((0, 2))}
-        states.append({"large": draw.random((300, 5)), **small})
-    records = [RecordDict({"arrays": to_record(state)}) for state in states]
-    for index in (0, 0, 1, 2, 3, 4, 5, 0, 5):
-        sender.send(("round", index), broadcasts.pack(records[index]), Packed.of({"index": index}))
-        head, (record, other) = receiver.receive()
-        assert (head, other) == (("round", index), {"index": index})
-        same_bits(from_record(record["arrays"]), states[index])
-    assert list(sender._sent) == list(receiver._received)
-    assert len(sender._sent) == 3
-    broadcasts.close()
-    sender.close()
-    with pytest.raises(EOFError):
-        receiver.receive()
 
 
 def test_a_broadcast_is_written_once(monkeypatch) -> None:
@@ -144,25 +121,47 @@ def test_workers_give_the_bits_of_one_process(federate, points, mlp, same_bits, 
         assert worked.context(partition).state == alone.context(partition).state
 
 
-def test_a_worker_that_is_killed_is_named_and_the_others_go_on(caplog) -> None:
-    def work(message: Message, context: Context) -> Message:
-        if context.node_config["partition-id"] == 1 and "fatal" in message.content:
-            os.kill(os.getpid(), signal.SIGKILL)
-        context.state["seen"] = MetricRecord({"seen": 1})
-        return Message(RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message)
+class Odd(RecordDict):
+    """A record that cannot be pickled."""
 
-    with InProcessGrid(app_of(work), 6, workers=2) as grid:
-        before = pids(grid)
-        with caplog.at_level(logging.ERROR, "flwr"):
-            replies = grid.send_and_receive(to(grid, *range(6), content=RecordDict({"fatal": MetricRecord()})))
-        assert errors(replies) == [False, True, False, False, False, False]
-        (died,) = set(before) - set(pids(grid))
-        assert f"worker process {died} was ended by SIGKILL (out of memory?)" in replies[1].error.reason
-        assert "its clients count as failed (partition 1), and the run goes on" in caplog.text
-        again = grid.send_and_receive(to(grid, *range(6)))
-        assert not any(reply.has_error() for reply in again)
-        assert {reply.content["pid"]["pid"] for reply in again} <= set(pids(grid))
-        after = pids(grid)
+    def __reduce__(self) -> Any:
+        raise TypeError("this record stays here")
+
+
+def cancelled(message: Message) -> Message:
+    raise asyncio.CancelledError("stopped")  # no Exception, as KeyboardInterrupt
+
+
+FAULTS: dict[str, tuple[Callable[[Message], Any], str]] = {
+    "returns nothing": (lambda message: None, "returned NoneType, not a Message"),
+    "exits": (lambda message: sys.exit(3), "SystemExit(3)"),
+    "is cancelled": (cancelled, "CancelledError('stopped')"),
+    "cannot be pickled": (lambda message: Message(Odd(), reply_to=message), "this record stays here"),
+    "is killed": (lambda message: os.kill(os.getpid(), signal.SIGKILL), "was ended by SIGKILL (out of memory?)"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "workers"), [*((fault, 2) for fault in FAULTS), ("returns nothing", 0), ("exits", 0), ("is cancelled", 0)]
+)
+def test_a_fault_of_a_client_costs_its_own_reply_only(fault: str, workers: int, caplog) -> None:
+    """Also the clients that wait in its process go on; a process that died is replaced."""
+    act, said = FAULTS[fault]
+
+    def work(message: Message, context: Context) -> Any:
+        if context.node_config["partition-id"] == 1:
+            return act(message)
+        return Message(RecordDict(), reply_to=message)
+
+    with caplog.at_level(logging.ERROR, "flwr"), InProcessGrid(app_of(work), 6, workers=workers) as grid:
+        before = pids(grid) if workers else []
+        for _ in range(2):
+            replies = grid.send_and_receive(to(grid, *range(6)), timeout=30)
+            assert errors(replies) == [False, True, False, False, False, False]
+            assert said in replies[1].error.reason
+        after = pids(grid) if workers else []
+    assert (before == after) == (fault != "is killed")
+    assert ("its clients count as failed (partition 1)" in caplog.text) == (fault == "is killed")
     assert not any(alive(pid) for pid in [*before, *after])
 
 
@@ -199,21 +198,6 @@ def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(federa
     alone = federate(FedTAN(), mlp, datasets, hide={1: [1]}, **common)
     assert run.strategy.reports[0].participants == [0, 2, 3, 4]
     same_bits(run.state, alone.state)
-
-
-def test_an_app_that_cannot_travel_runs_in_the_commands_process(caplog) -> None:
-    """Only forked processes have what cannot be pickled; with two torch threads they are new ones."""
-    lock = threading.Lock()
-
-    def work(message: Message, context: Context) -> Message:
-        with lock:
-            return Message(RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message)
-
-    with caplog.at_level(logging.WARNING, "flwr"), InProcessGrid(app_of(work), 2, workers=2, torch_threads=2) as grid:
-        replies = grid.send_and_receive(to(grid, 0, 1))
-    assert {reply.content["pid"]["pid"] for reply in replies} == {os.getpid()}
-    assert "workers=2, and the ClientApp cannot be sent to a process: TypeError" in caplog.text
-    assert "clients run in the command's own process" in caplog.text
 
 
 def test_new_processes_get_the_app_by_cloudpickle() -> None:
@@ -264,22 +248,6 @@ def test_no_process_outlives_the_command(tmp_path, at_once: dict[str, str], end:
     assert not any(alive(pid) for pid in workers)
 
 
-def test_what_cannot_be_pickled_fails_its_client_only() -> None:
-    class Odd(RecordDict):
-        def __reduce__(self):
-            raise TypeError("this record stays here")
-
-    def work(message: Message, context: Context) -> Message:
-        return Message(Odd() if context.node_config["partition-id"] == 1 else RecordDict(), reply_to=message)
-
-    with InProcessGrid(app_of(work), 3, workers=1) as grid:
-        before = pids(grid)
-        replies = grid.send_and_receive(to(grid, 0, 1, 2), timeout=30)
-        assert errors(replies) == [False, True, False]
-        assert "this record stays here" in replies[1].error.reason
-        assert pids(grid) == before
-
-
 def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
     def work(message: Message, context: Context) -> Message:
         return Message(RecordDict(), reply_to=message)
@@ -287,65 +255,6 @@ def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
     with turn(0), InProcessGrid(app_of(work), 1, workers=1) as grid:
         (reply,) = grid.send_and_receive(to(grid, 0), timeout=30)
     assert not reply.has_error()
-
-
-def test_a_fork_collects_no_garbage_that_it_has_inherited() -> None:
-    """To end what a native library has in the parent may crash the fork; its own garbage is collected."""
-
-    class Native:
-        def __init__(self, ended: list[int]) -> None:
-            self.itself, self.ended = self, ended
-
-        def __del__(self) -> None:
-            self.ended.append(os.getpid())
-
-    inherited: list[int] = []
-
-    def work(message: Message, context: Context) -> Message:
-        own: list[int] = []
-        Native(own)
-        gc.collect()
-        found = {"inherited": len(inherited), "own": len(own)}
-        return Message(RecordDict({"ended": MetricRecord(found)}), reply_to=message)
-
-    gc.disable()
-    try:
-        Native(inherited)
-        with InProcessGrid(app_of(work), 1, workers=1) as grid:
-            assert not gc.isenabled()
-            (reply,) = grid.send_and_receive(to(grid, 0), timeout=30)
-    finally:
-        gc.enable()
-    assert dict(reply.content["ended"]) == {"inherited": 0, "own": 1}
-    gc.collect()
-    assert inherited == [os.getpid()]
-
-
-def test_where_workers_cannot_be_clients_run_in_the_commands_process(monkeypatch, caplog) -> None:
-    monkeypatch.setattr("fedbn_flwr.engines.workers.sys.platform", "darwin")
-    with caplog.at_level(logging.WARNING, "flwr"), InProcessGrid(ClientApp(), 2, workers=2):
-        pass
-    assert "worker processes share memory in a way that darwin does not have; clients run in the" in caplog.text
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_app_that_returns_nothing_or_exits_fails_its_client_only(workers: int) -> None:
-    def work(message: Message, context: Context) -> Message | None:
-        if context.node_config["partition-id"] == 1:
-            return None
-        if context.node_config["partition-id"] == 2:
-            sys.exit(3)
-        if context.node_config["partition-id"] == 4:
-            raise asyncio.CancelledError("stopped")  # no Exception, as KeyboardInterrupt
-        return Message(RecordDict(), reply_to=message)
-
-    with InProcessGrid(app_of(work), 5, workers=workers) as grid:
-        for _ in range(2):
-            replies = grid.send_and_receive(to(grid, 0, 1, 2, 3, 4), timeout=30)
-            assert errors(replies) == [False, True, True, False, True]
-            assert "returned NoneType, not a Message" in replies[1].error.reason
-            assert "SystemExit(3)" in replies[2].error.reason
-            assert "CancelledError('stopped')" in replies[4].error.reason
 
 
 def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> None:
@@ -369,21 +278,6 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> Non
         replies = grid.send_and_receive(to(grid, 0, 1, 2, content=content), timeout=30)
     assert errors(replies) == [True, False, False]
     assert "could not be sent to a worker process: OSError: [Errno 28]" in replies[0].error.reason
-
-
-def test_a_member_that_comes_after_its_step_ends_and_its_process_goes_on(federate, points, mlp) -> None:
-    """It was dropped as late; its process works for others afterwards."""
-    datasets = [points(n, i) for i, n in enumerate(SIZES)]
-
-    def delay(partition: int, server_round: int) -> None:
-        if (partition, server_round) == (1, 1):
-            time.sleep(1.0)
-
-    common = {"rounds": 3, "barrier": True, "timeout": 20, "grid_options": {"workers": 5}}
-    run = federate(FedTAN(fedtan_timeout=0.5), mlp, datasets, wrap=in_fit(delay), **common)
-    found = [report.participants for report in run.strategy.reports]
-    assert found[0] == [0, 2, 3, 4]
-    assert found[-1] == [0, 1, 2, 3, 4]
 
 
 def test_a_process_that_cannot_start_is_not_started_for_ever(caplog) -> None:
@@ -458,39 +352,31 @@ def test_a_process_that_cannot_be_replaced_fails_its_clients_only(monkeypatch, c
     assert "1 worker processes are left" in caplog.text
 
 
-def test_without_enough_processes_clients_run_in_the_commands_process(monkeypatch, caplog) -> None:
-    no_more_processes(monkeypatch, after=2)
-    with InProcessGrid(app_of(reports_pid), 2, workers=3) as grid:
-        (reply,) = grid.send_and_receive(to(grid, 0), timeout=15)
-    assert reply.content["pid"]["pid"] == os.getpid()
-    assert "workers=3, and a process cannot be started: BlockingIOError" in caplog.text
+@pytest.mark.parametrize("why", ["another system", "no more processes", "an app that cannot travel"])
+def test_without_worker_processes_clients_run_in_the_commands_process(why: str, monkeypatch, caplog) -> None:
+    """Only forked processes have what cannot be pickled; with two torch threads they are new ones."""
+    lock = threading.Lock()
+
+    def work(message: Message, context: Context) -> Message:
+        with lock:
+            return reports_pid(message, context)
+
+    if why == "another system":
+        monkeypatch.setattr("fedbn_flwr.engines.workers.sys.platform", "darwin")
+    if why == "no more processes":
+        no_more_processes(monkeypatch, after=2)
+    threads = 2 if why == "an app that cannot travel" else 1
+    with (
+        caplog.at_level(logging.WARNING, "flwr"),
+        InProcessGrid(app_of(work), 2, workers=3, torch_threads=threads) as grid,
+    ):
+        replies = grid.send_and_receive(to(grid, 0, 1), timeout=15)
+    assert {reply.content["pid"]["pid"] for reply in replies} == {os.getpid()}
+    assert "clients run in the command's own process" in caplog.text
 
 
 def reports_pid(message: Message, context: Context) -> Message:
     return Message(RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message)
-
-
-def test_a_worker_that_cannot_start_a_thread_ends_and_is_replaced(monkeypatch) -> None:
-    command, start = os.getpid(), threading.Thread.start
-
-    def start_but_the_third(self) -> None:
-        if os.getpid() != command and self.name == "member_2":
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    monkeypatch.setattr(threading.Thread, "start", start_but_the_third)
-    with InProcessGrid(app_of(member_work), 4, workers=1) as grid:
-        (before,) = pids(grid)
-        assert errors(step(grid, *range(4)).replies) == [True] * 4
-        assert errors(step(grid, 0, 1).replies) == [False] * 2
-        assert pids(grid) != [before]
-
-
-class CannotBeLoaded(RuntimeError):
-    """An exception that can be pickled, and not loaded."""
-
-    def __init__(self, one: str, other: str) -> None:
-        super().__init__(f"{one} {other}")
 
 
 class CannotBePickled(RuntimeError):
@@ -501,7 +387,7 @@ class CannotBePickled(RuntimeError):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("error", [RuntimeError("boom"), CannotBePickled("boom"), CannotBeLoaded("boom", "boom")])
+@pytest.mark.parametrize("error", [RuntimeError("boom"), CannotBePickled("boom")])
 def test_an_exception_of_the_answer_fails_one_member(error: Exception, workers: int) -> None:
     first = iter([True])
 
@@ -551,43 +437,6 @@ def test_below_the_minimum_a_hanging_member_holds_the_step_no_longer_than_an_exc
         hang.set()
     assert not result.members
     assert "did not end its work within 0.5 s after the step had too few clients" in list(result.dropped.values())
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_config_may_hold_arrays(workers: int) -> None:
-    with InProcessGrid(
-        app_of(reports_pid), 2, workers=workers, node_configs=[{"indices": np.arange(3)}, {"indices": np.arange(4)}]
-    ) as grid:
-        for _ in range(2):
-            assert errors(grid.send_and_receive(to(grid, 0, 1), timeout=15)) == [False, False]
-
-
-def test_a_reply_that_cannot_be_taken_is_an_error_and_the_process_goes_on(monkeypatch) -> None:
-    with InProcessGrid(app_of(reports_pid), 2, workers=1) as grid:
-        with monkeypatch.context() as patch:
-            patch.setattr(InProcessGrid, "_is_new", lambda *args: 1 / 0)
-            (reply,) = grid.send_and_receive(to(grid, 0), timeout=15)
-            assert "the reply could not be taken: ZeroDivisionError" in reply.error.reason
-        assert errors(grid.send_and_receive(to(grid, 0, 1), timeout=15)) == [False, False]
-
-
-def test_a_grid_may_be_closed_while_a_process_is_replaced(monkeypatch) -> None:
-    """No process outlives it, whether the replacement has begun or the one before has still to end."""
-    start = multiprocessing.context.ForkProcess.start
-    for seconds in (0.0, 0.1):
-        with monkeypatch.context() as patch:
-            grid = InProcessGrid(app_of(reports_pid), 2, workers=2)
-            grid.send_and_receive(to(grid, 0, 1), timeout=15)
-
-            def slow(self) -> None:
-                time.sleep(0.3)
-                start(self)
-
-            patch.setattr(multiprocessing.context.ForkProcess, "start", slow)
-            os.kill(pids(grid)[0], signal.SIGKILL)
-            time.sleep(seconds)
-            grid.close()
-            assert not any(alive(pid) for pid in pids(grid))
 
 
 def test_what_a_client_keeps_does_not_hold_the_memory_of_its_reply() -> None:

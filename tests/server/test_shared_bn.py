@@ -143,13 +143,10 @@ def test_the_users_own_test_gets_the_average_or_a_warning(
     seen = history(FedBN())
     assert all(np.array_equal(seen[-1][name], start[name]) for name in average)
     (said,) = [text for text in caplog.messages if "not trained" in text]
-    assert said == (
-        "strategy 'fedbn' keeps 5 entries of the model with its clients ('1.weight', ...): in evaluate_fn and in the "
-        "final arrays they have their initial values, which are not trained. eval_on='averaged-bn' puts the average of "
-        "the clients' values there; evaluation on the clients tests each with its own."
-    )
+    assert "'fedbn' keeps 5 entries" in said
+    assert "eval_on='averaged-bn'" in said
     history(Standalone())
-    (said,) = [text for text in caplog.messages if "not trained" in text]
+    said = caplog.text
     assert "'standalone' keeps 9 entries" in said
     assert "averaged-bn" not in said
     history(FedAvg())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from fedbn_flwr.batchnorm.sync import combine
-from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, EngineError
+from fedbn_flwr.errors import EngineError
 from fedbn_flwr.transport import Barrier, Dropped, RetryStep, local_reducer, use_reducers
 
 
@@ -126,73 +125,11 @@ def test_a_member_that_is_done_is_not_late_when_another_one_is(members, monkeypa
     assert 100 in barrier.finished_with()
 
 
-def test_nobody_is_late_because_the_process_was_paused(members, at_once, steps, monkeypatch) -> None:
-    barrier, paused = Barrier(members(1, 1), timeout=5), threading.Event()
-    now = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: now() + 3600 * paused.is_set())
-
-    def last() -> object:
-        time.sleep(0.2)
-        paused.set()
-        time.sleep(1.5)
-        return steps(barrier.reducer(101), {"mean/0": row(1)})
-
-    at_once(partial(steps, barrier.reducer(100), {"mean/0": row(1)}), last)
-    assert barrier.dropped == {}
-    assert barrier.finished_with() == [100, 101]
-
-
-@pytest.mark.parametrize(
-    ("tag", "tensor", "why"),
-    [
-        ("mean/0", row(1, float("nan")), "[not-finite] sent a value that is not finite in exchange 'mean/0'"),
-        ("mean/0", row(1, float("inf")), "[not-finite] sent a value that is not finite in exchange 'mean/0'"),
-        ("mean/0", row(1, 2, 3), "sent ('mean/0', (3,), torch.float64) where the others sent ('mean/0', (2,)"),
-        ("mean/0", row(1, 2, dtype=torch.float32), "sent ('mean/0', (2,), torch.float32) where"),
-        ("mean/1", row(1, 2), "called the functional batch_norm of call 1 where the others called the functional"),
-    ],
-)
-def test_an_unusable_tensor_drops_its_sender(members, at_once, steps, tag: str, tensor, why: str) -> None:
-    barrier = Barrier(members(1, 1, 2), timeout=10)
-    good = {"mean/0": row(1, 2)}
-    bad, *others = at_once(
-        partial(steps, barrier.reducer(100), {tag: tensor}),
-        partial(steps, barrier.reducer(101), good),
-        partial(steps, barrier.reducer(102), good),
-    )
-    assert isinstance(bad, Dropped)
-    assert bad.code == ("dropped" if torch.isfinite(tensor).all() else NOT_FINITE)
-    assert barrier.dropped[100].startswith(why)
-    for answers, union, _ in others:
-        assert union == 3 + 4
-        assert torch.equal(answers["mean/0"], row(1, 2))
-
-
 def test_tensors_that_cannot_be_combined_end_the_step(members, at_once, steps) -> None:
     barrier = Barrier(members(1, 1), timeout=10)
     done = at_once(*(partial(steps, barrier.reducer(100 + i), {"moments/0": torch.ones(2, 5)}) for i in range(2)))
     assert all(isinstance(error, Dropped) for error in done)
     assert barrier.dropped[101].startswith("sent what cannot be combined: exchange 'moments/0' needs tensors of shape")
-
-
-@pytest.mark.parametrize("more", [{100}, {101, 102}])
-def test_of_members_with_other_numbers_of_exchanges_most_stay(members, at_once, steps, more: set[int]) -> None:
-    """Where those with fewer are fewer, they are done already: the others repeat the step without them."""
-    barrier = Barrier(members(1, 1, 1), timeout=10)
-    one = {"mean/0/a": row(1)}
-    sent = {i: {**one, "mean/1/b": row(1)} if i in more else one for i in barrier.members}
-    done = at_once(*(partial(steps, barrier.reducer(i), sent[i]) for i in sent))
-    (reason,) = barrier.dropped.values()
-    assert list(barrier.dropped) == [100]
-    if 100 in more:
-        assert reason.startswith("called BatchNorm layer 'b' where the others had finished the step: ")
-        assert isinstance(done[0], Dropped)
-        assert all(attempts == 1 for _, _, attempts in done[1:]), "those who were done stay done"
-        assert barrier.finished_with() == [100, 101, 102]
-    else:
-        assert reason.startswith("had finished the step where the others called BatchNorm layer 'b': ")
-        assert [(union, attempts) for _, union, attempts in done[1:]] == [(3 + 4, 2)] * 2
-        assert barrier.finished_with() == [101, 102]
 
 
 def test_a_member_that_leaves_is_dropped_unless_it_was_done(members, at_once, steps) -> None:
@@ -211,32 +148,6 @@ def test_a_member_that_leaves_is_dropped_unless_it_was_done(members, at_once, st
     assert barrier.finished_with() == [101, 102]
     barrier.leave(101, "after the step")
     barrier.leave(100, "a second time")
-    assert barrier.dropped == {100: "was switched off"}
-
-
-def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(members, at_once, steps) -> None:
-    """It was given its last answer and closes nothing; the others finish and repeat nothing."""
-    barrier = Barrier(members(1, 1, 1), timeout=10)
-    assert barrier.finished_with() == []
-
-    def leave() -> None:
-        reducer = barrier.reducer(100)
-        reducer.begin()
-        reducer.reduce("mean/0", row(1))
-        barrier.leave(100, "was switched off")
-
-    _, *others = at_once(leave, *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
-    assert [(union, attempts) for _, union, attempts in others] == [(2 + 3 + 4, 1)] * 2
-    assert barrier.dropped == {100: "was switched off"}
-    assert barrier.finished_with() == [100, 101, 102]
-
-
-def test_below_the_minimum_all_members_are_dropped(members, at_once, steps) -> None:
-    barrier = Barrier(members(1, 1, 1), timeout=10, min_members=3)
-    release = threading.Timer(0.1, partial(barrier.leave, 100, "was switched off"))
-    release.start()
-    done = at_once(*(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
-    assert [error.code for error in done] == [TOO_FEW_LEFT] * 2
     assert barrier.dropped == {100: "was switched off"}
 
 

@@ -172,23 +172,6 @@ def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -
     assert max(counts[1:3]) <= max(9.4, 0.57 * takes / 5) + 2
 
 
-def test_an_error_reply_does_not_make_the_next_polls_early(monkeypatch) -> None:
-    clock = Clock(monkeypatch, network=True)
-    grid = PollingGrid(inner := SlowGrid(polls=200))
-    list(grid.send_and_receive(messages(4)))
-    first = clock.now
-    inner.lost, inner.polls = {5}, 0
-    list(grid.send_and_receive(messages(5)))
-    clock.pauses.clear()
-    list(grid.send_and_receive(messages(4)))
-    assert clock.pauses == [0.75 * first]
-    clock.pauses.clear()
-    list(grid.send_and_receive([Message(RecordDict(), 4, MessageType.EVALUATE)]))
-    assert clock.pauses == [0.1], "other messages have other seconds"
-    list(grid.send_and_receive(messages(4)))
-    assert clock.now, "quicker"
-
-
 class Failing(SlowGrid):
     """A grid over HTTP whose SuperLink fails with a status, first of all in the last request of a pull."""
 

@@ -14,7 +14,6 @@ import pytest
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.runs.simulation import simulate
 
@@ -58,20 +57,6 @@ def users_home(
 @pytest.fixture(scope="module")
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(Config.make(SETTINGS), tmp_path_factory.mktemp("in-process") / "out")
-
-
-@pytest.mark.slow  # tests/lab/runs/test_matrix.py has the bits, tests/lab/deployment the app of the checkout
-def test_flwr_run_with_one_actor_gives_the_bits_of_the_run_in_process(
-    in_process: dict[str, Any], tmp_path: Path, same_run
-) -> None:
-    federation = {"num-supernodes": NODES, "client-resources-num-cpus": 2, "init-args-num-cpus": 2}
-    lines: list[str] = []
-    out = tmp_path / "out"
-    flower_run(ROOT, run_config={**SETTINGS, "out": str(out)}, federation_config=federation, on_line=lines.append)
-    summary = json.loads((out / "summary.json").read_text())
-    same_run(summary, in_process)
-    assert [line["round"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2]
-    assert any("round 2/2: personal-own-accuracy" in line for line in lines)
 
 
 @pytest.mark.slow
