@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
@@ -169,13 +168,6 @@ def test_arrays_other_than_those_received_need_names(open_grid) -> None:
     assert list(reply.content.config_records) == []
     reply = ask(open_grid(client_app(lambda _: Plain(lambda p, _: (p[1:], 1, {})))), content, MessageType.TRAIN)
     assert "fit returned 1 arrays for 2 names; if they differ from those received" in reply.error.reason
-
-
-@pytest.mark.parametrize("count", [np.int64(4), torch.tensor(4), 4.0])
-def test_a_count_of_numpy_or_torch_is_sent_as_pythons(count: Any, open_grid) -> None:
-    content = RecordDict({"arrays": to_record({"x": np.zeros(2)}), "config": ConfigRecord()})
-    reply = ask(open_grid(client_app(lambda _: Plain(lambda p, _: (p, count, {})))), content, MessageType.TRAIN)
-    assert dict(reply.content["metrics"]) == {"num-examples": 4}
 
 
 @pytest.mark.parametrize(

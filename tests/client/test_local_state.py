@@ -32,26 +32,6 @@ def keep(context: Context | None, model: nn.Module, server_round: int = 4) -> di
     return kept
 
 
-def test_kept_entries_are_loaded_again(mlp, same_bits) -> None:
-    context, model = empty_context(), mlp()
-    assert store(context, model).load(NAMES) == {}
-    kept = {name: array.copy() for name, array in keep(context, model).items()}
-    assert list(kept) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    model[1].running_mean += 1  # what was kept is a copy
-    same_bits(store(context, model).load(NAMES), kept)
-    assert list(store(context, model).load(["1.num_batches_tracked"])) == ["1.num_batches_tracked"]
-    assert store(context, model).load([]) == {}
-    assert store(context, model).load(["1.weight"]) == {}, "nothing of this part was kept"
-
-
-def test_a_later_round_replaces_an_earlier_one(mlp) -> None:
-    context, model = empty_context(), mlp()
-    keep(context, model)
-    model[1].num_batches_tracked += 5
-    keep(context, model, 5)
-    assert store(context, model).load(NAMES)["1.num_batches_tracked"] == 5
-
-
 KEPT = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))
 OTHERS = {
     "another shape": nn.Sequential(nn.BatchNorm2d(5), nn.BatchNorm2d(4)),

@@ -25,8 +25,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import SERVER_ROUND, Continuity
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.mods import local_bn, masked_update
-from fedbn_flwr.privacy import MaskedSums, MaskSettings
+from fedbn_flwr.mods import local_bn
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN, Strategy
 from tests.support.their_client import numpy_clients
 from tests.support.user_loops import SIZES, hooked_loop
@@ -164,13 +163,6 @@ def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str) ->
     run_app(strategy, app, rounds=2, barrier=False, **by_channel)
     assert [(report.participants, report.rejected) for report in strategy.reports] == [([0, 1, 2], {})] * 2
     assert [list(report.evaluations) for report in strategy.reports] == [["0", "1", "2"]] * 2
-
-
-def test_mods_that_only_look_may_stand_around_masked_sums(run_app, user_app) -> None:
-    strategy = FedAvg()
-    strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
-    run_app(strategy, user_app(hooked_loop, [*LOOKING, masked_update, local_bn], query=True), rounds=2)
-    assert [(report.replied, report.rejected) for report in strategy.reports] == [(3, {})] * 2
 
 
 def test_mods_that_only_look_may_stand_in_the_legacy_loop(datasets, mlp, run_legacy_loop) -> None:

@@ -20,14 +20,12 @@ from fedbn_flwr.messages.packing import is_packed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, PACKS
 from fedbn_flwr.messages.records import encode, from_record, to_record
 from fedbn_flwr.mods import local_bn, masked_update, packed
-from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold, StaticBN
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.federation import torch_clients
-from tests.support.noise import SeededNoise
 from tests.support.user_loops import SIZES, hooked_loop
 
 BAD = 1
@@ -80,23 +78,17 @@ def kept(line: Line) -> list[Any]:
     return [dict(record) for i in range(len(SIZES)) for record in line.context(i).state.array_records.values()]
 
 
-def protected(strategy: Any, *protections: Any) -> Any:
-    for protection in protections:
-        strategy.protect(protection)
+def masked(strategy: Any) -> Any:
+    strategy.protect(MaskedSums(MaskSettings(masked_sums=True)))
     return strategy
 
 
 RUNS: dict[str, Callable[[], Any]] = {
     "fedbn": FedBN,
-    "fixbn": lambda: FixBN(freeze_at=2),
     "fedtan": lambda: FedTAN(fedtan_transport="messages"),
     "scaffold": Scaffold,
     "staticbn": StaticBN,
-    "masked sums": lambda: protected(FedBN(), MaskedSums(MaskSettings(masked_sums=True))),
-    "clients clip": lambda: protected(
-        FedAvg(),
-        ClientLevelDP(DPSettings(dp="client", dp_clipping_norm=0.5, dp_noise_multiplier=0.1), SeededNoise(3)),
-    ),
+    "masked sums": lambda: masked(FedBN()),
 }
 
 

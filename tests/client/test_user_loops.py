@@ -181,7 +181,7 @@ TABLE: dict[str, Any] = {
     "by_messages": SYNCHRONISED,
     "closure": ("fedprox", "scaffold"),
     "closure_by_name": ("fedprox", "scaffold"),
-    "compiled": ("scaffold", "bn-scaffold", "fixbn", "fbn", "hbn", "fedtan"),
+    "compiled": ("bn-scaffold", "fixbn", "fbn", "hbn", "fedtan"),
     "numpy_client": [name for name in METHODS if name not in REESTIMATED],
     "numpy_client_by_messages": ("fedtan", "feddna"),
     "numpy_client_in_the_legacy_loop": [name for name in METHODS if name in ONLY_FIT_AND_EVALUATE],

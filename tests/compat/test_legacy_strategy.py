@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -244,48 +242,6 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy, datasets,
             fit_metrics_aggregation_fn=words,
         )
     assert seen == [], "no result was used"
-
-
-def careful() -> Any:
-    """Return the class of docs/flower-projects.md."""
-    page = (Path(__file__).parents[2] / "docs/flower-projects.md").read_text()
-    (program,) = (text for text in re.findall(r"^```python\n((?:.*\n)*?)```$", page, re.M) if "LegacyStrategy" in text)
-    names: dict[str, Any] = {}
-    exec(program, names)
-    return names["Careful"]
-
-
-def test_a_strategy_of_the_projects_own_gets_another_base(run_legacy_loop, datasets, mlp) -> None:
-    """Its rates are the clients', and a result that it leaves out is in no average and named as left out."""
-    rounds, worst = 6, len(datasets[1])
-
-    class Rated(Stock):
-        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            arrays, number, _ = super().fit(parameters, config)
-            bad = (config["server-round"], number) == (2, worst)
-            return arrays, number, {"train-loss": 1e3 if bad else 1.0}
-
-    inner, history = FedAvg(), list[list[Array]]()
-
-    def noted(server_round: int, arrays: list[Array], config: Any) -> None:
-        history.append(arrays)
-
-    legacy = careful()(inner, to_record(mlp().state_dict()), num_rounds=rounds, evaluate_fn=noted)
-    app = ClientApp(stock_fn(mlp, datasets, Rated))
-    run = run_legacy_loop(legacy, app, mlp().state_dict(), len(datasets), rounds)
-    state = to_state(mlp().state_dict())
-    assert len(history) == rounds + 1
-    for number, after in enumerate(history[1:], 1):
-        config = {"lr": 0.1 if number < 5 else 0.05, "server-round": number}
-        used = [data for data in datasets if (number, len(data)) != (2, worst)]
-        results = [Rated(mlp(), data, None).fit(list(state.values()), config)[0] for data in used]
-        want = averaged(state, results, [len(data) for data in used])
-        state = dict(zip(state, after, strict=True))
-        for name in set(state) - {"1.num_batches_tracked"}:
-            np.testing.assert_allclose(state[name], want[name], rtol=1e-12, atol=1e-14, err_msg=name)
-    left_out = [report.server_round for report in inner.reports if report.rejected]
-    assert left_out == [2]
-    assert list(inner.reports[1].rejected) == [run.grid.get_node_ids()[1]]
 
 
 def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(run_legacy, datasets, mlp) -> None:

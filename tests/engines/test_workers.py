@@ -379,31 +379,6 @@ def reports_pid(message: Message, context: Context) -> Message:
     return Message(RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message)
 
 
-class CannotBePickled(RuntimeError):
-    """An exception that cannot be pickled."""
-
-    def __reduce__(self):
-        raise TypeError("stays here")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("error", [RuntimeError("boom"), CannotBePickled("boom")])
-def test_an_exception_of_the_answer_fails_one_member(error: Exception, workers: int) -> None:
-    first = iter([True])
-
-    def answer(tag, tensors, weights):
-        if next(first, False):
-            raise error
-        return combine(tag, tensors, weights)
-
-    with InProcessGrid(app_of(member_work), 3, workers=workers) as grid:
-        result = step(grid, *range(3), answer=answer)
-        assert sorted(errors(result.replies)) == [False, False, True]
-        assert len(result.members) == 2
-        assert all("boom" in reply.error.reason for reply in result.replies if reply.has_error())
-        assert errors(step(grid, *range(3)).replies) == [False] * 3
-
-
 def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
     """Until then it has its process's turn, for which the others wait there."""
 
@@ -456,26 +431,6 @@ def test_what_a_client_keeps_does_not_hold_the_memory_of_its_reply() -> None:
         del replies
         gc.collect()
         assert mapped() - before < 200_000
-
-
-def test_clients_that_took_longest_before_begin_first() -> None:
-    def handle(message: Message, context: Context) -> Message:
-        metrics = MetricRecord({"partition": int(context.node_config["partition-id"]), "begun": time.monotonic()})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
-
-    def begun(grid: InProcessGrid) -> list[int]:
-        """The partitions in the order in which their clients begin."""
-        found = [reply.content["metrics"] for reply in grid.send_and_receive(to(grid, 0, 1, 2, 3))]
-        return [metrics["partition"] for metrics in sorted(found, key=lambda metrics: metrics["begun"])]
-
-    with InProcessGrid(app_of(handle), 4, workers=1) as grid:
-        nodes = grid.get_node_ids()
-        assert begun(grid) == [0, 1, 2, 3], "in the order of the messages, as nothing is measured"
-        assert set(grid._host.seconds) == {(node, MessageType.TRAIN) for node in nodes}
-        for node, seconds in zip(nodes, (2.1, 0.5, 3.0, 2.2), strict=True):
-            grid._host.seconds[node, MessageType.TRAIN] = seconds
-        assert begun(grid) == [2, 0, 3, 1], "2.1 and 2.2 s are the same: in the order in which the replies are read"
-        assert not {0.5, 2.1, 2.2, 3.0}.intersection(grid._host.seconds.values()), "measured again"
 
 
 def test_the_server_reads_and_adds_a_reply_while_the_next_clients_work(tmp_path, monkeypatch, points, mlp) -> None:

@@ -176,13 +176,13 @@ ENTRIES = st.tuples(
 MANIFESTS = st.lists(st.tuples(NAMES, st.lists(ENTRIES, max_size=3)), max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(manifest=MANIFESTS, arrays=st.integers(0, 3))
 def test_any_manifest_is_refused_or_fits(manifest: Any, arrays: int) -> None:
     refused_or_whole(forged(manifest, arrays * ZERO))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(place=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.integers(0, 10**6) | st.none())
 def test_any_changed_byte_or_cut_is_refused_or_fits(place: int, value: int, cut: int | None) -> None:
     piece = in_one_piece(RecordDict({"arrays": to_record({"w": array("f4", (2,)), "n": array("<i8", ())})}))

@@ -417,17 +417,6 @@ def test_the_report_says_why_no_node_was_identified(federate, mlp, points, monke
         assert all("error 1: no module named 'net'" in why for why in report.rejected.values())
 
 
-def test_a_second_run_of_a_strategy_starts_at_round_one(federate, mlp, points, same_bits) -> None:
-    data = two(points)
-    once = federate(Scaffold(), mlp, data, rounds=2)
-    strategy = Scaffold()
-    strategy.load_state_dict(once.strategy.state_dict(), 1)
-    federate(strategy, mlp, data, rounds=2)
-    again = federate(strategy, mlp, data, rounds=2)
-    same_bits(again.state, once.state)
-    assert [report.server_round for report in strategy.reports] == [1, 2]
-
-
 @pytest.mark.parametrize("make", [FedBN, FedAvgM, Scaffold, functools.partial(FixBN, freeze_at=1)])
 def test_a_second_start_of_ones_own_begins_anew(make: Any, mlp, points, same_bits) -> None:
     """Momentum, variates and what clients had kept went into it."""

@@ -6,12 +6,9 @@ import logging
 import time
 from collections.abc import Iterable
 
-import httpx
 import pytest
 from flwr.app import Error, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.retry import make_simple_http_retry_invoker
-from flwr.supercore.retry.retry_invoker import RetryInvoker
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
@@ -170,53 +167,6 @@ def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -
         counts.append(len(inner.asked))
     # From the first poll to the last reply the time grows by 1.1 * 1.2 / 0.75, a sixteenth at each poll.
     assert max(counts[1:3]) <= max(9.4, 0.57 * takes / 5) + 2
-
-
-class Failing(SlowGrid):
-    """A grid over HTTP whose SuperLink fails with a status, first of all in the last request of a pull."""
-
-    def __init__(self, status: int, failures: int) -> None:
-        super().__init__(polls=1)
-        self.status, self.failures = status, failures
-        self._retry_invoker = make_simple_http_retry_invoker()
-
-    def _request(self) -> None:
-        if self.failures:
-            self.failures -= 1
-            httpx.Response(self.status, request=httpx.Request("POST", "https://superlink")).raise_for_status()
-
-    def get_node_ids(self) -> list[int]:
-        self._retry_invoker.invoke(self._request)
-        return [4]
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        pulled = super().pull_messages(message_ids)  # delivered once: a second pull would not find them
-        self._retry_invoker.invoke(self._request)
-        return pulled
-
-
-def test_a_request_that_fails_in_the_superlink_is_repeated(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(RetryInvoker, "invoke", _without_waiting(RetryInvoker.invoke))
-    caplog.set_level(logging.WARNING, logger="flwr")
-    grid = PollingGrid(PollingGrid(failing := Failing(500, failures=7)))
-    replies = grid.send_and_receive(messages(4, 5), timeout=10)
-    assert sorted(reply.metadata.src_node_id for reply in replies) == [4, 5]
-    assert caplog.text.count("The SuperLink failed (500") == 7
-    failing.failures = 7
-    assert list(grid.get_node_ids()) == [4]
-    failing.failures = 8
-    with pytest.raises(httpx.HTTPStatusError, match="500"):
-        grid.get_node_ids()
-    with pytest.raises(httpx.HTTPStatusError, match="404"):
-        PollingGrid(Failing(404, failures=1)).send_and_receive(messages(4), timeout=10)
-
-
-def _without_waiting(invoke):
-    def at_once(self, *args, **kwargs):
-        self.wait_function = lambda seconds: None
-        return invoke(self, *args, **kwargs)
-
-    return at_once
 
 
 def test_a_reply_to_another_message_is_left_out_and_named(caplog) -> None:
