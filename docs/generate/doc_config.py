@@ -8,12 +8,14 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
-from fedbn_flwr.lab.config.method_settings import config_fields, methods_with, own_default
+from fedbn_flwr.lab.config.checks import ROLES, in_words
+from fedbn_flwr.lab.config.fields import config_fields, methods_with, only_if_of, own_defaults
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.norms import NORMS
+from fedbn_flwr.server.method_params import PARAMS
 from fedbn_flwr.server.params import EVALUATIONS, Params
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies import METHODS, STRATEGIES
 from fedbn_flwr.training.tasks import TASKS
 
 __all__ = ["config_page", "field_cells"]
@@ -26,6 +28,7 @@ _NAMES: Mapping[str, Iterable[str]] = {
     "partition": PARTITIONS,
     "eval-on": EVALUATIONS,
     "task": TASKS,
+    **{role: [name for name, method in METHODS.items() if method.role == role] for role in ROLES},
 }
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _TYPES = {str: "text", int: "int", float: "float", bool: "bool"}
@@ -46,11 +49,13 @@ def config_page() -> str:
     lines = [_HEAD]
     for group in GROUPS:
         lines += [f"## {group[0].upper()}{group[1:]}", ""]
-        methods = group == "methods"
+        methods = group == "settings of methods"
         lines += ["| key | type | default | allowed | meaning |" + " used by |" * methods, "|---" * (5 + methods) + "|"]
         for key in Config.keys(group):
             name, field = fields[key]
             cells = [f"`{key}`", *_cells(key, name, field)]
+            if conditions := only_if_of(Config, key):
+                cells[-1] += f". Only with {in_words(conditions)}"
             lines.append("| " + " | ".join([*cells, _users(name)] if methods else cells) + " |")
         lines.append("")
     return "\n".join(lines)
@@ -65,13 +70,13 @@ def field_cells(key: str, field: FieldInfo) -> list[str]:
 def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
     """Return the cells of a config key; with a default of each method's own, those and their limits."""
     kind, default, allowed, meaning = field_cells(key, field)
-    if name not in own_default(STRATEGIES.values()):
+    if name not in own_defaults():
         return [kind, default, allowed, meaning]
     common = Params.model_fields.get(name)
     declared = {}
-    for method in STRATEGIES.values():
-        if setting := config_fields(method.Params).get(name):
-            declared[method.name] = method.Params.model_fields[setting]
+    for method, params in PARAMS.items():
+        if setting := config_fields(params).get(name):
+            declared[method] = params.model_fields[setting]
     differ = {method: field for method, field in declared.items() if not common or field.default != common.default}
     own = ", ".join(f"{method} {_default(field.default)}" for method, field in differ.items())
     own += f", the others {_default(common.default)}" if common else ""
@@ -79,8 +84,7 @@ def _cells(key: str, name: str, field: FieldInfo) -> list[str]:
 
 
 def _users(name: str) -> str:
-    methods = [method.name for method in methods_with(STRATEGIES.values(), name)]
-    return ", ".join(methods) or "every method"
+    return ", ".join(methods_with(name)) or "every method"
 
 
 def _type(annotation: Any) -> str:

@@ -15,7 +15,7 @@ from doc_travels import cost_of, travels_section
 
 from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config.method_settings import config_fields
+from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.norms import feature
 from fedbn_flwr.server import momentum, reestimation, shared_bn
 from fedbn_flwr.server.params import Params

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from doc_at_once import config_table
 from doc_config import config_page
 from doc_methods import method_pages, method_title, page_of
+from doc_names import names_of_registries
 from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
 from doc_privacy import privacy_table
@@ -27,7 +27,7 @@ from doc_references import references_page
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.doctor.situations import SITUATIONS
 from fedbn_flwr.lab.config import GROUPS, Config
-from fedbn_flwr.lab.config.table import TABLE_FILE
+from fedbn_flwr.lab.config.names import NAMES_FILE
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Key
 from fedbn_flwr.norms import NORMS
@@ -38,6 +38,7 @@ from fedbn_flwr.strategies import METHODS, STRATEGIES
 __all__ = ["changed", "derived", "main"]
 
 _ROOT = Path(__file__).resolve().parents[2]
+_NAMES = Path("fedbn_flwr/lab/config") / NAMES_FILE
 _GROUPS = (
     "Statistics synchronised or frozen",
     "BN stays with the client",
@@ -56,7 +57,7 @@ def derived(root: Path) -> dict[Path, str]:
     """
     texts = {Path("docs/config.md"): config_page()} | method_pages(root)
     texts[Path("docs/references.md")] = references_page(root)
-    texts[Path("fedbn_flwr/lab/config") / TABLE_FILE] = config_table()
+    texts[_NAMES] = names_of_registries()
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
     marked = {
@@ -245,6 +246,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("root", nargs="?", type=Path, default=_ROOT, help="the checkout; default: this file's")
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 when a file is stale")
     options = parser.parse_args(arguments)
+    if not options.check:  # a config reads these names, and the pages show configs
+        (options.root / _NAMES).write_text(names_of_registries(), encoding="utf-8")
     stale = changed(options.root)
     for path, text in stale.items():
         print(f"stale: {path}; run `make generate`" if options.check else f"written: {path}")

@@ -26,7 +26,7 @@ from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
 from fedbn_flwr.doctor.state import STATE_FILES, named, read_state_file
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
-from fedbn_flwr.lab.config import CENTRALIZED, Config, read_overrides
+from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of, read_overrides
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
@@ -83,11 +83,11 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         diagnosis = replace(diagnosis, notes=notes)
     else:
         training = training_of(config, run)
-        own = kept if config.strategy != CENTRALIZED and config.methods().local else {}
+        own = kept if config.strategy != CENTRALIZED and method_of(config).methods.local else {}
         diagnosis = _with_data(model, config, clients, tests, training=training, state=state, notes=notes, own=own)
     files = RunFiles.read(run)
     of_clients = _of_clients(model, kept, diagnosis.findings)
-    if clients and config.strategy != CENTRALIZED and Part.STATISTICS in config.methods().local:
+    if clients and config.strategy != CENTRALIZED and Part.STATISTICS in method_of(config).methods.local:
         of_clients += _mismatch_of_clients(model, kept, tests, config)
     findings = [*of_clients, *diagnosis.findings]
     if files.diverged_at:
@@ -151,7 +151,7 @@ def _mismatch_of_clients(
     Where statistics stay with the clients these models are what is used; the average of their BatchNorm is not.
     """
     evidence, chosen = dict[str, str](), MISMATCH
-    loss, generator = config.learning_task().loss, torch_generator(config.seed, "doctor-clients")
+    loss, generator = data_of(config).task.loss, torch_generator(config.seed, "doctor-clients")
     momenta = {path: layer.momentum for path, layer in layers_of(model).items()}
     for test in tests:
         if test.name not in kept or len(test) < 2:
@@ -263,7 +263,7 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
         full_batch, alone = not config.batch_size, config.strategy == CENTRALIZED
         if (full_batch and then.batch_size) or (alone and then.strategy != CENTRALIZED):
             return False  # a larger batch than all examples, and clients where there are none
-        if then.strategy != CENTRALIZED and model_needs(then.methods().whole) and then.norm not in _BATCHNORM:
+        if then.strategy != CENTRALIZED and model_needs(method_of(then).methods.whole) and then.norm not in _BATCHNORM:
             return False
         return any(settings[key] != value for key, value in asked.items())
 
@@ -281,7 +281,7 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
 def _with_data(
     model: nn.Module, config: Config, clients: list[ClientData], tests: list[ClientData], **options: Any
 ) -> Diagnosis:
-    loss = config.learning_task().loss
+    loss = data_of(config).task.loss
     with threads(config.torch_threads):  # as in training: the last digits depend on it
         return diagnose_clients(on_device(model, config), clients, tests, loss=loss, seed=config.seed, **options)
 
@@ -321,10 +321,10 @@ def _drawn(config: Config, views: Mapping[str, Subset], max_examples: int) -> li
 
 def training_of(config: Config, run: Path | None = None) -> Training:
     """Return what the settings say of the training; a run's folder says whether its statistics are frozen by now."""
-    tested = config.evaluations()[0] == "global-batch-statistics"
+    tested = method_of(config).tests[0] == "global-batch-statistics"
     if config.strategy == CENTRALIZED:
         return Training(0, config.batch_size, CENTRALIZED, tested_by_batch=tested)
-    methods, handled = config.methods(), set[str]()
+    methods, handled = method_of(config).methods, set[str]()
     steps = config.local_steps or (config.local_epochs if not config.batch_size else 0)  # else it differs by client
     if methods.freezes_bn or (
         methods.whole.exchanges and steps == 1
@@ -359,7 +359,7 @@ def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[st
         checkpoint = _newest_checkpoint(run)
         notes += filter(None, [code_changed(config.model, checkpoint.get("code", ""))])
         state, kept = tensors(checkpoint["state"]), _kept_in_checkpoint(run)
-        absent = [] if config.strategy == CENTRALIZED else sorted(config.methods().local)
+        absent = [] if config.strategy == CENTRALIZED else sorted(method_of(config).methods.local)
         notes.append(f"the run is not finished: its checkpoint of round {checkpoint['server_round']} was used.")
     model = make_model(config)
     parts = split_state(model)

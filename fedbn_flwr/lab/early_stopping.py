@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.messages.protocol import VALIDATION
 
 __all__ = ["EarlyStopping", "validation_metric"]
@@ -20,8 +20,8 @@ __all__ = ["EarlyStopping", "validation_metric"]
 
 def validation_metric(config: Config) -> str:
     """Return the name of the main score on the validation examples, in ``metrics.jsonl``."""
-    personal = config.evaluations()[0].startswith("personal")
-    return f"{'personal-' if personal else ''}{VALIDATION}-{config.learning_task().score}"
+    personal = method_of(config).tests[0].startswith("personal")
+    return f"{'personal-' if personal else ''}{VALIDATION}-{data_of(config).task.score}"
 
 
 class EarlyStopping:
@@ -40,7 +40,7 @@ class EarlyStopping:
 
     def __init__(self, config: Config, lines: Iterable[Mapping[str, Any]]) -> None:
         self.metric = validation_metric(config)
-        self._patience, self._sign = config.early_stopping, 1 if config.learning_task().higher_is_better else -1
+        self._patience, self._sign = config.early_stopping, 1 if data_of(config).task.higher_is_better else -1
         self._better: list[int] = []  # the rounds with a better score than all before: its last one is the best
         self._best, self._since = -math.inf, 0  # the score of that round, and the tested rounds after it
         for line in lines:

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import CENTRALIZED, Config, split
+from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, learning_rate_of, method_of, split
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods import Methods
@@ -83,7 +83,7 @@ def on_device(model: nn.Module, config: Config) -> nn.Module:
 
 def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
     """Return the model in the memory format that suits it."""
-    return set_memory_format(model, lambda: torch.zeros(2, *config.example_shape()))
+    return set_memory_format(model, lambda: torch.zeros(2, *data_of(config).shape))
 
 
 def training_model(config: Config) -> nn.Module:
@@ -100,8 +100,8 @@ def build_options(config: Config) -> dict[str, Any]:
     """Return the arguments of ``build_model`` of a config, as JSON can hold them."""
     options: dict[str, Any] = {
         "name": config.model,
-        "num_classes": config.num_outputs(),
-        "input_shape": list(config.example_shape()),
+        "num_classes": data_of(config).num_outputs,
+        "input_shape": list(data_of(config).shape),
         "norm": config.norm,
         "norm_groups": config.norm_groups,
         "seed": config.seed,
@@ -124,8 +124,8 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     warnings: list[str] = []
     uses_momentum = True
     if config.strategy != CENTRALIZED:
-        warnings += partly_without_effect(split_state(model), config.methods())
-        uses_momentum = all(problem.key != "bn_momentum" for problem in config.problems("unused"))
+        warnings += partly_without_effect(split_state(model), method_of(config).methods)
+        uses_momentum = all(problem.key != "bn_momentum" for problem in method_of(config).problems("unused"))
     replaced = []
     for path, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):
@@ -173,13 +173,13 @@ def initialise(model: nn.Module, config: Config) -> InitReport | None:
         return None
     from fedbn_flwr.lab.models import load_initial
 
-    return load_initial(model, config.init, config.model, config.example_shape()[0])
+    return load_initial(model, config.init, config.model, data_of(config).shape[0])
 
 
 def local_training(config: Config) -> LocalTraining:
     """Return the settings of local training."""
     return LocalTraining(
-        learning_rate=config.learning_rate_over_rounds(),
+        learning_rate=learning_rate_of(config),
         local_steps=config.local_steps,
         sampling=config.sampling,
         local_epochs=config.local_epochs,
@@ -193,10 +193,10 @@ def local_training(config: Config) -> LocalTraining:
 
 def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
     """Return the strategy of a config for ``num_nodes`` nodes; the state is split by the model's layer types."""
-    settings = config.params().model_dump() | _tests(config)
+    settings = method_of(config).params.model_dump() | _tests(config)
     if config.validation_share and config.strategy == FedBS.name:
         settings["loss_key"] = VALIDATION_LOSS
-    return config.method()(
+    return method_of(config).strategy(
         fraction_train=config.fraction_train,
         fraction_evaluate=config.fraction_evaluate,
         min_train_nodes=1,
@@ -210,7 +210,9 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
 
 def _tests(config: Config) -> dict[str, str]:
     """Return the tests that the strategy must know: those of held-out clients need the average of local BN parts."""
-    local = bool(config.methods().local & {Part.AFFINE, Part.STATISTICS}) and not config.shares_nothing()
-    if not config.held_out_clients or not local or SHARED_BN in config.evaluations():
+    local = (
+        bool(method_of(config).methods.local & {Part.AFFINE, Part.STATISTICS}) and not method_of(config).shares_nothing
+    )
+    if not config.held_out_clients or not local or SHARED_BN in method_of(config).tests:
         return {}
-    return {"eval_on": ",".join((*config.evaluations(), SHARED_BN))}
+    return {"eval_on": ",".join((*method_of(config).tests, SHARED_BN))}

@@ -14,10 +14,10 @@ __all__ = [
     "dp_conflicts",
     "mask_conflicts",
     "unused_dp",
-    "unused_masks",
 ]
 
 setting = functools.partial(_setting, group="privacy")
+_WITH_DP = {"dp": ("server", "client")}
 
 
 class DPSettings(Settings):
@@ -28,17 +28,29 @@ class DPSettings(Settings):
         "client-level differential privacy of the global models: who clips the updates (the server adds the noise)",
     )
     dp_noise_multiplier: float = setting(
-        0.0, "z: the noise in the sum of updates has deviation z C; 0 = clipping alone, which guarantees nothing", ge=0
+        0.0,
+        "z: the noise in the sum of updates has deviation z C; 0 = clipping alone, which guarantees nothing",
+        only_if=_WITH_DP,
+        ge=0,
     )
     dp_clipping: Literal["fixed", "adaptive"] = setting(
-        "fixed", "adaptive = with dp=server C follows a quantile of the updates' norms"
+        "fixed", "adaptive = with dp=server C follows a quantile of the updates' norms", only_if=_WITH_DP
     )
     dp_clipping_norm: float = setting(
-        1.0, "C: largest norm of a client's update; if C adapts, its value in round 1", gt=0
+        1.0, "C: largest norm of a client's update; if C adapts, its value in round 1", only_if=_WITH_DP, gt=0
     )
-    dp_delta: float = setting(1e-5, "delta for which epsilon is stated; well below 1 / number of clients", gt=0, lt=1)
+    dp_delta: float = setting(
+        1e-5,
+        "delta for which epsilon is stated; well below 1 / number of clients",
+        only_if=_WITH_DP,
+        gt=0,
+        lt=1,
+    )
     dp_target_epsilon: float = setting(
-        0.0, "choose the noise multiplier so that R rounds cost this epsilon; 0 = dp-noise-multiplier", ge=0
+        0.0,
+        "choose the noise multiplier so that R rounds cost this epsilon; 0 = dp-noise-multiplier",
+        only_if=_WITH_DP,
+        ge=0,
     )
 
 
@@ -76,6 +88,7 @@ class MaskSettings(Settings):
     masked_threshold: float = setting(
         0.66,
         "share of a round's clients that must stay to the end; with it the server removes masks",
+        only_if={"masked-sums": (True,)},
         gt=0.5,
         le=1,
     )
@@ -86,9 +99,3 @@ def mask_conflicts(dp: DPSettings) -> list[str]:
     if dp.dp != "server":
         return []
     return ["masked-sums=true hides the updates that dp=server clips; with dp=client the clients clip"]
-
-
-def unused_masks(settings: MaskSettings) -> dict[str, str]:
-    """Return the settings that have no effect under the others, by name, each with what it needs."""
-    others = set(MaskSettings.model_fields) - {"masked_sums"}
-    return {} if settings.masked_sums else dict.fromkeys(others, "it is for masked-sums=true")

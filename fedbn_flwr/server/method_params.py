@@ -6,6 +6,7 @@ They stand apart from the algorithms because a config is checked without torch, 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, field_validator
@@ -13,6 +14,7 @@ from pydantic import AfterValidator, field_validator
 from fedbn_flwr.server.params import Params, setting
 
 __all__ = [
+    "PARAMS",
     "AdaptiveParams",
     "At",
     "BNScaffoldParams",
@@ -220,3 +222,29 @@ class HBNParams(PooledParams):
     """Parameters of HBN."""
 
     share_alpha: bool = setting(False, "clients share alpha; its mean is where a client without its own one starts")
+
+
+PARAMS: Mapping[str, type[Params]] = {
+    "fedavg": Params,
+    "fedprox": FedProxParams,
+    "scaffold": ScaffoldParams,
+    "bn-scaffold": BNScaffoldParams,
+    "fedavgm": FedAvgMParams,
+    "fedadam": AdaptiveParams,
+    "fedyogi": FedYogiParams,
+    "fedadagrad": FedAdagradParams,
+    "fedbn": Params,
+    "silobn": Params,
+    "mtfl": Params,
+    "staticbn": Params,
+    "fixbn": FixBNParams,
+    "fbn": FBNParams,
+    "hbn": HBNParams,
+    "fedtan": FedTANParams,
+    "fedtan2": FedTAN2Params,
+    "feddna": FedTANParams,
+    "fedbs": FedBSParams,
+    "fedwon": FedWonParams,
+    "standalone": Params,
+}
+"""The settings of each method of the package, in the order of ``STRATEGIES``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -9,28 +10,17 @@ from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError, unknown_name
 
-__all__ = [
-    "AVERAGED_BN",
-    "EVALUATIONS",
-    "RECALIBRATED",
-    "TEST_BN",
-    "Params",
-    "Settings",
-    "limits",
-    "setting",
-    "tests_in",
-]
+__all__ = ["BATCHNORM_KINDS", "EVALUATIONS", "RECALIBRATED", "SET", "TEST_BN", "Params", "Settings"]
+__all__ += ["limits", "setting", "tests_in"]
 
-AVERAGED_BN = "averaged-bn"
-"""The name of the test with the average of the clients' BN parts in ``eval-on``, and of the record that they send."""
 TEST_BN = "-test-bn"
 """Ends the name of a test in ``eval-on`` in which BatchNorm has statistics of the test inputs."""
 RECALIBRATED = "recalibrated"
 """The name of the test with re-estimated statistics in ``eval-on``."""
 EVALUATIONS = (
     *("global", "global-train", "global-batch-statistics", "personal-own", "personal-global", "personal-domains"),
-    *(AVERAGED_BN, RECALIBRATED),
-    *(f"global{TEST_BN}", f"{AVERAGED_BN}{TEST_BN}"),
+    *("averaged-bn", RECALIBRATED),
+    *(f"global{TEST_BN}", f"averaged-bn{TEST_BN}"),
 )
 """The names of tests in ``eval-on``. A strategy itself acts on averaged-bn and recalibrated, the recorder on all."""
 
@@ -41,13 +31,32 @@ def tests_in(eval_on: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*asked, *(name.removesuffix(TEST_BN) for name in asked)]))
 
 
-def setting(default: Any, meaning: str, group: str = "methods", key: str = "", **limits: Any) -> Any:
-    """Return a field of ``Params``: its default, its meaning and its limits (``ge``, ``gt``, ``le``, ``lt``).
+SET = "any value but the default"
+"""Of a key in ``only_if``."""
+BATCHNORM_KINDS = ("batch", "batch-renorm")
+"""The values of ``norm`` with running statistics."""
 
-    The config key, its default in ``[tool.flwr.app.config]`` and its row in the documentation are made from the field.
-    ``group`` is its group of config keys, "" where it has no key; ``key`` is the key, where that is not the name.
+
+def setting(
+    default: Any,
+    meaning: str,
+    group: str = "settings of methods",
+    key: str = "",
+    only_if: Mapping[str, Any] | None = None,
+    **limits: Any,
+) -> Any:
+    """Return a field of ``Params``, from which its config key and its row in the documentation are made.
+
+    Args:
+        default: its default.
+        meaning: for the table of keys.
+        group: its group of config keys; "" = it has no key.
+        key: the key, where that is not the name.
+        only_if: what other keys must be for it to have an effect, see ``lab.config.fields``.
+        limits: ``ge``, ``gt``, ``le``, ``lt``.
     """
-    return Field(default, description=meaning, json_schema_extra={"group": group, "key": key}, **limits)
+    extra: dict[str, Any] = {"group": group, "key": key, "only_if": dict(only_if or {})}
+    return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 
 class Settings(BaseModel):
@@ -86,12 +95,15 @@ class Params(Settings):
     """The settings of a method. Every strategy has the settings of this class; a method adds its own."""
 
     variance: Literal["mean", "pooled"] = setting(
-        "mean", "average of running variances; pooled adds the spread of the client means"
+        "mean",
+        "average of running variances; pooled adds the spread of the client means",
+        only_if={"norm": BATCHNORM_KINDS},
     )
     recalibrate: bool = setting(
         False,
         "every test and the saved model use BN statistics re-estimated from the clients' data (as staticbn does); "
         "training does not use them. eval-on=recalibrated tests with them, but saves the model as trained",
+        "tests",
     )
     min_replies: int = setting(1, "with fewer usable replies a round keeps the previous model", "rounds", ge=1)
     cohort_rounds: int = setting(
@@ -99,9 +111,10 @@ class Params(Settings):
         "rounds in a row that train with the same clients, where fraction-train is below 1: with masked-sums, sums "
         "over changing clients tell of single ones. A client that is lost is replaced, the others stay",
         "rounds",
+        only_if={"fraction-train": SET},
         ge=1,
     )
-    eval_every: int = setting(1, "evaluate after every so many rounds, and after the last", "rounds", ge=1)
+    eval_every: int = setting(1, "evaluate after every so many rounds, and after the last", "tests", ge=1)
     eval_on: str = setting(
         "",
         "comma list of tests; empty = global, or personal-own for a method with local parts. global-train: the global "
@@ -111,7 +124,7 @@ class Params(Settings):
         "it, the saved model has no entries of these parts). "
         "recalibrated: the global model with re-estimated statistics (see recalibrate). global-test-bn, "
         "averaged-bn-test-bn: with statistics of the test inputs (see test-bn), the plain test beside it",
-        "rounds",
+        "tests",
     )
     seed: int = setting(0, "seed of every random draw of the run", "rounds", ge=0)
     on_divergence: Literal["stop", "continue"] = setting(

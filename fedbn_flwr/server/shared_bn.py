@@ -31,12 +31,11 @@ from torch import nn
 from fedbn_flwr.batchnorm.averaging import State, Variance, average
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.messages.protocol import Key
-from fedbn_flwr.server.params import AVERAGED_BN
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 
 __all__ = ["SHARED_BN", "LatestBN", "ShareBN"]
 
-SHARED_BN = Key(AVERAGED_BN, "ArrayRecord: a client's BN parts", "client", "server")
+SHARED_BN = Key("averaged-bn", "ArrayRecord: a client's BN parts", "client", "server")  # also the name in eval-on
 
 
 class ShareBN(ClientHook):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.studies.study_checks import load_study
@@ -37,7 +37,7 @@ def test_a_recipe_loads_and_says_how_to_run_it(name: str) -> None:
     header = HEADER.match(path.read_text())
     assert header is not None
     assert header["file"] == name
-    local = bool(config.methods().local)
+    local = bool(method_of(config).methods.local)
     assert (header["on"] == "the clients' own two classes") == local
 
 

@@ -436,7 +436,7 @@ def test_the_remaining_time_of_rounds_that_take_minutes(clock: list[float]) -> N
 def test_the_remaining_time_of_a_sweep_leaves_out_rounds_that_were_done_before_or_never_will_be(
     clock: list[float],
 ) -> None:
-    config = SimpleNamespace(num_server_rounds=10, learning_task=lambda: SimpleNamespace(score="accuracy"))
+    config = Config.make({"num-server-rounds": 10})
     cells = [SimpleNamespace(name=name, trial="", config=config) for name in ("resumed", "whole")]
     with bars() as shown:
         display = Display(shown, "study")

@@ -15,8 +15,8 @@ from torch import nn
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, DataError, EngineError
-from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.config.method_settings import config_fields
+from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import simulation
 from fedbn_flwr.lab.runs.node import client_fn
@@ -273,9 +273,9 @@ def test_the_resolved_config_gives_the_same_run(quick_config, tmp_path: Path) ->
 
 def test_fedwons_mobilenet_on_cifar_at_32_pixels() -> None:
     settings = {"strategy": "fedwon", "norm": "wsconv", "model": "torchvision:mobilenet_v2", "dataset": "cifar10"}
-    assert Config.make(settings).example_shape() == (3, 64, 64)
+    assert data_of(Config.make(settings)).shape == (3, 64, 64)
     config = Config.make({**settings, "image-size": 32})
-    assert config.example_shape() == (3, 32, 32)
+    assert data_of(config).shape == (3, 32, 32)
     check(config)
     with pytest.raises(ConfigError, match=r"image-size=48 has no effect: model=torchvision:alexnet takes images of 63"):
         Config.make({**settings, "model": "torchvision:alexnet", "image-size": 48})

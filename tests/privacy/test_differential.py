@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 from fedbn_flwr import global_state, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
@@ -598,8 +598,8 @@ def test_no_record_decides_how_many_outputs_a_model_has(tmp_path: Path) -> None:
     keys = {"dp": "server", **NOISY, "dataset": f"npz:{tmp_path / 't.npz'}"}
     with pytest.raises(ConfigError, match="dp=server: the data decide the number of classes, which epsilon does not"):
         Config.make(keys)
-    assert Config.make({**keys, "num-classes": 3}).num_outputs() == 3
-    assert Config.make({**keys, "task": "binary"}).num_outputs() == 1
+    assert data_of(Config.make({**keys, "num-classes": 3})).num_outputs == 3
+    assert data_of(Config.make({**keys, "task": "binary"})).num_outputs == 1
 
 
 @pytest.mark.parametrize("dp", ["server", "off"])

@@ -24,7 +24,7 @@ Kind = Literal["strategies", "norms", "models", "datasets", "partitions"]
 @app.add(BEFORE, "list strategies", name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     """List the names that a config can use, one line each, with the source."""
-    from fedbn_flwr.lab.config.table import rows
+    from fedbn_flwr.lab.config.names import rows
 
     names, texts, _ = zip(*rows(kind), strict=True)
     for name, what, source in rows(kind):
@@ -41,23 +41,20 @@ def inspect(
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value of the method, rounds, ...")] = None,
 ) -> None:
     """Show a model's BN layers, and what a strategy shares, keeps and sends per round."""
-    from fedbn_flwr.lab.config import read_overrides
-    from fedbn_flwr.lab.config.at_once import refuse_at_once
-    from fedbn_flwr.lab.config.table import table
+    from fedbn_flwr.lab.config import Config, read_overrides
+    from fedbn_flwr.server.method_params import PARAMS
 
     with exit_codes():
         given = read_overrides(set_ or [])
         strategy = str(given.get("strategy", strategy))
-        if strategy not in table()["methods"]:
-            raise unknown_name("strategy", strategy, table()["methods"])
-        refuse_at_once(None, set_ or [], model=model, norm=norm, dataset=dataset, strategy=strategy)
-    from fedbn_flwr.lab.config import Config
+        if strategy not in PARAMS:
+            raise unknown_name("strategy", strategy, PARAMS)
+        settings = Config.make({"model": model, "norm": norm, "dataset": dataset, **given, "strategy": strategy})
     from fedbn_flwr.lab.runs.inspection import inspect_model
     from fedbn_flwr.lab.setup import initialise, make_model
     from fedbn_flwr.training.settings import share_of
 
     with exit_codes():
-        settings = Config.make({"model": model, "norm": norm, "dataset": dataset, **given, "strategy": strategy})
         if given.get("num-clients"):
             num_clients = max(1, share_of(settings.fraction_train, settings.num_clients))
         built = make_model(settings)
@@ -134,18 +131,16 @@ def partition(
     out: Annotated[Path | None, typer.Option(help="Picture (PNG) of classes by clients to write; a new file.")] = None,
 ) -> None:
     """Show the split of the training and validation data: each client's examples by class, and by domain if any."""
-    from fedbn_flwr.lab.config.at_once import refuse_at_once
+    from fedbn_flwr.lab.config import Config
 
     with exit_codes():
-        refuse_at_once(config, set_ or [])
-    from fedbn_flwr.lab.config import Config
+        settings = Config.load(config, set_ or [])
     from fedbn_flwr.lab.data import partition_table
     from fedbn_flwr.lab.partitioned.counts import data_warnings
     from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
     from fedbn_flwr.lab.partitioned.splitting import count_split, draw_split
 
     with exit_codes():
-        settings = Config.load(config, set_ or [])
         report_own_data(settings)
         tables = count_split(settings)
         for table in tables:

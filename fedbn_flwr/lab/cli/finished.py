@@ -39,6 +39,7 @@ def evaluate(
         if against is not None:
             refuse_no_run(against)
     from fedbn_flwr.lab.cli.sites import print_sites
+    from fedbn_flwr.lab.config import data_of
     from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
     from fedbn_flwr.lab.finished_runs.saved_model import run_config
     from fedbn_flwr.lab.finished_runs.sites import LEVEL, sites_of_run
@@ -48,7 +49,7 @@ def evaluate(
             of_data = {"--set": set_, "--bn": bn, "--state-dir": state_dir, "--out": out}
             if given := [name for name, value in of_data.items() if value]:
                 raise ConfigError(f"{', '.join(given)}: say which data, with --dataset.")
-            print_sites(sites_of_run(run, against), run_config(run).learning_task().score)
+            print_sites(sites_of_run(run, against), data_of(run_config(run)).task.score)
             say(f"The ends are those of {LEVEL:.0%} intervals over the groups of a site.")
         elif against:
             raise ConfigError("--against compares two runs on their own test examples: leave out --dataset.")

@@ -56,7 +56,7 @@ def doctor(
     strict: Annotated[bool, typer.Option(help="End with code 1 for a finding; 3 if a part is not known.")] = False,
 ) -> None:
     """Say what is wrong with BatchNorm in a run, a model on data, or a saved state: evidence, and what to try."""
-    from fedbn_flwr.lab.config.at_once import refuse_settings_at_once
+    from fedbn_flwr.lab.config import Config
 
     given = {"local_keys": local_keys, "shared_keys": shared_keys}
     path = Path(os.path.expanduser(target))
@@ -76,7 +76,7 @@ def doctor(
                 "state (--state FILE), or both."
             )
         else:
-            refuse_settings_at_once({**settings, "model": target, **({"dataset": dataset} if dataset else {})})
+            Config.check_keys({**settings, "model": target, **({"dataset": dataset} if dataset else {})})
     from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, diagnose_saved_state, read_names
 
     with exit_codes(StateError):  # 1 and 3 are answers, under --strict

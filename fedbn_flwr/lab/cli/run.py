@@ -44,19 +44,18 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
     """Do a run, or the rest of it, and write its folder: config, metrics, summary, model, curves, checkpoints."""
-    from fedbn_flwr.lab.config.at_once import refuse_at_once
+    from fedbn_flwr.lab.config import Config
 
     with exit_codes():
         if resume:
             config, set_ = _resumed(config, out), [*(set_ or []), "resume=true"]
-        refuse_at_once(config, set_ or [])
-    from fedbn_flwr.lab.config import Config
+        settings = Config.load(config, set_ or [])
+    from fedbn_flwr.lab.config import data_of
     from fedbn_flwr.lab.output.checkpoint import after_interrupt
     from fedbn_flwr.lab.runs.run import preflight, start
 
     with exit_codes():
         quiet_flower()  # its import, which came with the run's, sets the level of its log
-        settings = Config.load(config, set_ or [])
         folder = out or Path(settings.out or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{settings.title}")
         if workers is not None and engine != "in-process":
             raise ConfigError(f"--workers={workers} is for --engine in-process; Ray has workers of its own.")
@@ -70,7 +69,7 @@ def run(
         try:
             with (
                 interrupt(lambda: after_interrupt(folder, options)),
-                progress(settings.num_server_rounds, settings.title, settings.learning_task().score) as advance,
+                progress(settings.num_server_rounds, settings.title, data_of(settings).task.score) as advance,
             ):
                 summary = start(checked, engine, advance, workers, ray_address)
         except DivergedError:

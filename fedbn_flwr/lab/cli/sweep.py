@@ -147,7 +147,9 @@ class Display:
 
     def begin(self, cell: Any) -> Callable[[Any], None]:
         """Show the bar of a run; return what moves it."""
-        scores, rounds = Scores(cell.config.learning_task().score), self._rounds[cell.name]
+        from fedbn_flwr.lab.config import data_of
+
+        scores, rounds = Scores(data_of(cell.config).task.score), self._rounds[cell.name]
         task = self._tasks[cell.name] = self._progress.add_task("  " + cell.name, total=rounds, shown="")
         self._started[cell.name] = time.monotonic()
 

@@ -1,11 +1,9 @@
 """The typed config of a run: the same keys in YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``.
 
-The settings of the methods come from the strategies' ``Params``: the key ``freeze-at``, for example, is
-``FixBNParams.freeze_at`` in ``strategies/fixbn.py``. ``docs/config.md`` names the methods of each key.
-
-``fields.py`` has all other keys, ``values.py`` what follows from them, ``checks.py`` and ``privacy_checks.py`` what is
-refused, ``unused.py`` which key has no effect, and ``config.py`` reads and writes them. ``at_once.py`` tells a bad
-config before torch is imported, by ``table.json``; so a name here costs its module when it is used.
+``fields.py`` has the keys; those of the methods come from ``server/method_params.py``. ``config.py`` reads and writes
+them. They are checked in two halves: ``checks.py`` needs no torch, so that a wrong key or value is told at once, and
+``run_checks.py`` asks the registries, the data and the methods. ``data.py`` and ``method.py`` say what the settings
+mean: ``data_of(config)``, ``method_of(config)``. A name here costs its module when it is used.
 """
 
 from __future__ import annotations
@@ -16,25 +14,29 @@ from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.config.config import Config, Scalar, state_in_out
+    from fedbn_flwr.lab.config.data import data_of
     from fedbn_flwr.lab.config.fields import GROUPS, STATE_IN_OUT
+    from fedbn_flwr.lab.config.method import learning_rate_of, method_of, schedule_changes
+    from fedbn_flwr.lab.config.names import CENTRALIZED
     from fedbn_flwr.lab.config.reading import RENAMED
-    from fedbn_flwr.lab.config.table import CENTRALIZED
     from fedbn_flwr.lab.config.texts import number, split
-    from fedbn_flwr.lab.config.unused import without_effect
     from fedbn_flwr.lab.config.yaml_text import read_overrides
 else:
     _WHERE = {
-        "CENTRALIZED": "table",
+        "CENTRALIZED": "names",
         "GROUPS": "fields",
         "RENAMED": "reading",
         "STATE_IN_OUT": "fields",
         "Config": "config",
         "Scalar": "config",
+        "data_of": "data",
+        "learning_rate_of": "method",
+        "method_of": "method",
         "number": "texts",
         "read_overrides": "yaml_text",
+        "schedule_changes": "method",
         "split": "texts",
         "state_in_out": "config",
-        "without_effect": "unused",
     }
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
@@ -45,9 +47,12 @@ __all__ = [
     "STATE_IN_OUT",
     "Config",
     "Scalar",
+    "data_of",
+    "learning_rate_of",
+    "method_of",
     "number",
     "read_overrides",
+    "schedule_changes",
     "split",
     "state_in_out",
-    "without_effect",
 ]

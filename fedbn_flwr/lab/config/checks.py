@@ -1,163 +1,181 @@
-"""Checks of keys together: all problems are found at once.
+"""What is told of a config without torch: each key by itself, names, keys together, keys without effect.
 
-They are for the settings of a run with the registries (``Values``), and without them and without torch (``Known``).
+What needs the registries, own data or the methods is in ``run_checks.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
-from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.lab.config.table import CENTRALIZED
-from fedbn_flwr.lab.config.texts import check_known, split, wrong
+from pydantic import ValidationError
 
-if TYPE_CHECKING:
-    from fedbn_flwr.lab.config.at_once import Known
-    from fedbn_flwr.lab.config.values import Values
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.lab.config.fields import Fields, config_fields, methods_with, only_if_of
+from fedbn_flwr.lab.config.names import CENTRALIZED, allowed
+from fedbn_flwr.lab.config.problems import Problem, of_error, of_name, of_pydantic
+from fedbn_flwr.lab.config.texts import read_decays, split
+from fedbn_flwr.server.method_params import PARAMS
+from fedbn_flwr.server.params import EVALUATIONS, SET, TEST_BN
 
-__all__ = ["problems_of"]
+__all__ = ["ROLES", "checked", "defaults_of", "has_no_effect", "problems_together"]
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Fields)
+
+ROLES = ("local-part", "client-hooks", "server-step")
+"""The keys that add methods to the strategy."""
+_OF_A_FEDERATION = (
+    *("fraction-train", "cohort-rounds", "fraction-evaluate", "min-replies", "round-timeout", "variance"),
+    *("momentum-scope", "agc", "recalibrate", *ROLES, "state-dir", "series"),
+)
 
 
-def problems_of(config: Values | Known) -> list[str]:
-    """Return what is wrong with the keys together, one line each."""
-    problems = [*_of_names(config), *_of_data(config)]
-    if not problems:  # else the methods cannot be asked
-        problems += _noted(problems, _of_methods, config) or []
-    return problems + _of_training(config)
+def checked(kind: type[F], settings: Mapping[str, Any]) -> tuple[F, list[Problem]]:
+    """Return the valid settings, and what is wrong with the others, each by itself.
 
-
-def _noted(problems: list[str], read: Callable[..., T], *args: Any) -> T | None:
-    """Return what a function returns; None if it raises an error, which is added to the problems."""
+    Args:
+        kind: the class to return.
+        settings: under their new names, see ``reading.new_names``.
+    """
+    valid = dict(settings)
+    problems: list[Problem] = []
     try:
-        return read(*args)
-    except FedBNError as error:
-        problems.append(str(error))
-        return None
+        return kind.model_validate(valid), problems
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    first = {str(one["loc"][0]): one for one in reversed(errors)}  # a union gives several for one key
+    keys = list(defaults_of(kind))
+    for key, one in reversed(first.items()):
+        problems.append(of_pydantic(one, keys))
+        valid = {name: value for name, value in valid.items() if str(name) != key}
+    return kind.model_validate(valid), problems
 
 
-def _of_names(config: Values | Known) -> list[str]:
-    """Return what is wrong with names of methods and norms."""
-    problems: list[str] = []
-    _noted(problems, check_known, "strategy", config.strategy, config.known("strategy"))
-    for role, name in config.added_methods():
-        _noted(problems, check_known, role, name, config.known(role))
-    names = config.method_names()
+def defaults_of(kind: type[Fields]) -> dict[str, Any]:
+    """Return the default of each key."""
+    return {field.alias or name: field.default for name, field in kind.model_fields.items()}
+
+
+def problems_together(config: Fields) -> list[Problem]:
+    """Return what is wrong with the keys together, as far as it is told without torch."""
+    problems = [*_of_names(config), *_of_rounds(config), *_of_tests(config)]
+    return [*problems, *_of_privacy(config)]
+
+
+def _of_names(config: Fields) -> Iterator[Problem]:
+    """Yield what is wrong with names."""
+    yield from of_name("strategy", config.strategy, allowed("strategy"))
+    for role in ROLES:
+        for name in split(getattr(config, role.replace("-", "_"))):
+            yield from of_name(role, name, allowed(role))
+    names = config.method_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        problems.append(f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and server-step")
-    _noted(problems, check_known, "norm", config.norm, config.known("norm"))
-    return problems
-
-
-def _of_methods(config: Values | Known) -> list[str]:
-    """Return what is wrong with the settings of the methods, or does not fit privacy."""
-    problems: list[str] = []
-    if config.strategy != CENTRALIZED:
-        problems += (problem.text for problem in config.problems("refuse"))
-    if problems or not config.protected:
-        return problems
-    from fedbn_flwr.lab.config.privacy_checks import dp_problems, mask_problems
-
-    with_data = cast("Values", config)  # the others are never protected
-    if config.dp != "off":
-        problems += dp_problems(with_data)
-    if not problems and config.masked_sums:
-        problems += mask_problems(with_data)
-    return problems
-
-
-def _of_data(config: Values | Known) -> list[str]:
-    """Return what is wrong with the data, the task and the tests, and what cannot be read."""
-    problems: list[str] = []
-    info: Any = _noted(problems, config.data_info)
-    if info:
-        _noted(problems, check_known, "partition", config.split_name(), config.known("partition"))
-    _noted(problems, _check_task, config, info)
-    augment = _noted(problems, config.augmentation)
-    _noted(problems, config.decays)
-    for name in split(config.eval_on):
-        _noted(problems, check_known, "eval-on", name, config.known("eval-on"))
-    asked = ",".join(config.adapted_tests())
-    classes = info.num_classes if info and not config.is_own() else 0
-    moved = augment.each if augment and info and info.task.by_pixel else ()
-    problems += wrong(
-        (
-            split(config.eval_on)[:1] == ["personal-domains"],
-            "eval-on=personal-domains has no mean, which a run's main metric needs: name another test before it",
-        ),
-        (asked and not config.test_bn, f"eval-on={asked} needs test-bn: {', '.join(config.known('test-bn'))}"),
-        (
-            config.partition in ("", "classes") and classes and config.classes_per_client > classes,
-            f"classes-per-client={config.classes_per_client} is more than the {classes} classes of "
-            f"dataset={config.dataset}; use 1 to {classes}",
-        ),
-    )
-    for name in moved:
-        if name.endswith("-augment"):
-            problems.append(f"augment: {name} would move the image and not the classes of its pixels")
-    return problems + wrong(
-        (
-            config.num_classes and config.num_classes < classes,
-            f"num-classes={config.num_classes} is fewer than the {classes} of dataset={config.dataset}",
-        ),
-    )
-
-
-def _of_training(config: Values | Known) -> list[str]:
-    """Return what is wrong with rounds, steps and the learning rate."""
-    stopping = f"early-stopping={config.early_stopping}"
-    return wrong(
-        (
-            config.early_stopping and not config.validation_share,
-            f"{stopping} needs validation-share above 0: the score is that on examples that no client trains on",
-        ),
-        (
-            config.early_stopping and not config.checkpoint_every,
-            f"{stopping} goes back to the checkpoint of the best round: set checkpoint-every above 0",
-        ),
-        (
-            not config.local_steps and not config.local_epochs,
-            "local-steps and local-epochs are both 0: nothing to train; set one of them above 0",
-        ),
-        (
-            config.series and not _names_a_series(config.series),
-            f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or '_', no '.' in front",
-        ),
-    )
-
-
-def _names_a_series(text: str) -> bool:
-    from fedbn_flwr.messages.protocol import SERIES_PATTERN
-
-    return SERIES_PATTERN.fullmatch(text) is not None
-
-
-def _check_task(config: Values | Known, info: Any) -> None:
-    """Check that the labels can be for the task, that it has the metrics, and that the model is for it."""
-    per_pixel = config.per_pixel()
+        text = f"{', '.join(twice)}: named twice in strategy, local-part, client-hooks and server-step"
+        yield Problem("conflict", "strategy", text)
+    yield from of_name("norm", config.norm, allowed("norm"))
+    if ":" not in config.dataset:
+        yield from of_name("dataset", config.dataset, allowed("dataset"))
+    if config.partition:
+        yield from of_name("partition", config.partition, allowed("partition"))
     if config.task:
-        check_known("task", config.task, config.known("task"))
-    if info is None:
+        yield from of_name("task", config.task, allowed("task"))
+    for name in split(config.eval_on):
+        yield from of_name("eval-on", name, EVALUATIONS)
+
+
+def _of_rounds(config: Fields) -> Iterator[Problem]:
+    """Yield what is wrong with rounds, steps and the learning rate."""
+    stopping = f"early-stopping={config.early_stopping}"
+    if config.early_stopping and not config.validation_share:
+        text = f"{stopping} needs validation-share above 0: the score is that on examples that no client trains on"
+        yield Problem("needs", "early-stopping", text)
+    if config.early_stopping and not config.checkpoint_every:
+        text = f"{stopping} goes back to the checkpoint of the best round: set checkpoint-every above 0"
+        yield Problem("needs", "early-stopping", text)
+    if not config.local_steps and not config.local_epochs:
+        text = "local-steps and local-epochs are both 0: nothing to train; set one of them above 0"
+        yield Problem("conflict", "local-steps", text)
+    try:
+        read_decays(config.lr_decay_at, config.lr_decay_factor)
+    except FedBNError as error:
+        yield of_error(error, "lr-decay-at")
+
+
+def _of_tests(config: Fields) -> Iterator[Problem]:
+    """Yield what is wrong with the tests."""
+    tests = split(config.eval_on)
+    if tests[:1] == ["personal-domains"]:
+        text = "eval-on=personal-domains has no mean, which a run's main metric needs: name another test before it"
+        yield Problem("needs", "eval-on", text)
+    adapted = ",".join(name for name in tests if name.endswith(TEST_BN))
+    if adapted and not config.test_bn:
+        yield Problem("needs", "test-bn", f"eval-on={adapted} needs test-bn: batch, mix")
+
+
+def _of_privacy(config: Fields) -> Iterator[Problem]:
+    """Yield what is wrong with the keys of the protections together."""
+    centralized = config.strategy == CENTRALIZED
+    if config.dp != "off" and centralized:
+        yield Problem("conflict", "dp", f"dp={config.dp}: strategy=centralized has no clients")
+    if config.masked_sums and centralized:
+        yield Problem("conflict", "masked-sums", "masked-sums=true: strategy=centralized has no clients")
+    if config.masked_sums and config.num_clients == 1:
+        text = "masked-sums=true needs at least 2 clients, and num-clients=1: a sum over one client is its update"
+        yield Problem("conflict", "masked-sums", text)
+    if (config.dp != "off" or config.masked_sums) and config.norm == "batch-renorm":
+        text = "norm=batch-renorm warms up by counting batches, and with privacy a counter counts rounds"
+        yield Problem("conflict", "norm", text)
+    if config.dp == "off":
         return
-    config.example_shape()
-    possible = (info.task.name, *info.tasks)
-    if config.task and config.task not in possible:
-        raise ConfigError(
-            f"task={config.task}: the labels of dataset={config.dataset} are for {', '.join(possible)}. Leave task "
-            "out, or use data of your own that have such labels."
-        )
-    task = config.learning_task()
-    if per_pixel is not None and per_pixel != task.by_pixel:
-        allowed = ", ".join(config.models_for(task.by_pixel))
-        gives = "outputs for each pixel" if per_pixel else "one vector of outputs for each example"
-        raise ConfigError(
-            f"dataset={config.dataset} is for {task.name}, model={config.model} gives {gives}. Use another data set, "
-            f"or one of the models {allowed}"
-        )
-    if config.feature_norm and task.by_pixel:
-        raise ConfigError(
-            f"feature-norm is for a vector of features before a linear classifier, and the task {task.name} "
-            "has a prediction for each pixel. Leave it out."
-        )
+    if config.min_replies > 1:
+        text = f"min-replies={config.min_replies}: a round with noise has a result whoever answers; leave it out"
+        yield Problem("conflict", "min-replies", text)
+    if config.early_stopping:
+        text = f"early-stopping={config.early_stopping} chooses a round by the clients' validation examples"
+        yield Problem("conflict", "early-stopping", text)
+
+
+# --- keys without effect ----------------------------------------------------------------------------------------------
+def has_no_effect(config: Fields) -> dict[str, str]:
+    """Return the keys that are set and that this run cannot use, each with what it needs."""
+    used: dict[str, str] = {}
+    set_ = {key: value for key, value in values_of(config).items() if value != defaults_of(type(config))[key]}
+    of_run = {name for method in config.method_names for name in config_fields(PARAMS.get(method, PARAMS["fedavg"]))}
+    for key in set_:
+        name = key.replace("-", "_")
+        if key in _OF_A_FEDERATION and config.strategy == CENTRALIZED:
+            used[key] = "strategy=centralized has no clients"
+        elif (users := methods_with(name)) and name not in of_run:
+            used[key] = f"it is for {', '.join(users)}"
+        elif needs := _unmet(config, key):
+            used[key] = needs
+    return used
+
+
+def values_of(config: Fields) -> dict[str, Any]:
+    """Return the value of each key."""
+    return {field.alias or name: getattr(config, name) for name, field in type(config).model_fields.items()}
+
+
+def _unmet(config: Fields, key: str) -> str:
+    """Return what a key needs to have an effect; "" if it has one."""
+    conditions = only_if_of(type(config), key)
+    if all(_is_met(config, other, values) for other, values in conditions.items()):
+        return ""
+    return f"it is for {in_words(conditions)}"
+
+
+def _is_met(config: Fields, key: str, values: Any) -> bool:
+    value = getattr(config, key.replace("-", "_"))
+    if values == SET:
+        return bool(value != defaults_of(type(config))[key])
+    return any(value == one or (str(one).endswith(":") and str(value).startswith(one)) for one in values)
+
+
+def in_words(conditions: Mapping[str, Any]) -> str:
+    """Return conditions as text: "train-only, with norm=batch and batch-renorm"."""
+    words = []
+    for key, values in conditions.items():
+        shown = [str(value).lower() if isinstance(value, bool) else value for value in values if value != ""]
+        words.append(key if values == SET else f"{key}={' and '.join(shown)}")
+    return ", with ".join(words)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import ValidationError, model_validator
-
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config.checks import problems_of
-from fedbn_flwr.lab.config.fields import GROUPS
-from fedbn_flwr.lab.config.method_settings import config_fields
-from fedbn_flwr.lab.config.reading import RENAMED, merged, new_names, read_settings, two_lengths
-from fedbn_flwr.lab.config.table import CENTRALIZED
-from fedbn_flwr.lab.config.texts import explain
-from fedbn_flwr.lab.config.unused import without_effect
-from fedbn_flwr.lab.config.values import Values
+from fedbn_flwr.lab.config.checks import (
+    checked,
+    defaults_of,
+    has_no_effect,
+    problems_together,
+    values_of,
+)
+from fedbn_flwr.lab.config.fields import GROUPS, Fields, config_fields
+from fedbn_flwr.lab.config.names import CENTRALIZED
+from fedbn_flwr.lab.config.problems import ConfigProblemsError, Problem
+from fedbn_flwr.lab.config.reading import RENAMED, merged, new_names, read_settings
+from fedbn_flwr.lab.config.texts import number, split
 
 __all__ = ["Config", "Scalar", "state_in_out"]
 
@@ -26,22 +27,18 @@ Scalar = str | int | float | bool
 _OF_THE_COMPOSE_FILE = ("fedtan-transport", "fedtan-bind", "fedtan-address", "fedtan-tls-dir")
 
 
-class Config(Values):
+class Config(Fields):
     """All settings of a run. Keys are the kebab-case names of the fields; values are scalars, lists are comma strings.
 
-    "Not set" is "" for text and 0 for numbers. ``docs/config.md`` is the table of this class.
+    "Not set" is "" for text and 0 for numbers. ``docs/config.md`` is the table of this class. ``data_of`` and
+    ``method_of`` say what the settings mean.
     """
-
-    @model_validator(mode="after")
-    def _together(self) -> Self:
-        """Check the keys together, and report all problems at once."""
-        if problems := problems_of(self):
-            raise ValueError("\n".join(problems))
-        return self
 
     @classmethod
     def make(cls, values: Mapping[str, Any], *, complete: bool = False) -> Config:
         """Return the config of a flat mapping of keys to scalars.
+
+        What can be told without torch is told before it is imported.
 
         Args:
             values: the settings; missing keys take their defaults.
@@ -50,50 +47,53 @@ class Config(Values):
 
         Raises:
             ConfigError: all problems, one per line: unknown keys with the nearest known key, wrong types, values out of
-                range, settings that contradict each other.
+                range, settings that contradict each other or have no effect. If some are told without torch, these.
         """
-        defaults = _defaults()
-        settings, problems = new_names(values)
-        problems += two_lengths(settings, defaults["local-epochs"] if complete else 0)
-        config, invalid = cls._validated(settings)
-        problems += invalid
-        if config is None or problems:
-            raise ConfigError("\n".join(problems))
+        config, problems = cls._first_half(values, complete)
+        unused = has_no_effect(config)
+        problems += _no_effect(config, unused, complete)
+        _refuse(problems)
+        from fedbn_flwr.lab.config.run_checks import has_no_effect_in_run, problems_of_run
+
+        _refuse(problems_of_run(config))
         config = _with_nobody_held_out(config)
-        unused = without_effect(config)
+        unused |= has_no_effect_in_run(config)
+        _refuse(_no_effect(config, unused, complete))
+        defaults = defaults_of(cls)
         preset = {key for key in _OF_THE_COMPOSE_FILE if complete and key in unused}
-        for key, (value, use) in unused.items():
-            if key not in preset:
-                problems.append(f"{key}={value!r} has no effect: {use}")
-        if problems:
-            raise ConfigError("\n".join(problems))
         return config._resolved({key.replace("-", "_"): defaults[key] for key in preset})
 
     @classmethod
-    def _validated(cls, settings: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
-        """Return the config, None if there is none, and all problems.
+    def check_keys(cls, values: Mapping[str, Any]) -> None:
+        """Raise what ``make`` tells without torch.
 
-        pydantic checks the keys together only if each one is valid, so it tries again without the invalid ones.
+        Raises:
+            ConfigError: as ``make``.
         """
-        problems: list[str] = []
-        valid = dict(settings)
-        while True:
-            try:
-                return cls.model_validate(valid), problems
-            except ValidationError as error:
-                for problem in error.errors():
-                    problems += explain(problem, list(_defaults()))
-                invalid = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
-            if invalid.isdisjoint(map(str, valid)):
-                return None, problems
-            valid = {key: value for key, value in valid.items() if str(key) not in invalid}
+        config, problems = cls._first_half(values)
+        _refuse([*problems, *_no_effect(config, has_no_effect(config), complete=False)])
+
+    @classmethod
+    def _first_half(cls, values: Mapping[str, Any], complete: bool = False) -> tuple[Config, list[Problem]]:
+        """Return the valid settings, and the problems that are told without torch."""
+        settings, twice = new_names(values)
+        problems = [Problem("conflict", "", text) for text in twice]
+        steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
+        if steps and epochs and epochs != (1 if complete else 0):
+            text = f"local-steps={steps} and local-epochs={epochs} are both set; set one of them"
+            problems.append(Problem("conflict", "local-steps", text))
+        config, invalid = checked(cls, settings)
+        return config, [*problems, *invalid, *problems_together(config)]
 
     def _resolved(self, changes: Mapping[str, Any]) -> Config:
         """Return the config with these changes, and what "not set" stands for."""
+        from fedbn_flwr.lab.config.data import data_of
+        from fedbn_flwr.lab.config.method import method_of
+
         config = self.model_copy(update=changes)
-        update: dict[str, Any] = {"partition": config.split_name()}
+        update: dict[str, Any] = {"partition": data_of(config).split_name}
         if config.strategy != CENTRALIZED:
-            params = config.params()
+            params = method_of(config).params
             update |= {name: getattr(params, setting) for name, setting in config_fields(type(params)).items()}
         if config.local_steps:
             update["local_epochs"] = 0
@@ -113,15 +113,24 @@ class Config(Values):
         stay = {RENAMED.get(key, key) for key in own}
         dropped: dict[str, str] = {}
         while True:  # without one key another may have no effect
-            try:
-                unused = without_effect(_with_nobody_held_out(cls.model_validate(settings)))
-            except ValidationError:
-                unused = {}  # ``make`` reports all problems
-            drop = {key: use for key, (_, use) in unused.items() if key not in stay}
+            drop = {key: use for key, use in cls._unused(settings).items() if key not in stay}
             if not drop:
                 return cls.make(settings), dropped
             dropped |= drop
             settings = {key: value for key, value in settings.items() if key not in drop}
+
+    @classmethod
+    def _unused(cls, settings: Mapping[str, Any]) -> dict[str, str]:
+        """Return the keys that are set and have no effect; none if the settings have other problems."""
+        config, problems = cls._first_half(settings)
+        if problems:
+            return {}
+        from fedbn_flwr.lab.config.run_checks import has_no_effect_in_run, problems_of_run
+
+        unused = has_no_effect(config)
+        if not problems_of_run(config.model_copy(update=_defaults_for(config, unused))):
+            unused |= has_no_effect_in_run(_with_nobody_held_out(config))
+        return {problem.key: unused[problem.key] for problem in _no_effect(config, unused, complete=False)}
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -134,26 +143,22 @@ class Config(Values):
 
     def to_mapping(self) -> dict[str, Scalar]:
         """Return every key with its value, as Flower's run config holds it; ``make`` gives the same config back."""
-        values: dict[str, Scalar] = self.model_dump(by_alias=True)
+        values: dict[str, Scalar] = values_of(self)
         return {key: values[key] for key in chain.from_iterable(map(self.keys, GROUPS))}
-
-    @classmethod
-    def keys(cls, group: str) -> list[str]:
-        """Return the keys of a group, in order."""
-        extras = {field.alias or name: field.json_schema_extra for name, field in cls.model_fields.items()}
-        return [key for key, extra in extras.items() if isinstance(extra, dict) and extra["group"] == group]
 
     def late_decays(self) -> list[str]:
         """Return a warning for each decay of the learning rate that the run is too short for."""
-        rounds, (after, _) = self.num_server_rounds, self.decays()
-        late = [one for one in after if isinstance(one, int) and one >= rounds]
+        rounds = self.num_server_rounds
+        late = [text for text in split(self.lr_decay_at) if isinstance(at := number(text), int) and at >= rounds]
         return [f"lr-decay-at={one}: the run has {rounds} rounds; only a resumed run may reach it" for one in late]
 
     def warnings(self) -> list[str]:
         """Return what these settings do that a user may not expect, one line each."""
         if self.strategy == CENTRALIZED:
             return self.late_decays()
-        lines = [*self.late_decays(), *(problem.text for problem in self.problems("warn"))]
+        from fedbn_flwr.lab.config.method import method_of
+
+        lines = [*self.late_decays(), *(problem.text for problem in method_of(self).problems("warn"))]
         if self.sgd_momentum and self.local_steps == 1 and self.momentum_scope == "none":
             lines.append(
                 f"sgd-momentum={self.sgd_momentum} has no effect: a round has one step, and momentum begins anew in "
@@ -162,16 +167,35 @@ class Config(Values):
         return lines
 
 
-def _defaults() -> dict[str, Any]:
-    """Return the default of each key."""
-    return {field.alias or name: field.default for name, field in Config.model_fields.items()}
+def _refuse(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ConfigProblemsError(problems)
+
+
+def _no_effect(config: Config, unused: Mapping[str, str], complete: bool) -> list[Problem]:
+    """Return the problems of keys that are set and have no effect."""
+    values, defaults = values_of(config), defaults_of(type(config))
+    preset = _OF_THE_COMPOSE_FILE if complete else ()
+    return [
+        Problem("no-effect", key, f"{key}={values[key]!r} has no effect: {needs}")
+        for key, needs in unused.items()
+        if values[key] != defaults[key] and key not in preset
+    ]
+
+
+def _defaults_for(config: Config, keys: Mapping[str, str]) -> dict[str, Any]:
+    defaults = defaults_of(type(config))
+    return {key.replace("-", "_"): defaults[key] for key in keys}
 
 
 def _with_nobody_held_out(config: Config) -> Config:
     """Read ``held-out-clients=0`` as none, unless a client is called 0."""
     if config.held_out_clients.strip() != "0":
         return config
-    named = config.split_name() == "natural" and "0" in config.data_info().client_names
+    from fedbn_flwr.lab.config.data import data_of
+
+    data = data_of(config)
+    named = data.split_name == "natural" and "0" in data.info.client_names
     return config if named else config.model_copy(update={"held_out_clients": ""})
 
 

@@ -1,243 +1,387 @@
-"""The keys of a run that are no method's: each with its type, default, limits and meaning."""
+"""The keys of a run, by group: each with its type, default, limits, meaning, and what it needs to have an effect.
+
+A key is the kebab-case name of its field. This module needs no torch, so that a wrong key or value is told at once. The
+settings of the methods come from ``server.method_params``, those of the protections from ``privacy.settings``.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, ValidationInfo, create_model, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
+from pydantic.fields import FieldInfo
 
-from fedbn_flwr.batchnorm.adaptation import TestBNMode
-from fedbn_flwr.lab.config.method_settings import fields_of, method_fields
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config.reading import refuse_bool
+from fedbn_flwr.lab.config.texts import split
 from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
-from fedbn_flwr.server.method import Role
-from fedbn_flwr.server.params import Params, setting
-from fedbn_flwr.strategies import METHODS, STRATEGIES
-from fedbn_flwr.training.freezing import FrozenBN
-from fedbn_flwr.training.settings import OptimizerName, Sampling
+from fedbn_flwr.server.method_params import PARAMS
+from fedbn_flwr.server.params import BATCHNORM_KINDS, SET, Params, Settings
 
-__all__ = ["GROUPS", "STATE_IN_OUT", "Fields", "MethodSettings"]
+__all__ = ["GROUPS", "STATE_IN_OUT", "Fields", "config_fields", "methods_with"]
+__all__ += ["only_if_of", "own_defaults", "settings_of_methods"]
 
 STATE_IN_OUT = "out"  # value of state-dir for clients on the server's machine: a folder in the run's folder
-GROUPS = ("what", "own data and models", "rounds", "local training", "methods", "privacy", "files")
-
-if TYPE_CHECKING:
-
-    class MethodSettings(Params, DPSettings, MaskSettings):
-        """The settings of all methods and protections."""
-
-else:
-    _PRIVACY = fields_of(DPSettings) | fields_of(MaskSettings)
-    _LATER = ConfigDict(defer_build=True)  # what is validated is ``Config`` alone
-    MethodSettings = create_model("MethodSettings", __config__=_LATER, **method_fields(STRATEGIES.values()), **_PRIVACY)
+GROUPS = (
+    *("method", "data", "clients", "model", "rounds", "local training", "tests"),
+    *("settings of methods", "privacy", "files"),
+)
+"""The groups of keys, in the order of the tables."""
 
 
-def _key(group: str, default: Any, meaning: str, **limits: Any) -> Any:
-    return setting(default, meaning, group, **limits)
+def key(default: Any, meaning: str, only_if: Mapping[str, Any] | None = None, **limits: Any) -> Any:
+    """Return the field of a key.
+
+    Args:
+        default: its default.
+        meaning: for the table of keys.
+        only_if: what other keys must be for this one to have an effect: to each key its values, or ``SET`` for any but
+            its default. A value that ends with ":" is the begin of one.
+        limits: ``ge``, ``gt``, ``le``, ``lt``.
+    """
+    return Field(default, description=meaning, json_schema_extra={"only_if": dict(only_if or {})}, **limits)
 
 
-def _of_role(role: Role) -> str:
-    return ", ".join(name for name, method in METHODS.items() if method.role == role)
+# --- the settings of the methods --------------------------------------------------------------------------------------
+def config_fields(kind: type[Settings]) -> dict[str, str]:
+    """Return the settings that are config keys, those of a group: the config's field to the name of the setting."""
+    fields = {}
+    for name, field in kind.model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra["group"]:
+            fields[str(extra["key"]).replace("-", "_") or name] = name
+    return fields
 
 
-class Fields(MethodSettings):
-    """The keys of the methods and protections, and these. A key is the kebab-case name of its field."""
+def methods_with(field: str, params: Mapping[str, type[Params]] = PARAMS) -> list[str]:
+    """Return the methods that have the config's ``field``; none for a setting of every method."""
+    if field in Params.model_fields:
+        return []
+    return [name for name, kind in params.items() if field in config_fields(kind)]
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        defer_build=True,
-        alias_generator=lambda name: name.replace("_", "-"),
-        allow_inf_nan=False,
-        coerce_numbers_to_str=True,  # YAML and the command line know no difference
-    )
 
-    strategy: str = _key("what", "fedavg", "method; `fedbn-flwr list strategies`")
-    norm: str = _key("what", "batch", "normalisation of the model; `fedbn-flwr list norms`")
-    norm_groups: int = _key("what", 2, "groups of `norm=group`", ge=1)
-    feature_norm: Literal["", "sqrt-d", "1"] = _key(
-        "what",
-        "",
-        "length of the features before the classifier (FN): sqrt-d, the root of their number; 1; empty = as they are",
-    )
-    model: str = _key("what", "mlp", "model; `fedbn-flwr list models`, torchvision:NAME, your own module:function")
-    num_classes: int = _key("what", 0, "classes of the model; 0 = the data set's", ge=0)
-    dataset: str = _key(
-        "what",
+def own_defaults(params: Mapping[str, type[Params]] = PARAMS) -> dict[str, Any]:
+    """Return the config's default, 0 or -1, of each setting whose default differs between methods.
+
+    It stands for "the method's own default": 0, or -1 for a setting that may be 0.
+    """
+    defaults: dict[str, Any] = {}
+    for name, declared in _declared(params).items():
+        if len({field.default for field in declared}) > 1:
+            may_be_0 = any(getattr(limit, "ge", None) == 0 for limit in declared[0].metadata)
+            defaults[name] = type(declared[0].default)(-1 if may_be_0 else 0)
+    return defaults
+
+
+def settings_of_methods(params: Mapping[str, type[Params]] = PARAMS) -> dict[str, Any]:
+    """Return (type, field) of each setting of the methods by the config's field, for pydantic's ``create_model``.
+
+    Raises:
+        ConfigError: two methods declare a setting with different types or limits.
+    """
+    fields: dict[str, Any] = {}
+    differing = own_defaults(params)
+    for name, declared in _declared(params).items():
+        first = declared[0]
+        if any((other.annotation, other.metadata) != (first.annotation, first.metadata) for other in declared):
+            raise ConfigError(f"methods declare the setting {name!r} with different types or limits")
+        field = copy.copy(first)
+        field.description = "; ".join(dict.fromkeys(str(other.description) for other in declared))
+        if name in differing:
+            field.default, field.metadata = differing[name], []
+            field.description += f"; {differing[name]:g} = the method's own default"
+        fields[name] = (field.annotation, field)
+    return fields
+
+
+def _declared(params: Mapping[str, type[Params]]) -> dict[str, list[FieldInfo]]:
+    """Return the fields that the methods declare for each setting."""
+    declared: dict[str, list[FieldInfo]] = {}
+    for kind in params.values():
+        for name, setting in config_fields(kind).items():
+            declared.setdefault(name, []).append(kind.model_fields[setting])
+    return declared
+
+
+def _settings_of(kind: type[Settings]) -> dict[str, Any]:
+    return {name: (field.annotation, field) for name, field in kind.model_fields.items()}
+
+
+# --- the other keys, by group -----------------------------------------------------------------------------------------
+class Group(BaseModel):
+    """Keys of one group."""
+
+    # What is validated is ``Config`` alone.
+    model_config = ConfigDict(defer_build=True)
+
+    group: ClassVar[str]
+
+
+class Method(Group):
+    """The method, and what is added to it."""
+
+    group = "method"
+
+    strategy: str = key("fedavg", "method; `fedbn-flwr list strategies`")
+    local_part: str = key("", "the method whose local parts a combination has; empty = the strategy's")
+    client_hooks: str = key("", "comma list of methods whose local training is added to the strategy")
+    server_step: str = key("", "the method whose server step a combination has; empty = the strategy's")
+
+
+class Data(Group):
+    """The examples."""
+
+    group = "data"
+
+    dataset: str = key(
         "digits",
         "data set; `fedbn-flwr list datasets`; data of your own by their format, or your own module:function",
     )
-    image_size: int = _key(
-        "what",
+    data_dir: str = key("", "absolute folder of the data set's files; not needed for embedded data")
+    image_size: int = key(
         0,
         "height of the images, pixels; 0 = as published, or the height that the model needs (torchvision's: 64, but "
         "most classifiers work at 32). Own images become squares",
         ge=0,
     )
-    data_dir: str = _key("what", "", "absolute folder of the data set's files; not needed for embedded data")
-    partition: str = _key(
-        "what",
-        "",
-        "split over the clients; `fedbn-flwr list partitions`; empty = natural for own data with clients, iid for "
-        "other own data, else classes",
-    )
-    partition_alpha: float = _key("what", 0.5, "concentration of `partition=dirichlet`", gt=0)
-    shards_per_client: int = _key("what", 0, "shards of a client (`unbalanced-shards`: at most); 0 = 2, or 30", ge=0)
-    domain_share: float = _key("what", 1.0, "`partition=domain`: share of a domain used; above 1 a number", gt=0)
-    classes_per_client: int = _key("what", 2, "classes each client holds under `partition=classes`", ge=1)
-    num_clients: int = _key(
-        "what",
-        0,
-        "clients; in process 0 = 5, or the number of groups of `natural` and `domain`; under Flower the size of the "
-        "federation, 0 = any size",
-        ge=0,
-    )
-    task: str = _key(
-        "own data and models",
+    num_classes: int = key(0, "classes of the model; 0 = the data set's", ge=0)
+    task: str = key(
         "",
         "learning task: targets, loss and metrics; empty = the data set's own. Only data of your own have a choice",
     )
-    metrics: str = _key(
-        "own data and models",
-        "",
-        "comma list of metrics of every test, beside the task's own. Early stopping, tuning, tables and reports go by "
-        "the first, which may be loss; empty = the task's own (accuracy; segmentation miou, multi-label auroc, "
-        "regression mae). Others: balanced-accuracy, macro-f1, sensitivity-at-specificity:0.9, auprc, brier, ece; "
-        "dice; rmse",
+    test_share: float = key(
+        0.2,
+        "share of own data that is the test part, where the data have none",
+        {"dataset": ("folder:", "npz:")},
+        gt=0,
+        lt=1,
     )
-
-    test_share: float = _key(
-        "own data and models", 0.2, "share of own data that is the test part, where the data have none", gt=0, lt=1
-    )
-    validation_share: float = _key(
-        "own data and models",
+    validation_share: float = key(
         0.0,
         "share of each client's training examples that is never trained on, stratified by class: its tests are "
         "`validation-*` of each tested round; early-stopping and fedbs use them",
         ge=0,
         lt=1,
     )
+    augment: str = key(
+        "",
+        "comma list of `cropN` (pad N, crop back), `flip`, `resized-crop`, `color-jitter`, `auto-augment`, "
+        "`rand-augment`, `trivial-augment`; empty = none",
+    )
 
-    held_out_clients: str = _key(
-        "own data and models",
+
+class Clients(Group):
+    """The clients and their shares of the data."""
+
+    group = "clients"
+
+    num_clients: int = key(
+        0,
+        "clients; in process 0 = 5, or the number of groups of `natural` and `domain`; under Flower the size of the "
+        "federation, 0 = any size",
+        ge=0,
+    )
+    partition: str = key(
+        "",
+        "split over the clients; `fedbn-flwr list partitions`; empty = natural for own data with clients, iid for "
+        "other own data, else classes",
+    )
+    partition_alpha: float = key(
+        0.5, "concentration of the Dirichlet distribution", {"partition": ("dirichlet", "dirichlet-equal")}, gt=0
+    )
+    classes_per_client: int = key(2, "classes each client holds", {"partition": ("", "classes")}, ge=1)
+    shards_per_client: int = key(
+        0,
+        "shards of a client (`unbalanced-shards`: at most); 0 = 2, or 30",
+        {"partition": ("shards", "unbalanced-shards")},
+        ge=0,
+    )
+    domain_share: float = key(
+        1.0, "share of a domain used; above 1 a number of examples", {"partition": ("domain",)}, gt=0
+    )
+    held_out_clients: str = key(
         "",
         "clients that never train and are tested in each tested round: a comma list of names, or a number (the last; a "
         "client that is called so takes precedence)",
     )
-    init: str = _key(
-        "own data and models",
+
+
+class Model(Group):
+    """The network."""
+
+    group = "model"
+
+    model: str = key("mlp", "model; `fedbn-flwr list models`, torchvision:NAME, your own module:function")
+    norm: str = key("batch", "normalisation of the model; `fedbn-flwr list norms`")
+    norm_groups: int = key(2, "groups of GroupNorm", {"norm": ("group", "group+ws")}, ge=1)
+    feature_norm: Literal["", "sqrt-d", "1"] = key(
+        "",
+        "length of the features before the classifier (FN): sqrt-d, the root of their number; 1; empty = as they are",
+    )
+    init: str = key(
         "",
         "initial weights, loaded by name and shape: an absolute path of a .safetensors, .pt or .pth file, or "
         "torchvision, torchvision:NAME, timm or smp (published weights, downloaded); read by the server alone",
     )
-    early_stopping: int = _key(
-        "own data and models",
+    train_only: str = key(
+        "",
+        "comma list of paths of modules (`layer4,fc`): only their parameters train, the others are frozen; empty = all "
+        "train",
+    )
+    frozen_bn: Literal["eval", "train"] = key(
+        "eval",
+        "BatchNorm outside train-only: eval = normalises with its running statistics, which stay as they are, train = "
+        "with the batch's, and the running ones move as the method says",
+        {"train-only": SET, "norm": BATCHNORM_KINDS},
+    )
+    bn_momentum: float = key(
+        0.1, "momentum of BN's running statistics, torch's convention", {"norm": BATCHNORM_KINDS}, gt=0, le=1
+    )
+
+
+class Rounds(Group):
+    """The rounds; more of them in ``Params``."""
+
+    group = "rounds"
+
+    num_server_rounds: int = key(20, "rounds R, counted from 1", ge=1)
+    fraction_train: float = key(1.0, "share of the clients that train in a round", gt=0, le=1)
+    round_timeout: float = key(
+        0.0,
+        "seconds to wait for the replies of a round, and for nodes; 0 = 3600, and in process as long as it takes",
+        ge=0,
+    )
+    early_stopping: int = key(
         0,
         "K > 0: the run ends when the score on the validation examples has not improved for K tested rounds, and its "
         "result is the state after the best round; needs validation-share",
         ge=0,
     )
 
-    train_only: str = _key(
-        "own data and models",
-        "",
-        "comma list of paths of modules (`layer4,fc`): only their parameters train, the others are frozen; empty = all "
-        "train",
-    )
-    frozen_bn: FrozenBN = _key(
-        "own data and models",
-        "eval",
-        "BatchNorm outside train-only: eval = normalises with its running statistics, which stay as they are, train = "
-        "with the batch's, and the running ones move as the method says",
-    )
 
-    num_server_rounds: int = _key("rounds", 20, "rounds R, counted from 1", ge=1)
-    fraction_train: float = _key("rounds", 1.0, "share of the clients that train in a round", gt=0, le=1)
-    fraction_evaluate: float = _key("rounds", 1.0, "share of the clients that evaluate", gt=0, le=1)
-    test_bn: TestBNMode = _key(
-        "rounds",
+class LocalTraining(Group):
+    """The training of a client in a round; more in ``Params``."""
+
+    group = "local training"
+
+    local_steps: int = key(0, "E steps per round; see sampling", ge=0)
+    local_epochs: int = key(1, "E passes over the local data per round; not together with local-steps", ge=0)
+    sampling: Literal["with-replacement", "without-replacement"] = key(
+        "with-replacement",
+        "how the batches of local-steps are drawn; a batch of at least the size of a client's data is all of them",
+        {"local-steps": SET},
+    )
+    batch_size: int = key(32, "examples per step; 0 = the whole local data set", ge=0)
+    learning_rate: float = key(0.1, "learning rate of the optimizer in round 1", gt=0)
+    lr_decay_at: str = key("", "comma list: decay after a round (int), a fraction of R, or `freeze`")
+    lr_decay_factor: str = key("0.1", "one factor, or a comma list as long as lr-decay-at", {"lr-decay-at": SET})
+    optimizer: Literal["sgd", "adam", "adamw"] = key(
+        "sgd", "torch's SGD, Adam or AdamW, new in each round; scaffold and momentum-scope need sgd"
+    )
+    sgd_momentum: float = key(0.0, "momentum of SGD; see momentum-scope", {"optimizer": ("sgd",)}, ge=0, lt=1)
+    weight_decay: float = key(0.0, "L2 coefficient on every trainable parameter", ge=0)
+    device: str = key("auto", "auto, cpu, cuda or cuda:N; auto = cuda if available")
+    amp: bool = key(False, "bfloat16 autocast in the forward passes of training")
+    torch_threads: int = key(1, "CPU threads of torch per client (changes the last bits)", ge=1)
+
+
+class Tests(Group):
+    """The tests; more of them in ``Params``."""
+
+    group = "tests"
+
+    fraction_evaluate: float = key(1.0, "share of the clients that evaluate", gt=0, le=1)
+    metrics: str = key(
+        "",
+        "comma list of metrics of every test, beside the task's own. Early stopping, tuning, tables and reports go by "
+        "the first, which may be loss; empty = the task's own (accuracy; segmentation miou, multi-label auroc, "
+        "regression mae). Others: balanced-accuracy, macro-f1, sensitivity-at-specificity:0.9, auprc, brier, ece; "
+        "dice; rmse",
+    )
+    test_bn: Literal["", "batch", "mix"] = key(
         "",
         "BatchNorm statistics of the tests of eval-on that end in -test-bn, and of one more test of held-out clients, "
         "each from its own test inputs: batch = each test batch's, mix = these with the stored ones, which weigh as "
         "much as 16 examples; empty = no such test",
+        {"norm": BATCHNORM_KINDS},
     )
-    round_timeout: float = _key(
-        "rounds",
-        0.0,
-        "seconds to wait for the replies of a round, and for nodes; 0 = 3600, and in process as long as it takes",
-        ge=0,
-    )
-    local_part: str = _key(
-        "methods",
-        "",
-        f"the method whose local parts a combination has: {_of_role('local-part')}; empty = the strategy's",
-    )
-    client_hooks: str = _key(
-        "methods",
-        "",
-        f"comma list of methods whose local training is added to the strategy: {_of_role('client-hooks')}",
-    )
-    server_step: str = _key(
-        "methods",
-        "",
-        f"the method whose server step a combination has: {_of_role('server-step')}; empty = the strategy's",
-    )
-    local_steps: int = _key("local training", 0, "E steps per round; see sampling", ge=0)
-    local_epochs: int = _key(
-        "local training", 1, "E passes over the local data per round; not together with local-steps", ge=0
-    )
-    sampling: Sampling = _key(
-        "local training",
-        "with-replacement",
-        "how the batches of local-steps are drawn; a batch of at least the size of a client's data is all of them",
-    )
-    batch_size: int = _key("local training", 32, "examples per step; 0 = the whole local data set", ge=0)
-    augment: str = _key(
-        "local training",
-        "",
-        "comma list of `cropN` (pad N, crop back), `flip`, `resized-crop`, `color-jitter`, `auto-augment`, "
-        "`rand-augment`, `trivial-augment`; empty = none",
-    )
-    learning_rate: float = _key("local training", 0.1, "learning rate of the optimizer in round 1", gt=0)
-    lr_decay_at: str = _key("local training", "", "comma list: decay after a round (int), a fraction of R, or `freeze`")
-    lr_decay_factor: str = _key("local training", "0.1", "one factor, or a comma list as long as lr-decay-at")
-    optimizer: OptimizerName = _key(
-        "local training",
-        "sgd",
-        "torch's SGD, Adam or AdamW, new in each round; scaffold and momentum-scope need sgd",
-    )
-    sgd_momentum: float = _key("local training", 0.0, "momentum of SGD; see momentum-scope", ge=0, lt=1)
-    weight_decay: float = _key("local training", 0.0, "L2 coefficient on every trainable parameter", ge=0)
-    bn_momentum: float = _key(
-        "local training", 0.1, "momentum of BN's running statistics, torch's convention", gt=0, le=1
-    )
-    device: str = _key("local training", "auto", "auto, cpu, cuda or cuda:N; auto = cuda if available")
-    amp: bool = _key("local training", False, "bfloat16 autocast in the forward passes of training")
-    torch_threads: int = _key("local training", 1, "CPU threads of torch per client (changes the last bits)", ge=1)
 
-    out: str = _key("files", "", "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)")
-    tensorboard: bool = _key(
-        "files", False, "scalars of each round as event files in OUT/tensorboard; needs the extra `tensorboard`"
+
+class Files(Group):
+    """What is written."""
+
+    group = "files"
+
+    out: str = key("", "output folder; empty = runs/... (under Flower: FLWR_HOME/fedbn-runs/RUN_ID)")
+    tensorboard: bool = key(
+        False, "scalars of each round as event files in OUT/tensorboard; needs the extra `tensorboard`"
     )
-    checkpoint_every: int = _key(
-        "files",
+    checkpoint_every: int = key(
         10,
         "checkpoint before round 1, every so many rounds or 20 seconds, at the end and at a signal; 0 = none",
         ge=0,
     )
-    state_dir: str = _key(
-        "files",
+    state_dir: str = key(
         "",
         "absolute folder on each node in which clients keep their part; `out` = OUT/checkpoint/clients (set by "
         "`fedbn-flwr run`); empty = in memory; a node's own `state-dir` takes precedence",
     )
-    series: str = _key(
-        "files",
+    series: str = key(
         "",
         "experiment id: runs with the same id continue with the parts that clients kept; empty = this run only",
     )
-    resume: bool = _key("files", False, "continue from the last checkpoint in `out`; with an empty folder start a run")
+    resume: bool = key(False, "continue from the last checkpoint in `out`; with an empty folder start a run")
+
+
+if TYPE_CHECKING:
+
+    class SettingsOfMethods(Params, DPSettings, MaskSettings):
+        """The settings of all methods and protections."""
+
+else:
+    _PROTECTIONS = _settings_of(DPSettings) | _settings_of(MaskSettings)
+    SettingsOfMethods = create_model("SettingsOfMethods", __base__=Group, **settings_of_methods(), **_PROTECTIONS)
+
+_OWN_GROUPS: tuple[type[Group], ...] = (Method, Data, Clients, Model, Rounds, LocalTraining, Tests, Files)
+
+
+class Fields(Method, Data, Clients, Model, Rounds, LocalTraining, Tests, SettingsOfMethods, Files):
+    """All keys of a run, each checked by itself."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        alias_generator=lambda name: name.replace("_", "-"),
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # YAML and the command line know no difference
+    )
+
+    @property
+    def method_names(self) -> list[str]:
+        """The strategy and the methods that are added to it."""
+        return [self.strategy, *split(self.local_part), *split(self.client_hooks), *split(self.server_step)]
+
+    @property
+    def title(self) -> str:
+        """The names of the methods, joined by "+"."""
+        names = [name for name in self.method_names if name != "fedavg"]
+        return "+".join(sorted(names, key=[*PARAMS, *names].index)) or "fedavg"
+
+    @property
+    def protected(self) -> bool:
+        """Whether single clients are to stay hidden: then their counts are in no page to give away."""
+        return self.dp != "off" or self.masked_sums
+
+    @classmethod
+    def keys(cls, group: str) -> list[str]:
+        """Return the keys of a group, in order."""
+        of_group = [kind for kind in _OWN_GROUPS if kind.group == group]
+        names = [name for kind in of_group for name in kind.model_fields]
+        names += [name for name, field in cls.model_fields.items() if _extra(field).get("group") == group]
+        return [name.replace("_", "-") for name in names]
 
     @field_validator("*", mode="before")
     @classmethod
@@ -251,3 +395,14 @@ class Fields(MethodSettings):
         """Read ``~`` at the begin of a path, also after a prefix: no shell does it within a setting."""
         kind, colon, path = value.rpartition(":") if ":~" in value else ("", "", value)
         return kind + colon + os.path.expanduser(path)
+
+
+def only_if_of(kind: type[BaseModel], key: str) -> dict[str, Any]:
+    """Return what other keys must be for a key to have an effect."""
+    conditions: dict[str, Any] = _extra(kind.model_fields[key.replace("-", "_")]).get("only_if", {})
+    return conditions
+
+
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, dict) else {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError
 
-__all__ = ["RENAMED", "merged", "new_names", "read_settings", "refuse_bool", "two_lengths"]
+__all__ = ["RENAMED", "merged", "new_names", "read_settings", "refuse_bool"]
 
 RENAMED = {"fedtan-exchange": "fedtan-transport"}
 """Old name to new name of keys; YAML and ``--set`` may still have the old name."""
@@ -58,14 +58,6 @@ def new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             both = f"{old}={values[old]} and {new}={values[new]} are both set"
             twice.append(f"{both}; {old} is the old name: remove it")
     return {RENAMED.get(key, key): value for key, value in values.items()}, twice
-
-
-def two_lengths(settings: Mapping[str, Any], default_epochs: int = 0) -> list[str]:
-    """Return what is wrong with ``local-steps`` beside ``local-epochs``, of which ``default_epochs`` is not set."""
-    steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
-    if steps and epochs and epochs != default_epochs:
-        return [f"local-steps={steps} and local-epochs={epochs} are both set; set one of them"]
-    return []
 
 
 def refuse_bool(key: str, value: Any, wanted: str) -> Any:

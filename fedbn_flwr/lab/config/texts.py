@@ -1,15 +1,12 @@
-"""Settings as text: comma strings, numbers, and what pydantic says of a bad value."""
+"""Settings as text: comma strings, numbers, and when the learning rate decays."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import Any
 
-from fedbn_flwr.errors import unknown_name
+from fedbn_flwr.errors import ConfigError
 
-__all__ = ["check_known", "explain", "number", "split", "text_of", "wrong"]
+__all__ = ["number", "read_decays", "split"]
 
 
 def split(text: str) -> list[str]:
@@ -25,30 +22,29 @@ def number(text: str) -> int | float | None:
     return None
 
 
-def check_known(key: str, value: str, allowed: Collection[str]) -> None:
-    """Raise a ``ConfigError`` that names the nearest allowed value."""
-    if value not in allowed:
-        raise unknown_name(key, value, allowed)
+def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
+    """Return when the learning rate decays, as it is written, each with its factor.
 
+    Args:
+        at: ``lr-decay-at``.
+        factor: ``lr-decay-factor``.
 
-def wrong(*checks: tuple[object, str]) -> list[str]:
-    """Return the text of each check that is true, in their order: what is wrong."""
-    return [text for is_wrong, text in checks if is_wrong]
-
-
-def explain(problem: Any, keys: Sequence[str]) -> list[str]:
-    """Return pydantic's problem as text with the config key, its value and what is allowed."""
-    key = str(problem["loc"][0]) if problem["loc"] else ""
-    if problem["type"] in ("extra_forbidden", "invalid_key"):
-        near = difflib.get_close_matches(key, keys, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else " See docs/config.md for all keys."
-        return [f"unknown key {key!r}.{hint}"]
-    text = text_of(problem)
-    if problem["type"] == "value_error":
-        return [f"{key}: {text}"] if key else text.split("\n")
-    return [f"{key}={problem['input']!r}: {text}"]
-
-
-def text_of(problem: Any) -> str:
-    """Return what pydantic says of a value, or the text of a validator's own error."""
-    return str(problem["ctx"]["error"]) if problem["type"] == "value_error" else str(problem["msg"]).lower()
+    Raises:
+        ConfigError: an entry is neither a round, a fraction of the rounds nor "freeze", or the factors do not fit.
+    """
+    entries = split(at)
+    for entry in entries:
+        value = number(entry)
+        is_round = isinstance(value, int) and value >= 0
+        is_fraction = isinstance(value, float) and 0 <= value <= 1
+        if not (entry == "freeze" or is_round or is_fraction):
+            raise ConfigError(f"lr-decay-at: {entry!r} is not a round (int), a fraction in [0, 1] or 'freeze'")
+    factors = [float(number(text) or 0) for text in split(factor)]
+    if not all(one > 0 for one in factors) or len(factors) not in (1, len(entries)):
+        raise ConfigError(
+            f"lr-decay-factor={factor!r} must be one number above 0, or one for each of the {len(entries)} entries of "
+            "lr-decay-at"
+        )
+    if len(factors) == 1:
+        factors *= len(entries)
+    return list(zip(entries, factors, strict=True))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statistics
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import FUNCTION, Dataset, OwnData, OwnRows, Subset, is_own, own_rows
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
@@ -97,7 +97,7 @@ def evaluate_run(
     saved = _load(run, bn, state_dir)
     config = _config(saved, data)
     examples = _examples(saved, config)
-    model, task = on_device(saved.model, config), config.test_task()
+    model, task = on_device(saved.model, config), data_of(config).test_task
     if bn == ADAPT:
         _adapt(model, examples.all, task, saved)
     what = "; ".join([saved.what, *examples.notes])
@@ -233,7 +233,7 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
     notes = _refuse_unfit(taken, data.dataset, config.dataset)
     data = replace(data, dataset=replace(data.dataset, mean=taken.mean, std=taken.std))
 
-    rows = own_rows(config.own_data()) if is_own(config.dataset) else None
+    rows = own_rows(data_of(config).own) if is_own(config.dataset) else None
     undivided = rows is not None and not rows.divided
     of_the_run = _place(config) == _place(saved.config)
     if undivided and of_the_run and has_other_data(saved.run, config):
@@ -307,7 +307,7 @@ def _overlap(ran: Config, config: Config) -> str:
 
 def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
     """Raise ConfigError if the task or the number of classes differ from those of the model."""
-    task, num_classes = config.learning_task().name, config.data_info().num_classes
+    task, num_classes = data_of(config).task.name, data_of(config).info.num_classes
     if task != taken.task:
         raise ConfigError(f"the model is for {taken.task}, the data are for {task}.")
     if num_classes != taken.num_classes:

@@ -18,7 +18,7 @@ from fedbn_flwr.client.saved_state import (
     site_state,
 )
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
+from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
 from fedbn_flwr.lab.output.folder import RunFolder
@@ -130,7 +130,7 @@ def _state(
         raise ConfigError(f"client={client}: the run has the clients 0 to {clients - 1}.")
     if choice.averaged:
         _check_averaged(run, about, choice)
-    local = frozenset() if config.strategy == CENTRALIZED else config.methods().local
+    local = frozenset() if config.strategy == CENTRALIZED else method_of(config).methods.local
     kept = ", ".join(part for part in Part if part in local and parts.select([part]))
     if choice.state_dir is not None:
         shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}

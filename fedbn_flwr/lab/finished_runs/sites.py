@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import CENTRALIZED
+from fedbn_flwr.lab.config import CENTRALIZED, data_of, method_of
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, load_model, run_config
@@ -146,7 +146,7 @@ def sites_of_run(run: Path, against: Path | None = None) -> list[dict[str, Any]]
         StateError: a run lacks its model, or a client's own one.
     """
     tested = _tests(run, "")
-    others = _tests(against, run_config(run).learning_task().score) if against else {}
+    others = _tests(against, data_of(run_config(run)).task.score) if against else {}
     rows = []
     for name, site in tested.items():
         value, low, high = interval(site)
@@ -172,13 +172,13 @@ def _tests(run: Path, metric: str) -> dict[str, SiteTest]:
             f"dataset={config.dataset!r} has changed since the run in {run}: its test examples may be training "
             "examples of the run. Restore the data, or evaluate new data with --dataset."
         )
-    if (test := config.evaluations()[0]).endswith(TEST_BN):
+    if (test := method_of(config).tests[0]).endswith(TEST_BN):
         raise ConfigError(f"{run}: its main test, {test}, has BatchNorm statistics of the test inputs.")
     data = partitioned_data(config, count_clients(config))
     federated = config.strategy != CENTRALIZED
-    personal = federated and (test.startswith("personal") or config.shares_nothing())
-    own = personal and bool(config.methods().local)
-    task = config.test_task()
+    personal = federated and (test.startswith("personal") or method_of(config).shares_nothing)
+    own = personal and bool(method_of(config).methods.local)
+    task = data_of(config).test_task
     task = task.scored_by(metric) if metric else task
 
     @functools.lru_cache(1)

@@ -12,7 +12,7 @@ from flwr.app import Context, RecordDict
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import as_network_node, node_config_of
 from fedbn_flwr.errors import ConfigError, FedBNError, split_code
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.node_check.connection import Connection, check_connection
 from fedbn_flwr.lab.node_check.page import Finding, Page
 from fedbn_flwr.lab.node_check.trial import try_rounds
@@ -54,7 +54,7 @@ def _of_node(settings: Mapping[str, Any], node_config: str) -> Iterator[Finding]
     except Exception as error:  # a file of any kind, or the user's code
         yield Finding("fault", "data", _plain(error))
         return
-    shape, outputs = tuple(config.example_shape()), config.num_outputs()
+    shape, outputs = tuple(data_of(config).shape), data_of(config).num_outputs
     fits = f"the run's model takes {shape} and has {outputs} outputs: they fit."
     yield Finding("ok", "data", f"{report}\n{fits}")
     for line in dict.fromkeys(logged):
@@ -86,7 +86,7 @@ def _of_examples(client: TorchClient, config: Config) -> Iterator[Finding]:
     if not len(client.train_data):
         yield Finding("fault", "data", "there is no training example. Give this node data, or leave it out.")
     if not len(client.test_sets.get("own", ())):
-        needed = any(name.startswith("personal") for name in config.evaluations())
+        needed = any(name.startswith("personal") for name in method_of(config).tests)
         text = "the test part is empty: no test of this site counts. Give it test examples, or a larger test-share."
         yield Finding("fault" if needed else "warning", "test-part", text)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.lab.config import CENTRALIZED, Config, Scalar
+from fedbn_flwr.lab.config import CENTRALIZED, Config, Scalar, data_of, method_of
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.lab.runs.start_checks import check
@@ -72,10 +72,10 @@ def try_rounds(config: Config, node: Mapping[str, Any]) -> None:
 def _alone(config: Config) -> Config:
     """Return the settings of the short rounds: those of the run, where they do not need other clients."""
     changes = dict(_ALONE)
-    own = config.method().Params.model_fields if config.strategy != CENTRALIZED else {}
+    own = method_of(config).strategy.Params.model_fields if config.strategy != CENTRALIZED else {}
     changes |= {key.replace("_", "-"): 1 for key in ("freeze_at", "fedtan_rounds") if key in own}
-    if config.by_function():
-        info = config.data_info()
+    if data_of(config).by_function:
+        info = data_of(config).info
         changes |= {"task": info.task.name}
         changes |= {"num-classes": info.num_classes} if info.task.outputs(2) == 2 else {}
     defaults = {field.alias or name: field.default for name, field in Config.model_fields.items()}

@@ -23,7 +23,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.checked_file import read_checked, remove_leftovers, write_checked
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError, StateError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, schedule_changes
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.models import code_changed, code_sha256
@@ -147,7 +147,7 @@ class Checkpoints:
         """
         out = self.folder.parent
         RunFolder.refuse_shorter(out, self._config.num_server_rounds)
-        for line in self._config.schedule_changes(int(RunFolder.settings(out).get("num-server-rounds", 0))):
+        for line in schedule_changes(self._config, int(RunFolder.settings(out).get("num-server-rounds", 0))):
             logger.warning("%s", line)
         saved = self.latest()
         if saved is None and read_metrics(out / "metrics.jsonl"):

@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.checked_file import encode_safetensors, remove_leftovers, write_atomically
 from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.files import csv_text, numbers_of, read_metrics
 from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
@@ -132,7 +132,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, config: Config, after: int | None = None) -> None:
-        self.path, self._score = path, config.learning_task().score
+        self.path, self._score = path, data_of(config).task.score
         if after is None:
             self.refuse_used(path)
         settings = config.model_copy(update={"resume": False}).to_mapping()

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.adaptation import TestBNMode, evaluate_adapted, try_batches
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import VALIDATION
@@ -37,8 +37,8 @@ GLOBAL_TESTS |= {
 
 def headlines(config: Config) -> list[str]:
     """Return the key of the main score of each test in ``eval-on``; the first one is the run's main metric."""
-    score = config.learning_task().score
-    return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in config.evaluations()]
+    score = data_of(config).task.score
+    return [f"{GLOBAL_TESTS.get(name, name)}-{score}" for name in method_of(config).tests]
 
 
 class GlobalTests:
@@ -64,13 +64,13 @@ class GlobalTests:
         strategy: Strategy | None,
     ) -> None:
         self._config, self._model, self._strategy = config, model, strategy
-        self._task, self._domains = config.test_task(), domains
+        self._task, self._domains = data_of(config).test_task, domains
         self._test = (data.test_view() if data else None) or None
         self._validation = data.validation_view() if data else None
         self._train = data.train_view() if data else None
-        self._names = [name for name in config.evaluations() if name in GLOBAL_TESTS]
-        self._first = config.evaluations()[0]
-        untrained = [name for name in config.evaluations() if name.startswith("global")]
+        self._names = [name for name in method_of(config).tests if name in GLOBAL_TESTS]
+        self._first = method_of(config).tests[0]
+        untrained = [name for name in method_of(config).tests if name.startswith("global")]
         if strategy and untrained and strategy.local:
             logger.warning(
                 "eval-on=%s tests the model of the server, and strategy %r keeps %s with its clients: these entries "

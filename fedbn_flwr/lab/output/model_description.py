@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import Dataset
 from fedbn_flwr.lab.export import Normalise
 from fedbn_flwr.lab.models import build_model, code_changed, code_sha256
@@ -57,14 +57,14 @@ class ModelDescription:
     @classmethod
     def of(cls, config: Config, data: Dataset | None) -> ModelDescription:
         """Return that of a run; ``data`` None = its data are not here, only the description of the data set is."""
-        shape, info = config.example_shape(), config.data_info()
+        shape, info = data_of(config).shape, data_of(config).info
         mean, std = (data.mean, data.std) if data else (info.mean, info.std)
         if not data and mean and shape[0] != info.channels:
             mean, std = (v * 3 if shape[0] == 3 else (sum(v) / len(v),) for v in (mean, std))
         as_bytes = data.test.as_bytes if data else not info.input_shape
         return cls(
             build_options(config),
-            config.learning_task().name,
+            data_of(config).task.name,
             info.num_classes,
             shape,
             mean,

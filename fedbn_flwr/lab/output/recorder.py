@@ -15,7 +15,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.client.saved_state import ABSENT, KEPT_HASHES, why_absent
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
 from fedbn_flwr.lab.output.client_tests import HeldOut, client_means, client_means_by_domain, tested_at_clients
@@ -60,7 +60,7 @@ class Recorder:
         self._folder, self._config, self._model = folder, config, model
         self._strategy, self._on_round = strategy, on_round
         self._model_description = ModelDescription.of(config, data.dataset if data else None)
-        self._task, self._data = config.test_task(), data
+        self._task, self._data = data_of(config).test_task, data
         self._withheld = strategy is not None and not strategy.protection.publishes_metrics
         self._held_out = HeldOut(data, self._task, config.test_bn) if data and data.held_out else None
         domains = data.domain_views() if data and not self._withheld else {}

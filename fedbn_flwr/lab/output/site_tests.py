@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.output.summary import kept_by_clients
 from fedbn_flwr.lab.partitioned.counts import client_names
@@ -52,7 +52,7 @@ def table_of_run(
         strategy: None for the centralized reference.
         state: the final global state.
     """
-    test = config.evaluations()[0]
+    test = method_of(config).tests[0]
     if data is None or config.protected or test.endswith(TEST_BN) or not sum(map(len, data.test)):
         return []
     if len(data.test) + len(data.held_out) > _MOST_SITES:
@@ -64,7 +64,7 @@ def table_of_run(
         if not own:
             return []
     on_device(model, config)
-    task = config.test_task()
+    task = data_of(config).test_task
     rows: list[dict[str, Any]] = []
 
     def add(name: str, view: Subset, held_out: bool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import DataError, NotResumableError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import is_own, own_sha256, partition_counts, partition_table
 from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
@@ -39,7 +39,7 @@ def data_counts(split: PartitionedData, config: Config) -> dict[str, Any]:
     data, names = split.dataset, client_names(split)
     counts: dict[str, Any] = {
         "dataset": config.dataset,
-        "task": config.learning_task().name,
+        "task": data_of(config).task.name,
         "shape": list(data.train.shape),
         "outputs": data.num_classes,
         "classes": list(data.label_names) if data.train.by_class else [],
@@ -106,7 +106,7 @@ def _unused_classes(split: PartitionedData, config: Config) -> list[str]:
         f"{len(lacking)} of {len(names)} classes have no client ({shown}): their {total[lacking].sum()} training "
         "examples are not used, and no model learns them."
     )
-    if config.split_name() == "classes":
+    if data_of(config).split_name == "classes":
         needed = -(-len(names) // (len(split.train) + len(split.held_out)))
         line += f" Set classes-per-client to {needed} or more, or use more clients."
     return [line]
@@ -115,7 +115,7 @@ def _unused_classes(split: PartitionedData, config: Config) -> list[str]:
 def sha256_of_data(config: Config) -> str | None:
     """Return the SHA-256 of own data; None on a machine that has them from another one, without the files."""
     try:
-        return own_sha256(config.own_data())
+        return own_sha256(data_of(config).own)
     except DataError:
         return None
 
@@ -125,7 +125,7 @@ def has_other_data(run: Path, config: Config) -> bool:
 
     False where the folder does not say what they were.
     """
-    if not is_own(config.dataset) or config.data_on_nodes():
+    if not is_own(config.dataset) or data_of(config).on_nodes:
         return False
     before = read_json(run / "data.json").get("sha256")
     now = sha256_of_data(config) if before else None
@@ -145,7 +145,7 @@ def refuse_no_tests(split: PartitionedData, config: Config) -> None:
     """Raise DataError if own data have no test examples: the run would end without results."""
     if not is_own(config.dataset) or len(split.dataset.test):
         return
-    if config.by_function():
+    if data_of(config).by_function:
         raise DataError(
             f"dataset={config.dataset!r}: the function returns no example for the part 'test' of any site, and a run "
             "without them has no results."

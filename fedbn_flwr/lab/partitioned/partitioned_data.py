@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import (
     PARTITIONS,
     Augment,
@@ -136,12 +136,12 @@ def count_clients(config: Config) -> int:
     Raises:
         DataError: the data is missing.
     """
-    if config.num_clients or not PARTITIONS[config.split_name()].by_group:
+    if config.num_clients or not PARTITIONS[data_of(config).split_name].by_group:
         return config.num_clients or DEFAULT_CLIENTS
     data = load_data(config)
     if data.train.groups is None:
         return DEFAULT_CLIENTS  # the split raises
-    apart = len(_held_out(config.held_out_clients, config.split_name(), data))
+    apart = len(_held_out(config.held_out_clients, data_of(config).split_name, data))
     return max(1, len(torch.unique(data.train.groups)) - apart)
 
 
@@ -184,15 +184,15 @@ def load_data(config: Config, shape: tuple[int, ...] = ()) -> Dataset:
     Raises:
         DataError: the data is missing, or only the nodes have it.
     """
-    if config.data_on_nodes():
+    if data_of(config).on_nodes:
         raise DataError(
             f"dataset={config.dataset!r} has no path: only the nodes have the data, each at the data-path of its node "
             "config, and tests of the server need some. Use eval-on=personal-own over a network; or name the path."
         )
-    shape, augment = shape or config.example_shape(), Augment.parse(config.augment)
+    shape, augment = shape or data_of(config).shape, Augment.parse(config.augment)
     channels, size = shape[:2] if len(shape) == 3 else (None, None)
     return load_dataset(
-        config.data_info(),
+        data_of(config).info,
         config.data_dir,
         channels,
         size,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
@@ -58,7 +58,7 @@ def centralized(checked: Checked, out: Path, on_round: OnRound | None = None) ->
 
 def reference_config(config: Config) -> Config:
     """Return the config with the tests that the reference can do: those of one model, also where the clients are."""
-    tests = [name for name in config.evaluations() if name.startswith(("global", "personal"))] or ["global"]
+    tests = [name for name in method_of(config).tests if name.startswith(("global", "personal"))] or ["global"]
     return config.model_copy(update={"eval_on": ",".join(tests)})
 
 
@@ -120,7 +120,7 @@ class _Reference:
 
     def train(self, union: Subset, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """Do the rounds that are left; return the line of the last one, ``line`` if none was left."""
-        config, settings, task = self._config, local_training(self._config), self._config.test_task()
+        config, settings, task = self._config, local_training(self._config), data_of(self._config).test_task
         if not self._start.saved:
             self._save(0, False)
         for server_round in range((self._start.after or 0) + 1, config.num_server_rounds + 1):

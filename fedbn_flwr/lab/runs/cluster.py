@@ -25,7 +25,7 @@ from typing import Any
 from fedbn_flwr.engines.own_folder import own_folder
 from fedbn_flwr.errors import ConfigError, EngineError, needs_package
 from fedbn_flwr.lab import own_code
-from fedbn_flwr.lab.config import STATE_IN_OUT, Config
+from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, method_of
 from fedbn_flwr.lab.data import KINDS
 from fedbn_flwr.lab.models.own import is_own, own_module
 from fedbn_flwr.training.settings import share_of
@@ -81,7 +81,9 @@ def user_modules(configs: Sequence[Config]) -> list[Path]:
     """Return the files and folders of the user's modules, and of those beside them that they import."""
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
     named = [own_module(config.model) for config in configs if is_own(config.model)]
-    named += [own_code.own_module("dataset", config.dataset, KINDS) for config in configs if config.by_function()]
+    named += [
+        own_code.own_module("dataset", config.dataset, KINDS) for config in configs if data_of(config).by_function
+    ]
     homes = {path.parent for module in named if (path := _location(module.__name__.partition(".")[0]))}
     own = {home for home in homes if not any(home.is_relative_to(folder) for folder in installed)}
     imported = [_location(name) for name in list(sys.modules) if "." not in name and name != "__main__"]
@@ -105,7 +107,7 @@ def check_cluster(config: Config, out: Path, address: str) -> None:
 
 def check_room(config: Config, machines: Sequence[tuple[str, float]]) -> None:
     """Check that clients that wait for one another have room on machines, by address and CPUs, and reach the server."""
-    if not config.methods().whole.needs_all_at_once:
+    if not method_of(config).methods.whole.needs_all_at_once:
         return
     clients = share_of(config.fraction_train, config.num_clients)
     places = sum(int(cpus // config.torch_threads) for _, cpus in machines)
@@ -114,7 +116,7 @@ def check_room(config: Config, machines: Sequence[tuple[str, float]]) -> None:
             f"the {clients} clients of a round wait for one another in the channel, and the cluster has room for "
             f"{places} (torch-threads={config.torch_threads}). Set fedtan-transport=messages."
         )
-    bind = str(getattr(config.params(), "fedtan_bind", ""))
+    bind = str(getattr(method_of(config).params, "fedtan_bind", ""))
     if len({address for address, _ in machines}) > 1 and is_loopback(bind):
         raise ConfigError(
             f"fedtan-bind={bind!r} is this machine only. Set fedtan-transport=messages; or fedtan-bind to an address "

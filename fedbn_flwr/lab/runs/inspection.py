@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, learning_parts, split_state
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.runs.start_checks import misfits
 from fedbn_flwr.lab.setup import partly_without_effect
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
@@ -114,7 +114,7 @@ def inspect_model(model: nn.Module, strategy: str, num_clients: int, config: Con
         KeyError: the strategy is not in ``STRATEGIES``.
     """
     config = (config or Config.make({})).model_copy(update={"strategy": strategy})
-    methods = config.methods()
+    methods = method_of(config).methods
     costs = _Costs(model, config, num_clients)
     start, later = costs.rounds()
     calls = batchnorm_calls(model, config) if methods.whole.exchanges else ()
@@ -157,7 +157,7 @@ class _Costs:
 
     def __init__(self, model: nn.Module, config: Config, num_clients: int) -> None:
         self._config, self._num_clients = config, num_clients
-        self._travels = config.methods().whole
+        self._travels = method_of(config).methods.whole
         self.parts, self._state = split_state(model), to_state(model.state_dict())
         self.sizes = {name: array.size for name, array in self._state.items()}
         self.everything = num_bytes(to_record(self._state))
@@ -197,7 +197,7 @@ class _Costs:
         for traffic in (start, later):
             traffic.up += self._num_clients * (copies_up * self._trained + int(rows_up * self._statistics))
             traffic.counters_up += self._num_clients * 8 * self._layers * counts
-            if SHARED_BN in self._config.evaluations():
+            if SHARED_BN in method_of(self._config).tests:
                 traffic.up += self._num_clients * (self.everything[0] - self.shared[0])
                 traffic.counters_up += self._num_clients * (self.everything[1] - self.shared[1])
         return start, later
@@ -214,7 +214,7 @@ class _Costs:
 
     def reestimation(self) -> Phase | None:
         """Return what re-estimated statistics add in each round with a test; None without them."""
-        if not (self._config.reestimates() and self._layers):
+        if not (method_of(self._config).reestimates and self._layers):
             return None
         tested = -(-self._config.num_server_rounds // self._config.eval_every)
         return Phase("re-estimation", tested, self.one_round(self.shared, (self._statistics, 8 * self._layers)))
@@ -224,7 +224,7 @@ def _uncounted(config: Config) -> Iterator[str]:
     """Yield what a run with these settings sends beyond the traffic of ``inspect_model``."""
     if config.masked_sums:
         yield "masked-sums: its further exchanges, and the 64 bits of each masked float, are not counted here"
-    if config.fraction_train < 1 and config.methods().local:
+    if config.fraction_train < 1 and method_of(config).methods.local:
         yield "fraction-train: a client first asked after round 1 gets the whole model, which is not counted here"
 
 
@@ -282,7 +282,7 @@ def batchnorm_calls(model: nn.Module, config: Config) -> tuple[tuple[int, bool],
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
         with kept_modes(model), torch.enable_grad():
-            model.eval()(torch.zeros(2, *config.example_shape(), dtype=parameter.dtype, device=parameter.device))
+            model.eval()(torch.zeros(2, *data_of(config).shape, dtype=parameter.dtype, device=parameter.device))
     finally:
         for handle in handles:
             handle.remove()

@@ -17,7 +17,7 @@ from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ABOUT_THE_RUN, ConfigError, DataError, unknown_name
-from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
+from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, method_of, state_in_out
 from fedbn_flwr.lab.data import Subset, is_own, listed, load_dataset, load_local_dataset
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
@@ -103,7 +103,7 @@ class RunClients:
             local_training(config),
             context=context,
             seed=config.seed,
-            task=config.test_task(),
+            task=data_of(config).test_task,
             state_dir=_state_dir(config, context),
             validation_data=validation,
         )
@@ -116,10 +116,10 @@ class RunClients:
     def _node_data(self, context: Context) -> tuple[Subset, dict[str, Subset], Subset | None]:
         """Return a node's training data, its test sets, and its validation data if any."""
         config = self._config
-        of_site = config.by_function() and on_network_node()
+        of_site = data_of(config).by_function and on_network_node()
         if DATA_PATH in context.node_config or of_site:
-            shared = {"personal-global", "personal-domains"} & {*config.evaluations()}
-            if (config.data_on_nodes() or of_site) and shared:
+            shared = {"personal-global", "personal-domains"} & {*method_of(config).tests}
+            if (data_of(config).on_nodes or of_site) and shared:
                 raise DataError(
                     f"eval-on={','.join(sorted(shared))} needs a test set that all nodes hold; a node with a site's "
                     "data or a data-path has the test set own alone. Use eval-on=personal-own.",
@@ -131,7 +131,7 @@ class RunClients:
             client, num_clients = _part(context)
             split = self._split(num_clients)
             tests = {"own": split.test_view(client), "global": split.test_view()}
-            if "personal-domains" in config.evaluations():
+            if "personal-domains" in method_of(config).tests:
                 tests |= {domain_test(name): view for name, view in split.domain_views().items()}
         validation = split.validation_view(client) if config.validation_share else None
         return split.train_view(client), tests, validation
@@ -178,12 +178,12 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
     client = partition_of(context) or 0
     if not (site := os.path.expanduser(str(context.node_config.get(DATA_PATH, "")))):
         _part(context)
-    request = replace(config.own_data(), sites=(site or client,))
-    info, shape = own_info(request), config.example_shape()
-    if (info.input_shape, info.num_classes) != (shape, config.num_outputs()):
+    request = replace(data_of(config).own, sites=(site or client,))
+    info, shape = own_info(request), data_of(config).shape
+    if (info.input_shape, info.num_classes) != (shape, data_of(config).num_outputs):
         raise DataError(
             f"dataset={config.dataset!r}: it has inputs {info.input_shape} and {info.num_classes} classes or target "
-            f"columns; the run's model takes {shape} and has {config.num_outputs()} outputs."
+            f"columns; the run's model takes {shape} and has {data_of(config).num_outputs} outputs."
         )
     data = load_dataset(info, device=pick_device(config.device))
     return whole_data(config, data, client)
@@ -196,14 +196,14 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
         DataError: they cannot be used, or do not fit the run's model.
     """
     node = context.node_config
-    if config.by_function():
+    if data_of(config).by_function:
         return _data_of_site(config, context), config
     path, client = os.path.expanduser(str(node[DATA_PATH])), partition_of(context) or 0
     if not is_own(config.dataset):
         data = load_local_dataset(
             path,
             config.dataset,
-            *config.example_shape()[:2],
+            *data_of(config).shape[:2],
             classes=tuple(listed(str(node.get(DATA_CLASSES, "")))),
             device=str(pick_device(config.device)),
             num_classes=config.num_classes,
@@ -213,7 +213,7 @@ def _own_data(config: Config, context: Context) -> tuple[PartitionedData, Config
     here = config.model_copy(update={"dataset": f"{kind}:{path}", "partition": "iid", "num_clients": 1})
     try:
         _check_fit(config, here)
-        data = load_data(here, config.example_shape())
+        data = load_data(here, data_of(config).shape)
         return whole_data(here, data, client), here
     except (ConfigError, DataError) as error:  # of this node's data, not of the run
         raise DataError(f"data-path={path!r}: {error}") from error
@@ -227,7 +227,7 @@ def node_report(config: Config, context: Context) -> str:
     """
     from fedbn_flwr.lab.partitioned.counts import data_counts, data_text
 
-    if DATA_PATH in context.node_config or (config.by_function() and on_network_node()):
+    if DATA_PATH in context.node_config or (data_of(config).by_function and on_network_node()):
         split, config = _own_data(config, context)
     else:
         client, num_clients = _part(context)
@@ -239,14 +239,12 @@ def node_report(config: Config, context: Context) -> str:
 
 def _check_fit(config: Config, here: Config) -> None:
     """Raise DataError unless the data of the config ``here``, a node's, fit the run's config."""
-    info, wanted = here.data_info(), config.data_info()
+    info, wanted = data_of(here).info, data_of(config).info
     if info.input_shape != wanted.input_shape:
-        raise DataError(f"it has inputs {here.example_shape()}; the run's model takes {config.example_shape()}.")
-    if here.num_outputs() != config.num_outputs():
-        raise DataError(
-            f"it needs a model with {here.num_outputs()} outputs; the run's has {config.num_outputs()}. Set "
-            "num-classes."
-        )
+        raise DataError(f"it has inputs {data_of(here).shape}; the run's model takes {data_of(config).shape}.")
+    needed, given = data_of(here).num_outputs, data_of(config).num_outputs
+    if needed != given:
+        raise DataError(f"it needs a model with {needed} outputs; the run's has {given}. Set num-classes.")
     if wanted.class_names and info.class_names != wanted.class_names:
         raise DataError(
             f"its classes are {', '.join(info.class_names[:20])}; those of the run are "

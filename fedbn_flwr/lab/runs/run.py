@@ -11,7 +11,7 @@ from torch import nn
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
+from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, method_of
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.recorder import OnRound
 from fedbn_flwr.lab.partitioned.counts import refuse_no_tests
@@ -47,7 +47,7 @@ def preflight(config: Config, out: Path) -> Checked:
         RunFolder.refuse_shorter(out, config.num_server_rounds)
     changes = {"out": str(out)}
     federated = config.strategy != CENTRALIZED
-    keeps = federated and bool(config.methods().local)
+    keeps = federated and bool(method_of(config).methods.local)
     if not config.state_dir and (keeps or (federated and config.checkpoint_every)):
         changes["state_dir"] = STATE_IN_OUT  # the clients of both engines share the server's files
     config = config.model_copy(update=changes)

@@ -16,7 +16,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import fixed_entries, tied_entries
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, NothingTrainedError
-from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.checkpoint import Checkpoints, StartingPoint, starting_point
@@ -87,7 +87,7 @@ def serve(grid: Grid, checked: Checked, out: Path, on_round: OnRound | None = No
 def _serve(
     grid: Grid, config: Config, model: nn.Module, out: Path, on_round: OnRound | None, closing: ExitStack
 ) -> dict[str, Any]:
-    on_nodes = config.data_on_nodes() or (config.by_function() and over_network(grid))
+    on_nodes = data_of(config).on_nodes or (data_of(config).by_function and over_network(grid))
     data = _server_data(config, on_nodes)
     start, initial = beginning(config, model, out)
     on_device(model, config)
@@ -166,7 +166,7 @@ def _strategy(config: Config, out: Path, model: nn.Module) -> Strategy:
     # Nodes that split into another number would train on the examples of held-out clients.
     strategy.num_partitions = config.num_clients if config.held_out_clients else 0
     strategy.completes_tests = False  # the recorder tests with and without averaged BN, and says which
-    if not any(name.startswith("personal-") for name in config.evaluations()):
+    if not any(name.startswith("personal-") for name in method_of(config).tests):
         strategy.fraction_evaluate = 0.0
     return strategy
 
@@ -177,14 +177,14 @@ def tests_of_clients(config: Config, data: PartitionedData | None) -> list[str]:
     Raises:
         ConfigError: the domains are asked for, and the server has no data with domains.
     """
-    tests = [name.removeprefix("personal-") for name in config.evaluations() if name.startswith("personal-")]
+    tests = [name.removeprefix("personal-") for name in method_of(config).tests if name.startswith("personal-")]
     if "domains" in tests:
         tests.remove("domains")
         domains = data.domain_views() if data else {}
         if not domains:
             raise ConfigError(f"eval-on=personal-domains: dataset={config.dataset} has no domains here. Leave it out.")
         tests += map(domain_test, domains)
-    if tests and config.validation_share and config.evaluations()[0].startswith("personal"):
+    if tests and config.validation_share and method_of(config).tests[0].startswith("personal"):
         tests.append(VALIDATION)
     return tests
 
@@ -194,13 +194,13 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
     clients = None
     if config.dp != "off":
         clients = ClientLevelDP(
-            config.dp_settings(),
+            method_of(config).dp,
             file=out / PRIVACY,
             fixed=fixed_entries(model) - moved_buffers(model, config),
             tied=tied_entries(model),
         )
     if config.masked_sums:
-        return MaskedSums(config.mask_settings(), clients)
+        return MaskedSums(method_of(config).masks, clients)
     return clients
 
 
@@ -237,7 +237,7 @@ def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
     """
     if on_nodes and config.protected and not config.held_out_clients:
         return None
-    needed = bool(config.held_out_clients) or any(name in GLOBAL_TESTS for name in config.evaluations())
+    needed = bool(config.held_out_clients) or any(name in GLOBAL_TESTS for name in method_of(config).tests)
     if on_nodes and not needed:
         return None
     try:

@@ -15,7 +15,7 @@ import torch
 from fedbn_flwr.engines.flower_run import Scalar, flower_run, toml_pairs
 from fedbn_flwr.engines.own_folder import own_folder
 from fedbn_flwr.errors import DivergedError, EngineError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.files import NewLines, read_json
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, FLOWER_LOG
 from fedbn_flwr.lab.output.recorder import OnRound
@@ -178,7 +178,7 @@ def _resources(config: Config, private: bool) -> dict[str, Scalar]:
     if not private:
         return resources
     at_once = min(clients, num_cores() // threads)
-    if config.methods().whole.needs_all_at_once:
+    if method_of(config).methods.whole.needs_all_at_once:
         at_once = clients  # who wait for each other in the channel: one actor for each
         resources["init-args-num-cpus"] = clients * threads
     if pick_device(config.device).type == "cuda":  # an actor without a part of a GPU would compute on the CPU

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import learning_parts, split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
-from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config
+from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, method_of
 from fedbn_flwr.lab.data import Augment
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
@@ -156,8 +156,8 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     if config.strategy == CENTRALIZED:
         return []
     shapes = {name: tuple(entry.shape) for name, entry in model.state_dict().items()}
-    methods, parts = config.methods(), split_state(model)
-    run = replace(config.run_settings(), parts=parts, shapes=shapes)
+    methods, parts = method_of(config).methods, split_state(model)
+    run = replace(method_of(config).run_settings, parts=parts, shapes=shapes)
     found = [problem for problem in methods.problems(run) if problem.kind == "model"]
     if not found:
         which = "gamma and beta of" if config.frozen_bn == "train" else "all of"
@@ -170,7 +170,7 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
 
 def _other_settings(config: Config) -> Iterator[str]:
     """Yield each change of one setting with which the model fits."""
-    tests = ",".join(name for name in config.evaluations() if name != RECALIBRATED)
+    tests = ",".join(name for name in method_of(config).tests if name != RECALIBRATED)
     changes: dict[str, Any] = {
         "strategy": "fedavg",
         "local_part": "",
@@ -191,7 +191,7 @@ def _other_settings(config: Config) -> Iterator[str]:
 
 def _try_model(config: Config, model: nn.Module) -> list[str]:
     """Return what looks wrong in the model's outputs; its statistics move."""
-    examples = torch.zeros(2, *config.example_shape(), dtype=torch.uint8)
+    examples = torch.zeros(2, *data_of(config).shape, dtype=torch.uint8)
     if augment := Augment.parse(config.augment):
         examples = augment(examples, torch.Generator())
     _outputs(config, model.eval(), examples.float())
@@ -202,7 +202,7 @@ def _try_model(config: Config, model: nn.Module) -> list[str]:
         )
     noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
     outputs = _outputs(config, model.train(), noise)
-    if config.learning_task().name not in (CLASSIFICATION.name, SEGMENTATION.name):
+    if data_of(config).task.name not in (CLASSIFICATION.name, SEGMENTATION.name):
         return []
     if (outputs < 0).any() or not torch.allclose(outputs.float().sum(1), torch.ones(())):
         return []
@@ -216,7 +216,7 @@ def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
     """Return the buffers that a step of training changes: running statistics, or an average of a user's own."""
     trial = copied(model).to("cpu").train()
     before = {name: buffer.clone() for name, buffer in trial.named_buffers(remove_duplicate=False)}
-    _outputs(config, trial, torch.rand(2, *config.example_shape(), generator=torch.Generator().manual_seed(0)))
+    _outputs(config, trial, torch.rand(2, *data_of(config).shape, generator=torch.Generator().manual_seed(0)))
     now = trial.named_buffers(remove_duplicate=False)
     return frozenset(name for name, buffer in now if not torch.equal(buffer, before[name]))
 
@@ -235,8 +235,8 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
         raise
     except Exception as error:  # the model's own, which may raise anything
         raise ConfigError(f"model {config.model!r} fails {what}: {type(error).__name__}: {error}") from error
-    pixels = examples.shape[2:] if config.learning_task().by_pixel else ()
-    wanted = (2, config.num_outputs(), *pixels)
+    pixels = examples.shape[2:] if data_of(config).task.by_pixel else ()
+    wanted = (2, data_of(config).num_outputs, *pixels)
     got = f"a {type(outputs).__name__}"
     if isinstance(outputs, torch.Tensor):
         shape = tuple(outputs.shape)
@@ -244,7 +244,7 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
             return outputs
         got = f"shape {shape}"
     raise ConfigError(
-        f"model {config.model!r} returns {got} {what}; {config.learning_task().name} needs a tensor of shape "
+        f"model {config.model!r} returns {got} {what}; {data_of(config).task.name} needs a tensor of shape "
         f"{wanted} (outputs without softmax)."
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.lab.config import data_of
 from fedbn_flwr.lab.files import csv_text, lost_lines, read_metrics
 from fedbn_flwr.lab.output.curves import draw_curves
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
@@ -163,7 +164,7 @@ def write_results(results: StudyResults) -> pd.DataFrame:
     for cell, history in of_first_seed:
         name = f"{cell.method}, {cell.split}"
         curves[name], main[name] = history, headlines(cell.config)[0]
-        scores[cell.config.learning_task().score] = None
+        scores[data_of(cell.config).task.score] = None
     write_atomically(out / "curves.png", draw_curves(curves, study.name, [*scores], main))
     return made
 

@@ -51,7 +51,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, Scalar, number, read_overrides
-from fedbn_flwr.lab.config.texts import text_of
+from fedbn_flwr.lab.config.problems import text_of
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 
 __all__ = ["AVERAGE", "WHOLE", "Cell", "PaperNumber", "Study", "StudySettings", "Tuning", "trial_name"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from fedbn_flwr.lab.config import data_of
 from fedbn_flwr.lab.early_stopping import validation_metric
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies.one_run import is_done, summary_of
@@ -63,7 +64,7 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
             rejected[trial] = sum(summary_of(cell.folder(out)).get("rejected", 0) for cell in repeats)
         config = cells[0].config
         usable = {trial: score for trial, score in scores.items() if score is not None}
-        choose = max if config.learning_task().higher_is_better else min
+        choose = max if data_of(config).task.higher_is_better else min
         best = choose(usable, key=lambda trial: usable[trial], default=None)
         results.append(Tuned(name, validation_metric(config), scores, best, rejected))
         if lost := [trial for trial in scores if rejected[trial]]:

@@ -12,8 +12,8 @@ from flwr.common.config import parse_config_args
 
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import CENTRALIZED, Config
-from fedbn_flwr.lab.config.method_settings import config_fields
+from fedbn_flwr.lab.config import CENTRALIZED, Config, learning_rate_of, method_of
+from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
 from fedbn_flwr.lab.setup import local_training
 from fedbn_flwr.server.params import EVALUATIONS
@@ -164,9 +164,11 @@ def test_methods_are_combined_by_their_keys() -> None:
     config = Config.make(
         {"strategy": "mtfl", "server-step": "fedadam", "client-hooks": "fixbn, fedprox", "server-learning-rate": 0.3}
     )
-    assert config.method() is combined(*(STRATEGIES[name] for name in ("fixbn", "mtfl", "fedadam", "fedprox")))
-    assert config.params().eta == 0.3
-    assert config.evaluations() == ("personal-own",)
+    assert method_of(config).strategy is combined(
+        *(STRATEGIES[name] for name in ("fixbn", "mtfl", "fedadam", "fedprox"))
+    )
+    assert method_of(config).params.eta == 0.3
+    assert method_of(config).tests == ("personal-own",)
     assert Config.make(config.to_mapping()) == config
 
 
@@ -373,7 +375,8 @@ def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
 )
 def test_learning_rate_decays_are_read(at: Any, factor: Any, expected: Any) -> None:
     given = {"lr-decay-at": at, "lr-decay-factor": factor}
-    assert Config.make({**FIXBN, **given}).decays() == expected
+    rate = learning_rate_of(Config.make({**FIXBN, **given}))
+    assert (rate.decay_after, rate.factors) == expected
 
 
 def test_fedtan2s_learning_rates_of_the_paper() -> None:
@@ -386,7 +389,7 @@ def test_fedtan2s_learning_rates_of_the_paper() -> None:
 
 
 def test_a_fraction_is_read_as_the_decimal_written() -> None:
-    assert Config.make({"lr-decay-at": "0.29", "num-server-rounds": 100}).decays() == ((29,), (0.1,))
+    assert learning_rate_of(Config.make({"lr-decay-at": "0.29", "num-server-rounds": 100})).decay_after == (29,)
 
 
 @pytest.mark.parametrize("factor", ["0.1,0.2", "", "-1", "0", "x"])
@@ -405,5 +408,5 @@ def test_the_default_evaluations_follow_the_strategy() -> None:
     for name, strategy in STRATEGIES.items():
         wanted = ("personal-own",) if strategy().local else ("global",)
         norm = "wsconv" if name == "fedwon" else "batch"
-        assert Config.make({"strategy": name, "norm": norm}).evaluations() == wanted, name
-    assert Config.make({"eval-on": " personal-global , global"}).evaluations() == ("personal-global", "global")
+        assert method_of(Config.make({"strategy": name, "norm": norm})).tests == wanted, name
+    assert method_of(Config.make({"eval-on": " personal-global , global"})).tests == ("personal-global", "global")

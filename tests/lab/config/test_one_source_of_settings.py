@@ -5,27 +5,28 @@ from __future__ import annotations
 import pytest
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import RENAMED, Config
-from fedbn_flwr.lab.config.method_settings import config_fields, method_fields, methods_with, own_default
+from fedbn_flwr.lab.config import RENAMED, Config, method_of
+from fedbn_flwr.lab.config.fields import config_fields, methods_with, own_defaults, settings_of_methods
+from fedbn_flwr.server.method_params import PARAMS
 from fedbn_flwr.server.params import Params, setting
-from fedbn_flwr.strategies import STRATEGIES, FedAdam, FedAvg, Method, Strategy
+from fedbn_flwr.strategies import STRATEGIES
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_default_in_python_is_the_default_of_the_config(name: str, needs) -> None:
     config = Config.make({**needs(name), "strategy": name})
     made = STRATEGIES[name]()
-    assert config.params() == made.params
+    assert method_of(config).params == made.params
     for key, name in config_fields(type(made.params)).items():
         assert getattr(config, key) == getattr(made.params, name), key
 
 
 def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
-    assert own_default(STRATEGIES.values()) == {"server_learning_rate": 0.0, "agc": -1.0}
+    assert own_defaults() == {"server_learning_rate": 0.0, "agc": -1.0}
     own = {"fedavg": 0.0, "fedadam": 0.1, "fedyogi": 0.01, "fedavgm": 1.0, "scaffold": 1.0}
     assert {name: Config.make({"strategy": name}).server_learning_rate for name in own} == own
     set_ = Config.make({"strategy": "fedyogi", "server-learning-rate": 0.1})
-    assert (set_.server_learning_rate, set_.params().eta) == (0.1, 0.1), "Flower's name in Python"
+    assert (set_.server_learning_rate, method_of(set_).params.eta) == (0.1, 0.1), "Flower's name in Python"
     fedwon = {"strategy": "fedwon", "norm": "wsconv"}
     assert [Config.make({**fedwon, **own}).agc for own in ({}, {"agc": 0.0}, {"agc": 0.5})] == [0.1, 0.0, 0.5]
     assert [Config.make(own).agc for own in ({}, {"agc": 0.5})] == [0.0, 0.5]
@@ -35,46 +36,32 @@ def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
 
 @pytest.mark.parametrize(("limits", "default"), [({"ge": 0, "lt": 1}, -1.0), ({"gt": 0}, 0.0), ({"ge": 0.5}, 0.0)])
 def test_no_one_can_set_the_value_for_the_methods_own_default(limits: dict[str, float], default: float) -> None:
-    def strategy(value: float) -> type[Strategy]:
+    def params(value: float) -> type[Params]:
         class OtherParams(Params):
             cut: float = setting(value, "a share", **limits)
 
-        method = type("OtherMethod", (Method,), {"name": f"other-{value}", "Params": OtherParams})
-        return type("Other", (Strategy,), {"method": method})
+        return OtherParams
 
-    assert own_default([strategy(0.6), strategy(0.7)]) == {"cut": default}
+    assert own_defaults({"one": params(0.6), "other": params(0.7)}) == {"cut": default}
 
 
 def test_methods_must_agree_about_a_settings_limits() -> None:
     class OtherParams(Params):
         tau: float = setting(0.5, "another tau", ge=0)
 
-    class OtherMethod(Method[OtherParams]):
-        name = "other"
-        Params = OtherParams
-
-    class Other(Strategy):
-        method = OtherMethod
-
     with pytest.raises(ConfigError, match="methods declare the setting 'tau' with different types or limits"):
-        method_fields([FedAdam, Other])
+        settings_of_methods({"fedadam": PARAMS["fedadam"], "other": OtherParams})
 
 
 def test_a_new_methods_parameter_is_a_key_without_more() -> None:
     class OtherParams(Params):
         cut: float = setting(0.2, "share of the replies that is cut off at each end", ge=0, lt=0.5)
 
-    class OtherMethod(Method[OtherParams]):
-        name = "other"
-        Params = OtherParams
-
-    class Other(Strategy):
-        method = OtherMethod
-
-    annotation, field = method_fields([*STRATEGIES.values(), Other])["cut"]
-    assert (annotation, field.default, field.json_schema_extra) == (float, 0.2, {"group": "methods", "key": ""})
-    assert methods_with([FedAvg, Other], "cut") == [Other]
-    assert methods_with([FedAvg, Other], "seed") == [], "those of every method are listed with none"
+    annotation, field = settings_of_methods({**PARAMS, "other": OtherParams})["cut"]
+    assert (annotation, field.default, field.description) == (float, 0.2, OtherParams.model_fields["cut"].description)
+    params = {"fedavg": Params, "other": OtherParams}
+    assert methods_with("cut", params) == ["other"]
+    assert methods_with("seed", params) == [], "those of every method are listed with none"
 
 
 def test_the_old_name_of_a_key_is_read_with_a_warning(caplog, tmp_path) -> None:

@@ -22,7 +22,7 @@ from fedbn_flwr.client.permissions import check_module
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NOT_ALLOWED, ConfigError, DataError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import own_rows, own_sha256
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
@@ -111,7 +111,7 @@ def test_each_site_is_a_client_with_its_own_test_part_and_groups() -> None:
     units = split.dataset.train.units
     assert units is not None
     assert units[:12].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    assert (config.split_name(), config.num_outputs(), config.example_shape()) == ("natural", 2, (3,))
+    assert (data_of(config).split_name, data_of(config).num_outputs, data_of(config).shape) == ("natural", 2, (3,))
 
 
 def test_a_held_out_client_is_one_site_more() -> None:
@@ -155,9 +155,9 @@ def test_evaluate_reads_the_sites_of_the_run(tmp_path: Path) -> None:
     run(config, tmp_path / "out", workers=0)
     _, found = evaluate_run(tmp_path / "out", {"dataset": f"{MODULE}:rows"})
     assert {row.data for row in found} >= {"site-0", "site-1"}
-    where = own_rows(config.own_data())
+    where = own_rows(data_of(config).own)
     assert [where.names[at] for at in where.test[:1]] == ["site-0:test:0"]
-    assert own_sha256(config.own_data()) == own_sha256(config.own_data())
+    assert own_sha256(data_of(config).own) == own_sha256(data_of(config).own)
 
 
 def test_a_node_asks_for_its_own_site_alone(

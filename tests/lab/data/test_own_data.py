@@ -12,7 +12,7 @@ from PIL import Image
 
 from fedbn_flwr.client.state_folder import state_dir
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import OwnData, listed, load_dataset, loading, own_info
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
@@ -112,7 +112,7 @@ def test_a_natural_client_has_all_its_test_examples(tmp_path: Path) -> None:
 def test_sites_that_are_one_number_stay_four_sites(tmp_path: Path, names: list[str]) -> None:
     """In an array of texts and as folders."""
     keys = _npz(tmp_path, x=np.arange(80.0).reshape(40, 2), y=np.arange(40) % 2, client=np.array(names * 10))
-    assert Config.make(keys).data_info().client_names == tuple(sorted(names))
+    assert data_of(Config.make(keys)).info.client_names == tuple(sorted(names))
     write_images(tmp_path / "i", {f"{name}/{label}": 2 for name in names for label in ("cat", "dog")})
     assert own_info(own("folder", tmp_path / "i")).client_names == tuple(sorted(names))
 

@@ -18,6 +18,7 @@ from fedbn_flwr import global_state, personal_state
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config.names import allowed
 from fedbn_flwr.lab.data import DATASETS, Subset
 from fedbn_flwr.lab.finished_runs.evaluate import _csv, evaluate_run, predictions
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
@@ -113,6 +114,9 @@ def test_other_classes_are_refused(fedavg, monkeypatch) -> None:
     for count in (9, 12):
         info = dataclasses.replace(DATASETS["digits"], name="others", num_classes=count)
         monkeypatch.setitem(DATASETS, "others", info)
+        monkeypatch.setattr(
+            "fedbn_flwr.lab.config.checks.allowed", lambda key: DATASETS if key == "dataset" else allowed(key)
+        )
         with pytest.raises(ConfigError, match=f"the run have 10 classes, dataset=others has {count}. Bring these data"):
             evaluate_run(run, {"dataset": "others"})
 

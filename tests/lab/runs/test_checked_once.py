@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from fedbn_flwr import InProcessGrid
 from fedbn_flwr.lab import setup
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.config import config as config_module
+from fedbn_flwr.lab.config import Config, run_checks
 from fedbn_flwr.lab.runs import app as flower_app
 from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.lab.runs import start_checks
@@ -45,7 +44,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
         monkeypatch.setattr(module, name, counting)
 
-    count(config_module, "problems_of")
+    count(run_checks, "problems_of_run")
     count(run_module, "check")
     count(start_checks, "check")  # the server app takes it when it runs
     count(setup, "build_model")
@@ -57,7 +56,7 @@ def test_the_command_checks_and_builds_once(counts: Counts, tmp_path: Path) -> N
     result = CliRunner().invoke(app, ["run", *settings, "--workers", "0", "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out/summary.json").is_file()
-    assert counts == {"problems_of": 1, "check": 1, "build_model": 1}
+    assert counts == {"problems_of_run": 1, "check": 1, "build_model": 1}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_the_command_checks_and_builds_once(counts: Counts, tmp_path: Path) -> N
 def test_so_does_a_run_from_python(counts: Counts, more: dict[str, Any], tmp_path: Path) -> None:
     workers = more.pop("workers", 0)
     run_module.run(Config.make({**SMALL, **more}), tmp_path / "out", workers=workers)
-    assert counts == {"problems_of": 1, "check": 1, "build_model": 1}
+    assert counts == {"problems_of_run": 1, "check": 1, "build_model": 1}
 
 
 def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(counts: Counts, tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_under_flower_the_server_and_the_clients_do_so_each_in_its_process(count
     with InProcessGrid(flower_app.client_app, 3, run_config=settings) as grid:
         flower_app.server_app(grid, context)
     assert (tmp_path / "out/summary.json").is_file()
-    assert counts == {"problems_of": 2, "check": 1, "build_model": 2}, "the server's, and one for all three clients"
+    assert counts == {"problems_of_run": 2, "check": 1, "build_model": 2}, "the server's, and one for all three clients"
 
 
 @pytest.mark.parametrize(

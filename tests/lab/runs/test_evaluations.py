@@ -24,7 +24,8 @@ from fedbn_flwr.batchnorm.adaptation import evaluate_adapted
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
 from fedbn_flwr.lab.cli.console import Bar
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of, method_of
+from fedbn_flwr.lab.config.names import allowed
 from fedbn_flwr.lab.data.loading import DATASETS, _load
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import Samples
@@ -205,9 +206,9 @@ def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> N
 )
 def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_training(settings: Any, size: int) -> None:
     config = Config.make({"dataset": "cifar10", "model": "torchvision:resnet18", **settings})
-    task = config.test_task()
+    task = data_of(config).test_task
     assert task.plain_test_batch == size
-    assert task.test_batch == config.learning_task().test_batch == (8 if "seg" in config.model else 500)
+    assert task.test_batch == data_of(config).task.test_batch == (8 if "seg" in config.model else 500)
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn", "centralized"])
@@ -218,7 +219,7 @@ def test_any_size_of_a_test_batch_gives_the_same_figures(
     asked = {"fedbn": "personal-own,averaged-bn", "fedavg": "global,personal-global,global-batch-statistics"}
     tests = {"eval-on": asked[strategy]} if strategy in asked else {}
     plain, _ = quick_run(strategy=strategy, **tests)
-    monkeypatch.setattr("fedbn_flwr.lab.config.values._TEST_VALUES", 0)  # no more than a batch of the training
+    monkeypatch.setattr("fedbn_flwr.lab.config.data._TEST_VALUES", 0)  # no more than a batch of the training
     small, _ = quick_run(strategy=strategy, **tests)
     assert small["sha256"] == plain["sha256"]
     assert small["final"].keys() == plain["final"].keys()
@@ -243,10 +244,15 @@ def test_one_machine_is_tested_where_the_clients_are(quick_run, quick_config, sh
         assert len(views) > 2
         for of_client in line["clients"].values():
             for domain, view in views.items():
-                assert of_client[f"domain-{domain}-accuracy"] == evaluate(model, view, task=config.test_task()).accuracy
+                assert (
+                    of_client[f"domain-{domain}-accuracy"]
+                    == evaluate(model, view, task=data_of(config).test_task).accuracy
+                )
         return
     assert summary["headline"] == "personal-own-accuracy"
-    own = [evaluate(model, data.test_view(client), task=config.test_task()) for client in range(config.num_clients)]
+    own = [
+        evaluate(model, data.test_view(client), task=data_of(config).test_task) for client in range(config.num_clients)
+    ]
     assert [of_client["own-accuracy"] for of_client in line["clients"].values()] == [one.accuracy for one in own]
     assert summary["final"]["personal-own-accuracy"] == pytest.approx(statistics.mean(one.accuracy for one in own))
     assert summary["final"]["personal-own-accuracy-weighted"] == pytest.approx(summary["final"]["test-accuracy"])
@@ -298,7 +304,7 @@ def test_test_time_bn_is_tested_beside_the_plain_model(quick_run, strategy: str,
     summary, out = quick_run(strategy=strategy, **{"test-bn": "mix", "eval-on": f"{test}-test-bn"})
     model, _ = saved(out)
     config = Config.load(out / "config.yaml")
-    assert config.evaluations() == (f"{test}-test-bn", test)
+    assert method_of(config).tests == (f"{test}-test-bn", test)
     assert summary["headline"] == f"test-{test}-test-bn-accuracy"
     view = partitioned_data(config, 3).test_view()
     adapted, plain = evaluate_adapted(model, view, "mix").loss, evaluate(model, view).loss
@@ -476,6 +482,9 @@ def own_task(
     own = {"name": "mine", "loader": read, "num_classes": num_classes, "task": task, "tasks": ("classification",)}
     own["grouped"] = grouped
     monkeypatch.setitem(DATASETS, "mine", dataclasses.replace(DATASETS["digits"], **own))
+    monkeypatch.setattr(
+        "fedbn_flwr.lab.config.checks.allowed", lambda key: DATASETS if key == "dataset" else allowed(key)
+    )
     _load.cache_clear()
 
 
@@ -563,7 +572,7 @@ def test_a_multi_label_run_has_a_score_for_each_domain(monkeypatch, quick_run) -
 def test_the_keys_task_and_metrics(monkeypatch, quick_run) -> None:
     own_task(monkeypatch, BINARY, 2, lambda digit: (digit > 4).long())
     chosen = Config.make({"dataset": "mine", "task": "classification", "metrics": "macro-f1,auroc"})
-    assert chosen.learning_task().metrics == ("accuracy", "macro-f1", "auroc")
+    assert data_of(chosen).task.metrics == ("accuracy", "macro-f1", "auroc")
     assert make_model(chosen).fc.out_features == 2
     _, out = quick_run(**{"metrics": "balanced-accuracy", "eval-on": "global,personal-own"})
     line = read_metrics(out / "metrics.jsonl")[-1]

@@ -10,7 +10,7 @@ import torch
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.inspection import Inspection, inspect_model
 from fedbn_flwr.lab.setup import local_training, make_model, make_strategy
@@ -71,7 +71,7 @@ def test_predicted_traffic_equals_measured_traffic(run_strategy, strategy: str, 
     found = inspect_model(make_model(config), strategy, 2, config)
     if any("a run is refused" in warning for warning in found.warnings):
         assert norm == "group"
-        assert model_needs(config.methods().whole)
+        assert model_needs(method_of(config).methods.whole)
         with pytest.raises(NormLayerError):
             measured(run_strategy, config, 2)
         return
@@ -135,7 +135,7 @@ def test_predicted_traffic_equals_measured_traffic_of_methods_in_one_run(run_str
     config = Config.make({**values, "local-epochs": 0, **combination})
     found = inspect_model(make_model(config), config.strategy, 2, config)
     assert measured(run_strategy, config, 2) == predicted(found)
-    assert found.local == config.methods().local
+    assert found.local == method_of(config).methods.local
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.inspection import batchnorm_calls
@@ -37,8 +37,8 @@ def settings(write_cityscapes, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 def test_images_are_twice_as_wide_as_high(settings: dict[str, Any]) -> None:
     config = Config.make(settings)
-    assert config.example_shape() == (3, 64, 128)
-    assert Config.make({**settings, "image-size": 0}).example_shape() == (3, 512, 1024)
+    assert data_of(config).shape == (3, 64, 128)
+    assert data_of(Config.make({**settings, "image-size": 0})).shape == (3, 512, 1024)
     assert len(batchnorm_calls(make_model(config), config)) == 47
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data.own import own_info
 from fedbn_flwr.lab.export import run_onnx
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
@@ -47,7 +47,7 @@ def test_a_run_on_signals_is_the_model_that_is_exported(strategy: str, settings:
     freeze = {"freeze-at": 1} if strategy == "fixbn" else {}
     averaged = {"eval-on": "averaged-bn"} if strategy == "fedbn" else {}
     config = Config.make({**settings, **freeze, **averaged, "strategy": strategy})
-    assert config.example_shape() == (CHANNELS, STEPS)
+    assert data_of(config).shape == (CHANNELS, STEPS)
     run(config, tmp_path / "run", workers=0)
     evaluate_run(tmp_path / "run", {"dataset": settings["dataset"]})
     if strategy == "fedbn":
@@ -93,7 +93,7 @@ def images(num_classes, channels, size):
 )
 def test_square_arrays_of_numbers_are_signals_with_a_warning(x: Any, shape: Any, warned: bool, tmp_path: Path) -> None:
     config = Config.make({"dataset": saved(tmp_path / "a.npz", x, np.arange(9) % 3), "num-clients": 1})
-    info = own_info(config.own_data())
+    info = own_info(data_of(config).own)
     assert info.input_shape == shape
     words = [text for text in info.warnings if "x[:, None], of shape (9, 1, 6, 6)" in text]
     assert len(words) == warned

@@ -1,0 +1,147 @@
+"""What the config says of the method of a run: its strategy, settings, tests, protections and learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.lab.config.fields import Fields, config_fields, own_defaults
+from fedbn_flwr.lab.config.names import CENTRALIZED
+from fedbn_flwr.lab.config.texts import number, read_decays, split
+from fedbn_flwr.privacy.settings import DPSettings, MaskSettings
+from fedbn_flwr.server.method import Problem, RunSettings
+from fedbn_flwr.server.methods import Methods
+from fedbn_flwr.server.params import Params, tests_in
+from fedbn_flwr.strategies import STRATEGIES, StrategyClass, combined
+from fedbn_flwr.training.settings import LearningRate, share_of
+
+__all__ = ["RunMethod", "learning_rate_of", "method_of", "rounds_of_decays", "schedule_changes"]
+
+
+def method_of(config: Fields) -> RunMethod:
+    """Return what the config says of the method."""
+    return RunMethod(config)
+
+
+@dataclass(frozen=True)
+class RunMethod:
+    """The method of a run; ``strategy=centralized`` has tests alone."""
+
+    config: Fields
+
+    @property
+    def centralized(self) -> bool:
+        """Whether there are no clients: the reference on all data."""
+        return self.config.strategy == CENTRALIZED
+
+    @property
+    def strategy(self) -> StrategyClass:
+        """The class of the strategy, combined with the methods that are added to it.
+
+        Raises:
+            ConfigError: two of the methods cannot be combined.
+        """
+        return combined(*(STRATEGIES[name] for name in self.config.method_names))
+
+    @property
+    def params(self) -> Params:
+        """The settings of the method; "the method's own default" is replaced by that default."""
+        kind: type[Params] = self.strategy.Params
+        stands_for_own = own_defaults()
+        given: dict[str, Any] = {}
+        for name, setting in config_fields(kind).items():
+            value = getattr(self.config, name)
+            if name not in stands_for_own or value != stands_for_own[name]:
+                given[setting] = value
+        given["eval_on"] = ",".join(tests_in(self.config.eval_on))
+        return kind(**given)
+
+    @property
+    def methods(self) -> Methods:
+        """The options and methods of the run, with their settings."""
+        return self.strategy.combination.methods(self.params)
+
+    @property
+    def run_settings(self) -> RunSettings:
+        """The settings of the run that the methods check their own against."""
+        config = self.config
+        return RunSettings(
+            num_rounds=config.num_server_rounds,
+            norm=config.norm,
+            sgd_momentum=config.sgd_momentum,
+            tests=self.tests,
+            optimizer=config.optimizer,
+        )
+
+    def problems(self, kind: str) -> list[Problem]:
+        """Return what does not fit or has no effect in the settings of the methods; see ``Problem.kind``."""
+        return [problem for problem in self.methods.problems(self.run_settings) if problem.kind == kind]
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """The tests of ``eval-on`` or their default; the first one gives the run's main metric."""
+        if asked := tests_in(self.config.eval_on):
+            return asked
+        return ("personal-own",) if not self.centralized and self.methods.local else ("global",)
+
+    @property
+    def reestimates(self) -> bool:
+        """Whether BN statistics are re-estimated before tests."""
+        return not self.centralized and (self.methods.reestimates or "recalibrated" in self.tests)
+
+    @property
+    def freezes_bn(self) -> bool:
+        """Whether the method freezes BN in some round."""
+        return not self.centralized and self.methods.freezes_bn
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether BN's running statistics stay with the clients."""
+        return not self.centralized and Part.STATISTICS in self.methods.local
+
+    @property
+    def shares_nothing(self) -> bool:
+        """Whether the clients share no part of the model."""
+        return not self.centralized and Part.REST in self.methods.local
+
+    @property
+    def dp(self) -> DPSettings:
+        """The settings of client-level differential privacy."""
+        return DPSettings(**self.config.model_dump(include={*DPSettings.model_fields}))
+
+    @property
+    def masks(self) -> MaskSettings:
+        """The settings of masked sums."""
+        return MaskSettings(**self.config.model_dump(include={*MaskSettings.model_fields}))
+
+
+def rounds_of_decays(config: Fields) -> list[int | str]:
+    """Return the rounds after which the learning rate decays, or "freeze"."""
+    after: list[int | str] = []
+    for text, _ in read_decays(config.lr_decay_at, config.lr_decay_factor):
+        value = number(text)
+        if isinstance(value, int):
+            after.append(value)
+        else:
+            after.append(text if value is None else share_of(text, config.num_server_rounds))
+    return after
+
+
+def learning_rate_of(config: Fields) -> LearningRate:
+    """Return the learning rate over the rounds, the same in every engine."""
+    factors = [factor for _, factor in read_decays(config.lr_decay_at, config.lr_decay_factor)]
+    return LearningRate(config.learning_rate, tuple(rounds_of_decays(config)), tuple(factors))
+
+
+def schedule_changes(config: Fields, begun_with: int) -> list[str]:
+    """Return a warning for each setting of the learning rate that counts in R, if the run began with another R."""
+    rounds = config.num_server_rounds
+    if begun_with in (0, rounds):
+        return []
+    return [
+        f"the run began with {begun_with} rounds and now has {rounds}: lr-decay-at={text} is of the new number, also "
+        "where earlier rounds followed the old one"
+        for text in split(config.lr_decay_at)
+        if isinstance(number(text), float)
+    ]

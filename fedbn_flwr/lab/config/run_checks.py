@@ -1,0 +1,197 @@
+"""What is told of a config with the registries, the data and the methods: the second half of the check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from fedbn_flwr.errors import ConfigError, FedBNError
+from fedbn_flwr.lab.config.data import RunData, data_of
+from fedbn_flwr.lab.config.fields import Fields
+from fedbn_flwr.lab.config.method import RunMethod, method_of
+from fedbn_flwr.lab.config.names import allowed
+from fedbn_flwr.lab.config.problems import Problem, of_error, of_name
+from fedbn_flwr.lab.config.texts import split
+from fedbn_flwr.lab.models import MODELS, model_info
+from fedbn_flwr.messages.protocol import SERIES_PATTERN
+from fedbn_flwr.privacy.settings import dp_conflicts, mask_conflicts
+from fedbn_flwr.server.params import TEST_BN
+
+__all__ = ["has_no_effect_in_run", "problems_of_run"]
+
+T = TypeVar("T")
+
+
+def problems_of_run(config: Fields) -> list[Problem]:
+    """Return what is wrong with the data, the task, the methods and the protections."""
+    problems = _of_data(config, data_of(config))
+    if config.series and not SERIES_PATTERN.fullmatch(config.series):
+        text = f"series={config.series!r} must be 1 to 64 letters, digits, '.', '-' or '_', no '.' in front"
+        problems.append(Problem("bad-value", "series", text))
+    if problems:
+        return problems  # else the methods cannot be asked
+    method = method_of(config)
+    try:
+        return _of_methods(config, method)
+    except FedBNError as error:
+        return [of_error(error, "strategy")]
+
+
+def _noted(problems: list[Problem], key: str, read: Callable[[], T]) -> T | None:
+    """Return what a function returns; None if it raises an error, which is added to the problems."""
+    try:
+        return read()
+    except FedBNError as error:
+        problems.append(of_error(error, key))
+        return None
+
+
+# --- the data ---------------------------------------------------------------------------------------------------------
+def _of_data(config: Fields, data: RunData) -> list[Problem]:
+    """Return what is wrong with the data, the model for them, the task and the split."""
+    problems: list[Problem] = []
+    info = _noted(problems, "dataset", lambda: data.info)
+    _noted(problems, "model", lambda: model_info(config.model))
+    augment = _noted(problems, "augment", lambda: data.augmentation)
+    if info is None or problems:
+        return problems
+    problems += of_name("partition", data.split_name, allowed("partition"))
+    _noted(problems, "task", lambda: _check_task(config, data))
+    classes = 0 if data.is_own else info.num_classes
+    if config.partition in ("", "classes") and 0 < classes < config.classes_per_client:
+        text = (
+            f"classes-per-client={config.classes_per_client} is more than the {classes} classes of "
+            f"dataset={config.dataset}; use 1 to {classes}"
+        )
+        problems.append(Problem("bad-value", "classes-per-client", text))
+    if 0 < config.num_classes < classes:
+        text = f"num-classes={config.num_classes} is fewer than the {classes} of dataset={config.dataset}"
+        problems.append(Problem("bad-value", "num-classes", text))
+    for name in augment.each if augment and info.task.by_pixel else ():
+        if name.endswith("-augment"):
+            text = f"augment: {name} would move the image and not the classes of its pixels"
+            problems.append(Problem("conflict", "augment", text))
+    return problems
+
+
+def _check_task(config: Fields, data: RunData) -> None:
+    """Check that the labels can be for the task, that it has the metrics, and that the model is for it."""
+    info = data.info
+    _ = data.shape  # the model may take no such example
+    possible = (info.task.name, *info.tasks)
+    if config.task and config.task not in possible:
+        raise ConfigError(
+            f"task={config.task}: the labels of dataset={config.dataset} are for {', '.join(possible)}. Leave task "
+            "out, or use data of your own that have such labels."
+        )
+    task, per_pixel = data.task, model_info(config.model).per_pixel
+    if per_pixel is not None and per_pixel != task.by_pixel:
+        fitting = [name for name, model in MODELS.items() if model.per_pixel in (task.by_pixel, None)]
+        gives = "outputs for each pixel" if per_pixel else "one vector of outputs for each example"
+        raise ConfigError(
+            f"dataset={config.dataset} is for {task.name}, model={config.model} gives {gives}. Use another data set, "
+            f"or one of the models {', '.join(fitting)}"
+        )
+    if config.feature_norm and task.by_pixel:
+        raise ConfigError(
+            f"feature-norm is for a vector of features before a linear classifier, and the task {task.name} "
+            "has a prediction for each pixel. Leave it out."
+        )
+
+
+# --- the methods and the protections ----------------------------------------------------------------------------------
+def _of_methods(config: Fields, method: RunMethod) -> list[Problem]:
+    """Return what is wrong with the settings of the methods, or does not fit the protections."""
+    if method.centralized:
+        return []
+    refused = [Problem(problem.code, "strategy", problem.text) for problem in method.problems("refuse")]
+    if refused:
+        return refused
+    if config.dp != "off":
+        refused += _of_dp(config, method)
+    if config.masked_sums and not refused:
+        refused += _of_masks(config, method)
+    return refused
+
+
+def _of_dp(config: Fields, method: RunMethod) -> list[Problem]:
+    """Return what of this run bypasses the noise, or does not fit it."""
+    from fedbn_flwr.privacy.differential import beside_models  # other runs do not need it
+
+    data, asked = data_of(config), f"dp={config.dp}"
+    lines = dp_conflicts(method.dp)
+    lines += [f"strategy {config.title!r} with {asked}: {what}" for what in beside_models(method.methods)]
+    lines += _uncovered(config, method, "epsilon does")
+    counted = data.info.task.name in ("classification", "segmentation") and not config.num_classes
+    if data.is_own and counted:
+        lines.append(f"{asked}: the data decide the number of classes, which epsilon does not cover: set num-classes")
+    return [Problem("conflict", "dp", line) for line in lines]
+
+
+def _of_masks(config: Fields, method: RunMethod) -> list[Problem]:
+    """Return what of this run is no sum over the clients."""
+    from fedbn_flwr.privacy.masked_sums import refusals  # as above
+
+    lines = [*refusals(method.methods), *mask_conflicts(method.dp), *_uncovered(config, method, "masks do")]
+    return [Problem("conflict", "masked-sums", line) for line in lines]
+
+
+def _uncovered(config: Fields, method: RunMethod, protects: str) -> Iterator[str]:
+    """Yield what tells of the clients' data beside their updates."""
+    tells = f"reports results on the clients' data, which {protects} not cover"
+    told = ",".join(name for name in method.tests if name.startswith("personal") or name == "global-train")
+    if told:
+        yield f"eval-on={told} {tells}: use eval-on=global"
+    if config.validation_share:
+        yield f"validation-share {tells}: leave it out"
+    if config.held_out_clients:
+        yield f"held-out-clients {tells}: leave it out"
+
+
+# --- keys without effect ----------------------------------------------------------------------------------------------
+def has_no_effect_in_run(config: Fields) -> dict[str, str]:
+    """Return the keys, set or not, that this run cannot use, each with what it needs."""
+    method = method_of(config)
+    unused = {**_unused_of_data(config, data_of(config)), **_unused_of_tests(config, method)}
+    if "freeze" in split(config.lr_decay_at) and not method.freezes_bn:
+        unused["lr-decay-at"] = f"freeze is for fixbn and fedtan2, and {config.title} never freezes BN"
+    if config.dp != "off" and not (config.dp_noise_multiplier or config.dp_target_epsilon):
+        unused["dp-delta"] = "without noise there is no epsilon"
+    if not method.centralized:
+        for problem in method.problems("unused"):
+            unused[problem.key.replace("_", "-")] = problem.text
+    return unused
+
+
+def _unused_of_data(config: Fields, data: RunData) -> dict[str, str]:
+    info, task, unused = data.info, data.plain_task, dict[str, str]()
+    if info.input_shape:
+        unused["augment"] = "it is for images"
+    elif config.image_size not in (0, data.shape[1]):
+        unused["image-size"] = f"model={config.model} takes images of {data.shape[1]} pixels"
+    if not info.files:
+        unused["data-dir"] = f"dataset={config.dataset} needs no files"
+    if task.outputs(2) != 2:
+        unused["num-classes"] = f"task {task.name} has one output"
+    names = split(config.metrics)
+    if names[:1] == [task.score] and set(names) <= set(task.metrics):
+        unused["metrics"] = f"task {task.name} always has it"
+    if data.split_name != "classes":
+        unused["classes-per-client"] = "it is for partition=classes"
+    if data.on_nodes:
+        unused["held-out-clients"] = "only the nodes have the data"
+    return unused
+
+
+def _unused_of_tests(config: Fields, method: RunMethod) -> dict[str, str]:
+    unused = dict[str, str]()
+    tests = method.tests
+    if not any(name.startswith("personal") for name in tests):
+        unused["fraction-evaluate"] = "no test of eval-on is done by clients"
+    if not config.held_out_clients and not any(name.endswith(TEST_BN) for name in tests):
+        unused["test-bn"] = "it is for tests of eval-on that end in -test-bn, and for held-out-clients"
+    if method.shares_nothing:
+        unused["held-out-clients"] = f"{config.title} shares no model"
+    if method.centralized and not all(name.startswith(("global", "personal")) for name in tests):
+        unused["eval-on"] = "strategy=centralized has one model: use tests whose names begin with global or personal"
+    return unused

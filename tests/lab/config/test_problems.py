@@ -1,0 +1,180 @@
+"""One validator: all problems of a config at once, each with its code and key, and most of them without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
+from fedbn_flwr.lab.config.checks import defaults_of
+from fedbn_flwr.lab.config.fields import config_fields, methods_with, only_if_of
+from fedbn_flwr.lab.config.names import allowed
+from fedbn_flwr.lab.config.problems import ConfigProblemsError
+from fedbn_flwr.lab.data import DATASETS, PARTITIONS
+from fedbn_flwr.norms import NORMS
+from fedbn_flwr.server.method_params import PARAMS
+from fedbn_flwr.server.params import SET
+from fedbn_flwr.strategies import METHODS, STRATEGIES
+from fedbn_flwr.training.tasks import TASKS
+
+KEYS = [key for group in GROUPS for key in Config.keys(group)]
+
+
+def problems(settings: dict[str, Any], check: Any = Config.make) -> list[tuple[str, str]]:
+    """The code and the key of each problem."""
+    try:
+        check(settings)
+    except ConfigProblemsError as error:
+        return [(problem.code, problem.key) for problem in error.problems]
+    return []
+
+
+def test_there_are_at_most_95_keys_each_in_one_group() -> None:
+    assert len(KEYS) == len(set(KEYS)) <= 95
+    assert set(KEYS) == set(defaults_of(Config))
+
+
+def test_the_names_that_need_no_torch_are_those_of_the_registries() -> None:
+    assert {name: strategy.Params for name, strategy in STRATEGIES.items()} == dict(PARAMS)
+    assert list(allowed("strategy")) == [*STRATEGIES, CENTRALIZED]
+    registries = {"norm": NORMS, "dataset": DATASETS, "partition": PARTITIONS, "task": TASKS}
+    for key, registry in registries.items():
+        assert {*allowed(key)} >= set(registry), key
+    for role in ("local-part", "client-hooks", "server-step"):
+        assert list(allowed(role)) == [name for name, method in METHODS.items() if method.role == role]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_title_is_the_name_of_the_combination(name: str) -> None:
+    assert Config.model_construct(strategy=name).title == name
+    combination = {"strategy": "mtfl", "server-step": "fedadam", "client-hooks": "fixbn, fedprox"}
+    assert Config.make(combination).title == "fedprox+fedadam+mtfl+fixbn"
+
+
+# Told without torch: a key by itself, names, keys together, keys without effect; all of them at once.
+FIRST = {
+    "an unknown key": ({"sed": 1}, [("unknown-key", "sed")]),
+    "a key that is no text": ({3: 1}, [("unknown-key", "3")]),
+    "a wrong type": ({"batch-size": "x"}, [("bad-value", "batch-size")]),
+    "out of range": (
+        {"batch-size": -1, "learning-rate": 0},
+        [("bad-value", "batch-size"), ("bad-value", "learning-rate")],
+    ),
+    "a bool": ({"seed": True}, [("bad-value", "seed")]),
+    "not finite": ({"learning-rate": float("inf")}, [("bad-value", "learning-rate")]),
+    "a round that is none": ({"strategy": "fixbn", "freeze-at": "x"}, [("bad-value", "freeze-at")]),
+    "a share": ({"strategy": "fbn", "statistics-aggregation": "trimmed"}, [("bad-value", "statistics-aggregation")]),
+    "names": (
+        {"strategy": "fedbnn", "norm": "bach", "dataset": "x", "partition": "x", "eval-on": "x", "task": "x"},
+        [("unknown-name", key) for key in ("strategy", "norm", "dataset", "partition", "task", "eval-on")],
+    ),
+    "a method that has no such role": ({"server-step": "fedprox"}, [("unknown-name", "server-step")]),
+    "a method twice": ({"strategy": "fixbn", "client-hooks": "fixbn"}, [("conflict", "strategy")]),
+    "two lengths": ({"local-steps": 3, "local-epochs": 2}, [("conflict", "local-steps")]),
+    "no length": ({"local-epochs": 0}, [("conflict", "local-steps")]),
+    "a decay": ({"lr-decay-at": "5,x"}, [("config", "lr-decay-at")]),
+    "what stopping needs": ({"early-stopping": 2, "checkpoint-every": 0}, [("needs", "early-stopping")] * 2),
+    "another method's key": ({"proximal-mu": 0.1}, [("no-effect", "proximal-mu")]),
+    "all kinds": (
+        {"sed": 1, "batch-size": "x", "norm": "bach", "early-stopping": 2, "proximal-mu": 0.1},
+        [
+            *[("unknown-key", "sed"), ("bad-value", "batch-size"), ("unknown-name", "norm")],
+            *[("needs", "early-stopping"), ("no-effect", "proximal-mu")],
+        ],
+    ),
+    "no clients": (
+        {"strategy": CENTRALIZED, "dp": "server", "fraction-train": 0.5},
+        [("conflict", "dp"), ("no-effect", "fraction-train")],
+    ),
+    "noise and fewer replies": ({"dp": "server", "min-replies": 2}, [("conflict", "min-replies")]),
+    "a sum over one": ({"masked-sums": True, "num-clients": 1}, [("conflict", "masked-sums")]),
+}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_what_is_told_without_torch_is_told_by_make_too(case: str) -> None:
+    settings, want = FIRST[case]
+    assert sorted(problems(settings, Config.check_keys)) == sorted(want)
+    assert sorted(problems(settings)) == sorted(want)
+
+
+# Told by the registries, the data and the methods.
+SECOND = {
+    "a model": ({"model": "x"}, ("unknown-name", "model")),
+    "classes": ({"num-classes": 5}, ("bad-value", "num-classes")),
+    "more classes than there are": ({"classes-per-client": 50}, ("bad-value", "classes-per-client")),
+    "a task": ({"task": "regression"}, ("config", "task")),
+    "an augmentation": ({"augment": "x"}, None),
+    "a combination": ({"strategy": "fixbn", "client-hooks": "fedtan"}, ("config", "strategy")),
+    "a law of the method": ({"strategy": "scaffold", "optimizer": "adam"}, None),
+    "a series": ({"series": "/"}, ("bad-value", "series")),
+    "noise and tests of clients": ({"dp": "server", "eval-on": "personal-own"}, ("conflict", "dp")),
+    "masks and tests of clients": ({"masked-sums": True, "eval-on": "personal-own"}, ("conflict", "masked-sums")),
+    "a decay at a freeze": ({"lr-decay-at": "freeze"}, ("no-effect", "lr-decay-at")),
+    "files that are not needed": ({"data-dir": "/data"}, ("no-effect", "data-dir")),
+    "a size": ({"model": "lenet", "image-size": 20}, ("no-effect", "image-size")),
+    "clients that do not test": ({"fraction-evaluate": 0.5}, ("no-effect", "fraction-evaluate")),
+    "a test that nobody asks for": ({"test-bn": "mix"}, ("no-effect", "test-bn")),
+    "a setting of the method": ({"strategy": "fixbn", "freeze-window": 5}, ("no-effect", "freeze-window")),
+    "delta without noise": ({"dp": "server", "dp-delta": 1e-6}, ("no-effect", "dp-delta")),
+}
+
+
+@pytest.mark.parametrize("case", SECOND)
+def test_the_rest_is_told_with_torch(case: str) -> None:
+    settings, want = SECOND[case]
+    assert problems(settings, Config.check_keys) == []
+    found = problems(settings)
+    assert len(found) == 1
+    assert want is None or found == [want]
+
+
+CONDITIONAL = [key for key in KEYS if only_if_of(Config, key)]
+
+
+def another(key: str) -> Any:
+    """A value of a key that is not its default."""
+    default = defaults_of(Config)[key]
+    choices = {"variance": "pooled", "frozen-bn": "train", "sampling": "without-replacement", "test-bn": "mix"}
+    choices |= {"dp-clipping": "adaptive", "lr-decay-factor": "0.5"}
+    if key in choices:
+        return choices[key]
+    return default + 1 if isinstance(default, int) else 0.7
+
+
+@pytest.mark.parametrize("key", CONDITIONAL)
+def test_a_key_whose_conditions_are_not_met_has_no_effect(key: str) -> None:
+    unmet: dict[str, Any] = {}
+    for other, values in only_if_of(Config, key).items():
+        if values != SET and defaults_of(Config)[other] in values:
+            unmet[other] = {"norm": "group", "partition": "iid", "optimizer": "adam"}[other]
+    assert ("no-effect", key) in problems({**unmet, key: another(key)}, Config.check_keys)
+    (text,) = [p.text for p in _problems_of({**unmet, key: another(key)}) if p.key == key]
+    assert "has no effect: it is for " in text
+
+
+def _problems_of(settings: dict[str, Any]) -> Any:
+    with pytest.raises(ConfigProblemsError) as caught:
+        Config.check_keys(settings)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_settings_of_a_method_are_for_its_users(name: str) -> None:
+    for field in config_fields(PARAMS[name]):
+        users = methods_with(field)
+        assert not users or name in users
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        Config.load(tmp_path / "absent.yaml")
+    (tmp_path / "list.yaml").write_text("[1]")
+    with pytest.raises(ConfigError):
+        Config.load(tmp_path / "list.yaml")
+    (tmp_path / "good.yaml").write_text("{seed: 1}")
+    with pytest.raises(ConfigError, match="sed"):
+        Config.load(tmp_path / "good.yaml", ["sed=1"])
