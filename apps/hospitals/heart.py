@@ -1,4 +1,4 @@
-"""Tables of hospitals, read by pandas: ``dataset=apps.hospitals.heart:patients``, see the guide hospital-tables.md."""
+"""Tables of hospitals, read by pandas: ``dataset=apps.hospitals.heart:patients``, see the guide own-data.md."""
 
 from __future__ import annotations
 
