@@ -45,7 +45,6 @@ NOT_RUN = {
     ("docs/deployment.md", "starts a SuperLink"),
     ("docs/deployment.md", "starts a SuperNode"),
     ("docs/deployment.md", "needs a Docker engine"),
-    ("docs/guides/what-a-server-can-do.md", "starts a SuperNode"),
     ("docs/deployment.md", "makes keys in the checkout"),
     ("docs/get-started.md", "installs torch, then takes minutes"),
     ("docs/get-started.md", "starts Flower's managed SuperLink, which outlives the command"),
