@@ -60,9 +60,8 @@ fedbn-flwr run --set strategy=fixbn --set client-hooks=fedprox --set num-server-
 The order has no meaning. The settings are those of all methods in the run. Adaptive gradient clipping (`agc`) and
 momentum across rounds (`momentum-scope`) are settings of every method.
 
-Each pair marked "yes" equals a slow reference in plain torch, in float64
-(`tests/strategies/test_combinations.py`). Every other pair is refused before the run, with the reason below. Three and
-more methods are combined if each pair is.
+Each pair of the table equals a slow reference in plain torch, in float64 (`tests/strategies/test_combinations.py`). Every
+other pair is refused before the run, with the reason. Three and more methods are combined if each pair is.
 """
 _REACHED = re.compile(r"# (Digits, .+)\. Reaches (\d+\.\d\d) % on (.+) \((seed \d+), CPU")
 _UP = "../../"  # from docs/methods to the root
@@ -242,22 +241,24 @@ def _rows_reached(name: str, root: Path, results: Mapping[str, Any]) -> Iterator
 def _combinations() -> str:
     roles = ("local-part", "client-hooks", "server-step")
     named = [(name, method) for role in roles for name, method in STRATEGIES.items() if METHODS[name].role == role]
-    lines = [_COMBINATIONS_HEAD, "| | " + " | ".join(f"`{name}`" for name, _ in named) + " |"]
-    lines.append("|---" * (1 + len(named)) + "|")
-    reasons: dict[str, int] = {}
+    lines = [_COMBINATIONS_HEAD, "| method | runs beside |", "|---|---|"]
     for name, method in named:
-        cells = []
-        for _, other in named:
-            try:
-                cells.append("-" if other is method else ("yes" if combined(method, other) else ""))
-            except ConfigError as error:
-                why = str(error).partition("cannot be combined: ")[2]
-                cells.append(str(reasons.setdefault(why, len(reasons) + 1)))
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    lines += ["", *(f"{number}. {why}." for why, number in reasons.items()), ""]
-    lines += ["Methods that are not combined with others:", ""]
+        beside = []
+        for other_name, other in named:
+            if other is not method and _combine(method, other):
+                beside.append(f"`{other_name}`")
+        lines.append(f"| `{name}` | {', '.join(beside)} |")
+    lines += ["", "Methods that are not combined with others:", ""]
     lines += [f"- `{method.name}`: {method.alone}." for method in METHODS.values() if method.alone]
     return "\n".join([*lines, ""])
+
+
+def _combine(one: StrategyClass, other: StrategyClass) -> bool:
+    try:
+        combined(one, other)
+    except ConfigError:
+        return False
+    return True
 
 
 def _options_page(root: Path) -> str:
