@@ -60,8 +60,8 @@ fedbn-flwr run --set strategy=fixbn --set client-hooks=fedprox --set num-server-
 The order has no meaning. The settings are those of all methods in the run. Adaptive gradient clipping (`agc`) and
 momentum across rounds (`momentum-scope`) are settings of every method.
 
-Each pair of the table equals a slow reference in plain torch, in float64 (`tests/strategies/test_combinations.py`). Every
-other pair is refused before the run, with the reason. Three and more methods are combined if each pair is.
+Each pair of the table equals a slow reference in plain torch, in float64 (`tests/strategies/test_combinations.py`).
+Every other pair is refused before the run, with the reason. Three and more methods are combined if each pair is.
 """
 _REACHED = re.compile(r"# (Digits, .+)\. Reaches (\d+\.\d\d) % on (.+) \((seed \d+), CPU")
 _UP = "../../"  # from docs/methods to the root
