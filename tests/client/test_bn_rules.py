@@ -321,6 +321,19 @@ def changed(model: nn.Module) -> list[str]:
     return [name for module in model.modules() for name in vars(module) if name in ("forward", "train")]
 
 
+def test_a_missing_call_leaves_the_model_as_it_was(run_app, user_app) -> None:
+    models: list[nn.Module] = []
+
+    def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        models.append(model)
+        return loop_without_step(model, data, msg, context)
+
+    with pytest.raises(ConfigError, match=r"rules\.survey\(loader\)"):
+        run_app(HBN(), user_app(loop), rounds=1)
+    assert models
+    assert not any(map(changed, models))
+
+
 def settings_of(model: nn.Module) -> list[Any]:
     """What hooks change of a model beside its values."""
     modules = [

@@ -199,28 +199,3 @@ def test_a_mod_in_place_of_a_list_is_refused(client_fn, name: str) -> None:
 def test_a_client_fn_that_returns_no_client_is_refused(open_grid) -> None:
     reply = ask(open_grid(client_app(lambda _: "client")), RecordDict(), MessageType.QUERY)
     assert "client_fn returned str; client_app needs a flwr.client.NumPyClient" in reply.error.reason
-
-
-def test_an_error_restores_the_context(client_fn, mlp, open_grid, same_bits) -> None:
-    grid = open_grid(client_app(client_fn))
-    local = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    keep = ConfigRecord({"fedbn-flwr.local-entries": json.dumps(local), "server-round": 1})
-    content = RecordDict({"arrays": to_record(state_of(mlp(dropout=0.3))), "config": keep})
-    ask(grid, content, MessageType.TRAIN)
-    kept = from_record(grid.context(0).state["fedbn-flwr.local"])
-    assert kept["1.num_batches_tracked"] == 2
-
-    def breaks(context: Context) -> TorchClient:
-        client = client_fn(context)
-        real = client.fit
-
-        def fit(parameters, config):
-            real(parameters, config)
-            raise RuntimeError("power cut")
-
-        client.fit = fit  # type: ignore[method-assign]
-        return client
-
-    grid._host._app = client_app(breaks)
-    assert "power cut" in ask(grid, content, MessageType.TRAIN).error.reason
-    same_bits(from_record(grid.context(0).state["fedbn-flwr.local"]), kept)

@@ -32,6 +32,14 @@ def keep(context: Context | None, model: nn.Module, server_round: int = 4) -> di
     return kept
 
 
+def test_what_is_kept_is_a_copy_and_is_loaded_again(mlp, same_bits) -> None:
+    context, model = empty_context(), mlp()
+    kept = {name: array.copy() for name, array in keep(context, model).items()}
+    model[1].running_mean += 1
+    same_bits(store(context, model).load(NAMES), kept)
+    assert store(context, model).load(["1.weight"]) == {}, "nothing of this part was kept"
+
+
 KEPT = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))
 OTHERS = {
     "another shape": nn.Sequential(nn.BatchNorm2d(5), nn.BatchNorm2d(4)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,18 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NOT_FINITE, ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.mods import local_bn
+from fedbn_flwr.mods import answer_statistics, local_bn
 from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedProx, FedTAN, FixBN, Scaffold, Strategy
 from tests.support.user_loops import SIZES, hooked_loop, plain_loop
+from tests.support.versioned import Versioned
 
 
 def test_the_server_says_which_entries_are_batchnorm(run_app, user_app) -> None:
@@ -43,6 +47,41 @@ def test_the_server_says_which_entries_are_batchnorm(run_app, user_app) -> None:
     run = run_app(strategy, user_app(model=Mixed), rounds=2, model=Mixed)
     assert [report.rejected for report in strategy.reports] == [{}, {}]
     assert {name.split(".")[0] for name in run.local_state(0)} == {"bn"}
+
+
+def test_layer_names_may_contain_slashes_in_exchanges_too(run_app, user_app, mlp) -> None:
+    def slashed() -> nn.Module:
+        return nn.Sequential(OrderedDict((f"a/{name}", child) for name, child in mlp().named_children()))
+
+    app = user_app(hooked_loop, query=True, model=slashed)
+    run = run_app(FedTAN(), app, rounds=2, barrier=False, model=slashed)
+    assert [report.participants for report in run.strategy.reports] == [[0, 1, 2]] * 2
+
+
+def test_statistics_of_a_model_that_reads_the_version_of_its_state(datasets) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(5), Versioned()).double()
+    identify_process(1)
+    message = Message(RecordDict({"arrays": to_record(model.state_dict())}), 1, "query.statistics")
+    loader = DataLoader(TensorDataset(datasets[0].inputs, datasets[0].targets), 4)
+    reply = answer_statistics(message, Context(1, 2, {}, RecordDict(), {}), model, loader)
+    np.testing.assert_allclose(from_record(reply.content["arrays"])["0.mean"], datasets[0].inputs.mean(0))
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_client_that_lost_what_a_hook_kept_is_named(run_app, user_app, caplog, loses: bool) -> None:
+    """SCAFFOLD's variate is kept by the client hook in training, not by the mod that answers."""
+
+    def forget(message: Message, context: Context, call_next: Any) -> Message:
+        config = next(iter(message.content.config_records.values()), {})
+        asked = message.metadata.message_type, config.get("server-round"), context.node_config["partition-id"]
+        if loses and asked == ("train", 3, 1):
+            context.state = RecordDict()
+        return call_next(message, context)
+
+    with caplog.at_level("WARNING", "flwr"):
+        run_app(Scaffold(), user_app(hooked_loop, mods=(forget, local_bn), query=True), rounds=4)
+    lost = [text for text in caplog.messages if "had lost what it kept between rounds" in text]
+    assert ["(partition 1)" in text for text in lost] == [True] * loses
 
 
 def test_the_app_sees_the_whole_model_in_order(run_app, user_app, mlp) -> None:

@@ -61,26 +61,15 @@ def test_the_next_run_of_an_experiment_starts_from_the_parts_of_the_last_run(on_
         same_bits({name: seen[i][name] for name in own}, own)
 
 
-def test_a_state_location_needs_an_experiment_id_an_absolute_path_and_a_partition_id(tmp_path) -> None:
-    continuity = Continuity("experiment", "run")
-
-    def location(node: Any, run: Any = None, continuity: Any = continuity) -> StateLocation | None:
+def test_a_state_folder_needs_a_partition_id_and_an_absolute_path(tmp_path) -> None:
+    def location(node: Any, run: Any = None, continuity: Any = Continuity("experiment", "run")) -> Any:  # noqa: B008
         return StateLocation.of(Context(1, 1, node, RecordDict(), run or {}), continuity)
 
     own = {"partition-id": 3, "state-dir": str(tmp_path)}
-    found = [
-        location(own),
-        location({"partition-id": 3}, {"state-dir": str(tmp_path)}),
-        location(own, {"state-dir": "/other"}),
-    ]
-    assert [place and place.path.parent for place in found] == [tmp_path / "experiment/partition-3"] * 3
-    assert (
-        location(own, continuity=None)
-        is location({"partition-id": 3})
-        is location({"state-dir": "x"}, continuity=None)
-        is None
-    )
-    with pytest.raises(StateError, match="needs a partition id: give the SuperNode one"):
+    assert location(own, {"state-dir": "/other"}).path.parent == tmp_path / "experiment/partition-3"
+    assert location(own, continuity=None) is None
+    assert location({"partition-id": 3}) is None
+    with pytest.raises(StateError, match="needs a partition id"):
         location({"state-dir": str(tmp_path)})
-    with pytest.raises(ConfigError, match="state-dir='x' is relative; write an absolute path"):
+    with pytest.raises(ConfigError, match="state-dir='x' is relative"):
         location({"partition-id": 3, "state-dir": "x"})

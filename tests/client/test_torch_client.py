@@ -381,6 +381,12 @@ def test_an_unknown_test_set_is_refused_before_the_others_are_tested(points, mlp
             client.evaluate(arrays(mlp()), {"test-sets": "own,global" if known == "own" else "global"})
 
 
+def test_evaluate_changes_no_entry(client, mlp) -> None:
+    model = mlp(dropout=0.2)
+    client.evaluate(arrays(model), {})
+    assert all(np.array_equal(a, b) for a, b in zip(arrays(client.model), arrays(model), strict=True))
+
+
 def test_counters_received_as_floats_are_rounded(client) -> None:
     start = client.get_parameters({})
     start[6] = np.asarray(9.999999999999998)

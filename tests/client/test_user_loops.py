@@ -41,6 +41,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.federation import torch_clients
+from tests.support.in_parts import InParts, Joined
 from tests.support.their_client import numpy_clients
 from tests.support.user_loops import BATCH, SIZES, closure_loop, compiled_loop, fixbn_loop, hooked_loop, plain_loop
 
@@ -168,6 +169,18 @@ class Ways:
         client_fn = torch_clients(self.model(name), self.datasets, training)
         return self._legacy(name, ClientApp(client_fn=lambda context: client_fn(context).to_client()))
 
+    def in_parts(self, name: str, form: str = "dict") -> Any:
+        """Our own client, whose inputs are in parts that the model joins."""
+        data = [InParts(own, form) for own in self.datasets]
+        options = {"sgd_momentum": momentum_of(name), "grid_options": {"threads": len(SIZES)}}
+        return self.federate(ALL[name](), lambda: Joined(*self.mlp().children()), data, rounds=ROUNDS, **options)
+
+    def in_a_pair(self, name: str) -> Any:
+        return self.in_parts(name, "pair")
+
+    def in_a_named_tuple(self, name: str) -> Any:
+        return self.in_parts(name, "named")
+
     def _legacy(self, name: str, app: ClientApp) -> Any:
         start = self.model(name)().state_dict()
         return self.run_legacy_loop(ALL[name](), app, start, len(SIZES), ROUNDS)
@@ -185,6 +198,9 @@ TABLE: dict[str, Any] = {
     "numpy_client": [name for name in METHODS if name not in REESTIMATED],
     "numpy_client_by_messages": ("fedtan", "feddna"),
     "numpy_client_in_the_legacy_loop": [name for name in METHODS if name in ONLY_FIT_AND_EVALUATE],
+    "in_parts": ("fedbn", "fedprox", "scaffold", "hbn", "fbn, pass", "bn-scaffold", "fedtan", *REESTIMATED),
+    "in_a_pair": ("fedbn",),
+    "in_a_named_tuple": ("fbn, pass",),
     "our_client_in_the_legacy_loop": ONLY_FIT_AND_EVALUATE,
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import importlib
 import inspect
 import logging
@@ -58,9 +59,14 @@ def metadata(message: Message) -> dict[str, Any]:
     return {name: getattr(message.metadata, name) for name in names}
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imported(path: Path) -> Iterator[tuple[str, str, int]]:
     """Yield (module, name or "", line) of every import of Flower in a file, those inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -544,7 +550,7 @@ def internal_imports(path: Path) -> list[str]:
 
 
 def private_attributes(path: Path) -> list[str]:
-    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.expr)]
+    nodes = [node for node in nodes_of(path) if isinstance(node, ast.expr)]
     return [f"{node.lineno}: {touched}" for node in nodes if (touched := touches(node))]
 
 

@@ -280,28 +280,6 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> Non
     assert "could not be sent to a worker process: OSError: [Errno 28]" in replies[0].error.reason
 
 
-def test_a_process_that_cannot_start_is_not_started_for_ever(caplog) -> None:
-    """Its jobs fail, and the log says why."""
-    with (
-        caplog.at_level(logging.ERROR, "flwr"),
-        InProcessGrid(app_of(Unloadable()), 2, workers=1, torch_threads=2) as grid,
-    ):
-        replies = grid.send_and_receive(to(grid, 0, 1), timeout=60)
-        assert pids(grid) == []
-    assert all("before it could work" in reply.error.reason for reply in replies)
-    assert [text.count("worker processes are left") for text in caplog.messages].count(1) == 1
-
-
-class Unloadable:
-    """A handler that can be pickled, and not loaded."""
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        return Message(RecordDict(), reply_to=message)
-
-    def __reduce__(self):
-        return int, ("no number",)
-
-
 def member_work(message: Message, context: Context) -> Message:
     """A member's work: two exchanges, repeated after RetryStep."""
     reducer = local_reducer(str(message.content["config"][BARRIER]))

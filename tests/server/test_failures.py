@@ -158,6 +158,10 @@ def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(federa
     assert "'0.weight'" in str(run.error) or strategy is FedBN, "the first reason is named"
 
 
+def test_a_run_of_one_round_has_no_second(federate, datasets, mlp) -> None:
+    assert federate(FedAvg(), mlp, datasets, rounds=1, client=all_spoilt(1), fails=DivergedError).error.diverged_at == 1
+
+
 @pytest.mark.parametrize("min_replies", [1, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_step_of_values_that_are_not_finite_diverges_too(run_step, mlp, transport: str, min_replies: int) -> None:

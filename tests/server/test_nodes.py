@@ -134,6 +134,16 @@ def test_nodes_whose_properties_the_engine_knows_are_not_asked(nodes: NodeRegist
     assert asked.asked == [[11, 12, 13, 14]]
 
 
+def test_a_reply_may_name_a_partition_that_no_other_node_has(nodes: NodeRegistry) -> None:
+    grid = Answers({11: node(1), 12: {"num-examples": 5}, 13: node(0)})
+    nodes.present(grid, 1)
+    for said, known in ((-1, None), (0, None), (7, 7)):
+        reply = grid._reply(Message(RecordDict(), 12, "train"))
+        reply.content["properties"] = ConfigRecord({"partition-id": said})
+        assert nodes.identify_sender(reply).partition_id == known
+    assert [n.node_id for n in nodes.present(grid, 1)] == [13, 11, 12]
+
+
 @pytest.mark.parametrize("unusable", ["no images", ""], ids=["unusable", "no training data"])
 def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tested_either(
     run_strategy, mlp, points, unusable: str

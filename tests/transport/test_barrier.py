@@ -125,6 +125,19 @@ def test_a_member_that_is_done_is_not_late_when_another_one_is(members, monkeypa
     assert 100 in barrier.finished_with()
 
 
+@pytest.mark.parametrize("tensor", [row(1, 2, 3), row(1, 2, dtype=torch.float32)], ids=["shape", "dtype"])
+def test_a_tensor_of_another_shape_or_dtype_drops_its_sender(members, at_once, steps, tensor: torch.Tensor) -> None:
+    """Other faults of a sender are in tests/strategies/test_fedtan_dropouts.py."""
+    barrier = Barrier(members(1, 1, 2), timeout=10)
+    sent = {100: tensor, 101: row(1, 2), 102: row(1, 2)}
+    bad, *others = at_once(*(partial(steps, barrier.reducer(i), {"mean/0": sent[i]}) for i in sent))
+    assert isinstance(bad, Dropped)
+    assert list(barrier.dropped) == [100]
+    for answers, union, _ in others:
+        assert union == 3 + 4
+        assert torch.equal(answers["mean/0"], row(1, 2))
+
+
 def test_tensors_that_cannot_be_combined_end_the_step(members, at_once, steps) -> None:
     barrier = Barrier(members(1, 1), timeout=10)
     done = at_once(*(partial(steps, barrier.reducer(100 + i), {"moments/0": torch.ones(2, 5)}) for i in range(2)))
@@ -149,6 +162,23 @@ def test_a_member_that_leaves_is_dropped_unless_it_was_done(members, at_once, st
     barrier.leave(101, "after the step")
     barrier.leave(100, "a second time")
     assert barrier.dropped == {100: "was switched off"}
+
+
+def test_a_member_that_leaves_after_its_last_exchange_is_in_the_step(members, at_once, steps) -> None:
+    """It was given its last answer and closes nothing; the others finish and repeat nothing."""
+    barrier = Barrier(members(1, 1, 1), timeout=10)
+    assert barrier.finished_with() == []
+
+    def leave() -> None:
+        reducer = barrier.reducer(100)
+        reducer.begin()
+        reducer.reduce("mean/0", row(1))
+        barrier.leave(100, "was switched off")
+
+    _, *others = at_once(leave, *(partial(steps, barrier.reducer(i), {"mean/0": row(1)}) for i in (101, 102)))
+    assert [(union, attempts) for _, union, attempts in others] == [(2 + 3 + 4, 1)] * 2
+    assert barrier.dropped == {100: "was switched off"}
+    assert barrier.finished_with() == [100, 101, 102]
 
 
 def test_a_reducer_of_an_earlier_attempt_must_retry(members) -> None:

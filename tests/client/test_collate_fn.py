@@ -1,12 +1,7 @@
-"""Inputs in parts: a tuple or a dict is one input, and what a collate_fn puts together is a batch.
-
-The oracle is the model whose parts are one tensor: the same bits.
-"""
+"""What a ``collate_fn`` puts together is a batch. Inputs in parts are in the table of test_user_loops.py."""
 
 from __future__ import annotations
 
-import functools
-from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -17,69 +12,12 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedBN, FedProx, FedTAN, Scaffold, StaticBN
+from fedbn_flwr.strategies import FedBN, FedTAN, StaticBN
 from fedbn_flwr.training import batches_of
 
 SIZES = (6, 8, 9)
-Parts = namedtuple("Parts", "first second")
 
 
-class InParts(Dataset[Any]):
-    """The examples of a data set, their inputs in two parts; one is a text beside."""
-
-    def __init__(self, data: Any, form: str) -> None:
-        self.data, self.form = data, form
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, number: int) -> Any:
-        x, y = self.data.inputs[number], self.data.targets[number]
-        if self.form == "whole":
-            return x, y
-        if self.form == "dict":
-            return {"first": x[:2], "rest": {"second": x[2:], "name": "a text"}}, y
-        return (x[:2], x[2:]) if self.form == "pair" else Parts(x[:2], x[2:]), y
-
-
-class Joined(nn.Sequential):
-    """A network that joins the parts."""
-
-    def forward(self, inputs: Any) -> Tensor:
-        if isinstance(inputs, dict):
-            inputs = [inputs["first"], inputs["rest"]["second"]]
-        return super().forward(inputs if isinstance(inputs, Tensor) else torch.cat([*inputs], 1))
-
-
-def joined(mlp: Any) -> nn.Module:
-    return Joined(*mlp().children())
-
-
-METHODS = {
-    **{kind.name: kind for kind in (FedBN, FedProx, Scaffold, HBN, StaticBN, FedTAN, BNScaffold)},
-    "fbn pass": functools.partial(FBN, fbn_measure="pass"),
-    "recalibrate": functools.partial(FedProx, recalibrate=True),
-}
-
-
-@pytest.mark.parametrize(
-    ("method", "form"), [*((name, "dict") for name in METHODS), ("fedbn", "pair"), ("fbn pass", "named")]
-)
-def test_a_model_with_inputs_in_parts_has_the_bits_of_one_tensor(
-    method: str, form: str, federate, datasets, mlp
-) -> None:
-    build = functools.partial(joined, mlp)
-    ends = []
-    for one in ("whole", form):
-        result = federate(METHODS[method](), build, [InParts(data, one) for data in datasets], rounds=2, batch_size=4)
-        ends.append((result.tensors, result.result.evaluate_metrics_clientapp[2]))
-    (whole, tested), (parts, also_tested) = ends
-    for name, entry in whole.items():
-        assert torch.equal(entry, parts[name]), name
-    assert tested == also_tested
-
-
-# --- a collate_fn -----------------------------------------------------------------------------------------------------
 class Sequences(Dataset[Any]):
     """Sequences of different lengths."""
 
