@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_key import KEYS
 from flwr.app import Context, RecordDict
 from torch import nn
 
@@ -31,6 +30,7 @@ from fedbn_flwr.lab.setup import (
     pick_device,
 )
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from tests.support.every_key import KEYS
 
 
 def context(config: Config, partition_id: int = 1, **node_config: Any) -> Context:

@@ -1,14 +1,14 @@
-"""Every config key acts under every strategy, or is refused; ``benchmarks/every_key.py`` does all of them."""
+"""Every config key acts under every strategy, or is refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from every_key import ELSEWHERE, KEYS, effect
 
 from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support.every_key import ELSEWHERE, KEYS, effect
 
 ROOT = Path(__file__).parents[3]
 NAMES = list(STRATEGIES)

@@ -1,37 +1,24 @@
-"""Set every config key to another value under every strategy: it must change the result, or be refused.
-
-    python benchmarks/every_key.py --write docs/results/every-key.md  # all of them, 20 minutes on two cores
-    python benchmarks/every_key.py --key agc --key seed               # some keys
+"""What a config key does under a strategy: another value of it changes the result, or is refused.
 
 Each run has 3 clients and 4 rounds on scikit-learn's digits. A key is set beside the settings that it needs
 (``norm-groups`` beside ``norm=group``), and once alone. It acts if the final SHA-256 or a figure of ``metrics.jsonl``
-changes, seconds left out: "acts with" means beside what it needs, and refused alone. Keys that change neither in such
-a run stand in ``ELSEWHERE``, each with the test that shows its effect. The exit code is 1 where a key does nothing
-without a word.
+changes, seconds left out. Keys that change neither in such a run stand in ``ELSEWHERE``, each with the test that shows
+its effect.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import logging
-import multiprocessing
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from measure import facts, table, write_block
-from rich.progress import track
+from typing import Any
 
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.strategies import STRATEGIES
 
 BASE: dict[str, Any] = {"num-clients": 3, "num-server-rounds": 4, "local-steps": 2, "batch-size": 8}
 BASE |= {"learning-rate": 0.2}
@@ -188,41 +175,3 @@ def _compared(settings: Mapping[str, Any], key: str, value: Any) -> str:
     if isinstance(after, FedBNError):
         return "refused"
     return "acts" if after != before else ""
-
-
-def column(strategy: str, keys: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the effects of the keys under a strategy."""
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)
-    return [effect(strategy, name) for name in keys]
-
-
-def cell(beside: str, alone: str) -> str:
-    """Return what the table says about a key."""
-    if not beside or not alone:
-        return "NOTHING"
-    return beside if alone == beside else f"{beside} with"
-
-
-def main(
-    key: Annotated[list[str] | None, typer.Option(help="A key; all of them by default.")] = None,
-    strategy: Annotated[list[str] | None, typer.Option(help="A strategy; all of them by default.")] = None,
-    processes: Annotated[int, typer.Option(help="Strategies at a time.", min=1)] = 2,
-    write: Annotated[Path | None, typer.Option(help="a page with the block 'every-key'")] = None,
-) -> None:
-    """Print the table; exit with 1 where a key does nothing without a word."""
-    keys, strategies = key or list(KEYS), strategy or [*STRATEGIES, CENTRALIZED]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        columns = list(track(pool.map(partial(column, keys=keys), strategies), "strategies", total=len(strategies)))
-    rows = []
-    for name, *effects in zip(keys, *columns, strict=True):
-        needs = " ".join(f"`{key}={value}`" for key, value in KEYS[name][1].items())
-        rows.append([f"`{name}={KEYS[name][0]}`", needs, *(cell(*found) for found in effects)])
-    text = f"{table(['key', 'with', *strategies], rows)}\n\n{facts()}"
-    print(text)
-    if write is not None:
-        write_block(write, "every-key", text)
-    raise typer.Exit(int(any("NOTHING" in row for row in rows)))
-
-
-if __name__ == "__main__":
-    typer.run(main)
