@@ -102,7 +102,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("of", "data", "bn", "code", "named"),
     [
-        ("batch", {"dataset": "digit"}, "", "config", "'digits'"),
+        ("batch", {"dataset": "digit"}, "", "unknown-name", "'digits'"),
         ("batch", {**DIGITS, "model": "lenet", "learning-rate": 7}, "", "config", "model, learning-rate"),
         ("batch", {"dataset": "cityscapes"}, "", "config", "segmentation"),
         ("batch", {"dataset": "usps"}, "", "data", "data-dir"),
