@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fedbn_flwr.privacy.differential import beside_models
-from fedbn_flwr.privacy.masked_sums import beside_sums
 from fedbn_flwr.server.methods import Methods
+from fedbn_flwr.server.sent_beside import sent_beside
 from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["privacy_table"]
@@ -17,7 +17,7 @@ def _of_clients(methods: Methods) -> str:
 
 
 def _masked(methods: Methods) -> str:
-    return "; ".join(beside_sums(methods)) or _works(methods)
+    return "; ".join(beside.text for beside in sent_beside(methods) if not beside.masked) or _works(methods)
 
 
 def _works(methods: Methods) -> str:

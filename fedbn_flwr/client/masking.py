@@ -46,18 +46,15 @@ from fedbn_flwr.messages.protocol import (
     NUM_EXAMPLES,
     PARTITION_ID,
     SERVER_ROUND,
-    STATISTICS_QUERY,
     STEP_MODEL,
     MessageConfig,
     merged_config,
     without_empty,
 )
 from fedbn_flwr.messages.records import to_record, views
-from fedbn_flwr.privacy.coordinates import CLIP
-from fedbn_flwr.privacy.masked_values import about, model_values, statistics_values
-from fedbn_flwr.privacy.masks import Party, PublicKeys
+from fedbn_flwr.privacy.coordinates import CLIP, Coordinates
+from fedbn_flwr.privacy.masks import Party, PublicKeys, about
 from fedbn_flwr.privacy.ring import FixedPoint
-from fedbn_flwr.server.momentum import MOMENTUM
 from fedbn_flwr.transport import Reducer, wrap_reducers
 
 __all__ = ["masked_update"]
@@ -119,15 +116,13 @@ class _Masking:
         _keep(self._context, self.party)  # before it leaves: the training may fail later, and be asked for again
         return masked
 
-    def update(self, state: State, before: State, buffers: State | None) -> Array:
-        """Return the masked update of the shared entries, with SGD's buffers if they are averaged."""
-        sent = self._shared(before)
-        check_state(state, sent, split_state(sent))
-        return self.party.masked(self._point.vector(model_values(sent, state, buffers), self.weight))
-
-    def statistics(self, entries: State, num_examples: int, before: State) -> Array:
-        """Return the masked statistics that were re-estimated."""
-        values = statistics_values(entries, num_examples, self._shared(before))
+    def update(self, state: State, before: State) -> Array:
+        """Return the masked update of the shared entries."""
+        local = MessageConfig.read(self.config).local_entries
+        sent = {name: array for name, array in before.items() if name not in local}
+        parts = split_state(sent)
+        check_state(state, sent, parts)
+        values = Coordinates(sent, parts, scale=1.0).update(state)
         return self.party.masked(self._point.vector(values, self.weight))
 
     def check_weight(self, counts: Sequence[int]) -> None:
@@ -140,10 +135,6 @@ class _Masking:
             raise MaskingError(
                 f"the server gives this client the weight {self.weight:g}, and it has trained on {counts} examples"
             )
-
-    def _shared(self, before: State) -> State:
-        local = set(MessageConfig.read(self.config).local_entries)
-        return {name: array for name, array in before.items() if name not in local}
 
     def reducer(self, reducer: Reducer) -> Reducer:
         return _MaskedReducer(reducer, self)
@@ -186,12 +177,7 @@ def _masked(message: Message, content: RecordDict, key: str, before: State, mask
     counts = [int(record[NUM_EXAMPLES]) for record in metrics.values() if NUM_EXAMPLES in record]  # type: ignore[arg-type]
     if records.get(key):
         masking.check_weight(counts)
-        entries = views(records[key])
-        if message.metadata.message_type == STATISTICS_QUERY:
-            vector = masking.statistics(entries, counts[0], before)
-        else:
-            vector = masking.update(entries, before, views(records[MOMENTUM]) if MOMENTUM in records else None)
-        seen[key] = to_record({str(MASKED): vector})
+        seen[key] = to_record({str(MASKED): masking.update(views(records[key]), before)})
     if counts:
         seen[METRICS] = MetricRecord({NUM_EXAMPLES: counts[0]})
     info: Mapping[str, Any] = of_kind(content, ConfigRecord).get(INFO, {})

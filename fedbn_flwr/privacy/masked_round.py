@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -17,9 +17,8 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.averaging import Array
 from fedbn_flwr.errors import ClientPartError, MaskingError, ReplyError
-from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     MASK_ANSWERED,
     MASK_EQUAL,
@@ -38,13 +37,12 @@ from fedbn_flwr.messages.protocol import (
     SERVER_ROUND,
     without_empty,
 )
-from fedbn_flwr.privacy.masked_values import about
-from fedbn_flwr.privacy.masks import PublicKeys, add_pair_mask, recovered_key, recovered_seed, seed_mask
+from fedbn_flwr.privacy.masks import PublicKeys, about, add_pair_mask, recovered_key, recovered_seed, seed_mask
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.server.failures import error_text
+from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.nodes import Node
 from fedbn_flwr.server.report import RoundReport
-from fedbn_flwr.transport.polling_grid import polling
 
 __all__ = ["MaskedRound"]
 
@@ -73,15 +71,13 @@ class Answers(Generic[Read]):
         """Add a client's reply."""
         if reply.has_error():
             self.faults[number] = error_text(reply)
-            return
-        records = of_kind(reply.content, ConfigRecord)
-        if MASK_REPLY not in records:
+        elif MASK_REPLY not in reply.content:
             self.faults[number] = _LACKS_MOD
-            return
-        try:
-            self.read[number] = read(records[MASK_REPLY])
-        except (KeyError, TypeError, ValueError) as error:  # a client may send anything
-            self.faults[number] = f"its answer on the masks cannot be read: {type(error).__name__}: {error}"
+        else:
+            try:
+                self.read[number] = read(reply.content.config_records[MASK_REPLY])
+            except (KeyError, TypeError, ValueError) as error:  # a client may send anything
+                self.faults[number] = f"its answer on the masks cannot be read: {type(error).__name__}: {error}"
 
 
 @dataclass
@@ -153,10 +149,6 @@ class MaskedRound:
         """Return the present clients but this one."""
         return sorted(self.present - {number})
 
-    def enough(self, numbers: Collection[int]) -> bool:
-        """Return whether so many clients may be summed."""
-        return len(numbers) >= self.threshold
-
     def left_over(self, answered: frozenset[int], size: int) -> Array:
         """Return the masks that remain in the sum of these clients' vectors, whose size is given.
 
@@ -166,7 +158,7 @@ class MaskedRound:
         """
         if self.whole and answered != self.present:
             raise MaskingError(f"{len(self.present - answered)} client(s) were lost after the synchronised step")
-        if not self.enough(answered):
+        if len(answered) < self.threshold:
             raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed")
         shares, server_round = self._reveal(answered), self.report.server_round
         told = about(self.weight(self.present), self.equal)
@@ -194,18 +186,12 @@ class MaskedRound:
             encrypted = [self._encrypted[number][other] for other in others]
             configs[number] = {**common, MASK_NUMBERS: others, MASK_SHARES: encrypted}
 
-        def by_owner(revealed: Mapping[int, Mapping[int, bytes]]) -> dict[int, list[bytes]]:
-            shares: dict[int, list[bytes]] = {owner: [] for owner in self.present}
-            for of_client in revealed.values():
-                for owner in self.present & of_client.keys():
-                    shares[owner].append(of_client[owner])
-            return shares
-
-        def enough(revealed: Mapping[int, Mapping[int, bytes]]) -> bool:
-            return all(len(shares) >= self.threshold for shares in by_owner(revealed).values())
-
         self.revealing = True
-        return by_owner(self._ask("reveal", configs, _by_number, enough))
+        shares: dict[int, list[bytes]] = {owner: [] for owner in self.present}
+        for of_client in self._ask("reveal", configs, _by_number).values():
+            for owner in self.present & of_client.keys():
+                shares[owner].append(of_client[owner])
+        return shares
 
     @property
     def point(self) -> FixedPoint:
@@ -227,10 +213,10 @@ class MaskedRound:
             return float(len(numbers))
         return float(sum(self.nodes[number].num_examples or 0 for number in numbers))
 
-    def by_number(self, replies: Sequence[tuple[Node, State]]) -> dict[int, Array]:
+    def by_number(self, replies: Sequence[Reply]) -> dict[int, Array]:
         """Return the masked vectors by the number of the client."""
         number_of = {node.node_id: number for number, node in enumerate(self.nodes)}
-        return {number_of[node.node_id]: state[MASKED] for node, state in replies}
+        return {number_of[reply.node.node_id]: reply.state[MASKED] for reply in replies}
 
     def mean(self, vectors: Mapping[int, Array]) -> Array:
         """Return the weighted mean of what these clients have masked, without the masks that are left in the sum.
@@ -267,52 +253,33 @@ class MaskedRound:
                 self.report.reject(node.node_id, f"{node}: {why}: nothing is revealed")
 
     def _ask(
-        self,
-        stage: str,
-        configs: Mapping[int, Mapping[str, Any]],
-        read: Callable[[Mapping[str, Any]], Read],
-        enough: Callable[[Mapping[int, Read]], bool] = lambda answers: False,
+        self, stage: str, configs: Mapping[int, Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Read]
     ) -> dict[int, Read]:
         """Send the query of a stage; return the answers by number, and name the clients without one.
-
-        Later answers than are ``enough`` are not waited for.
 
         Raises:
             ClientPartError: all clients have answered without the mod.
         """
         number_of = {self.nodes[number].node_id: number for number in configs}
-
-        def answers_in(replies: Iterable[Message]) -> Answers[Read]:
-            answers = Answers[Read]()
-            for reply in replies:
-                answers.add(number_of[reply.metadata.src_node_id], reply, read)
-            return answers
-
+        queries = [self._query(stage, number, config) for number, config in configs.items()]
         self.report.train.exchanges += 1
-        replies = polling(self.grid).send_and_receive_until(
-            [self._query(stage, number, config) for number, config in configs.items()],
-            lambda replies: enough(answers_in(replies).read),
-            timeout=self.timeout,
-        )
-        answers = answers_in(replies)
-        if configs and list(answers.faults.values()).count(_LACKS_MOD) == len(configs):
+        answers = Answers[Read]()
+        for reply in self.grid.send_and_receive(queries, timeout=self.timeout):
+            answers.add(number_of[reply.metadata.src_node_id], reply, read)
+        if configs and list(answers.faults.values()) == [_LACKS_MOD] * len(configs):
             raise ClientPartError(f"{self.nodes[next(iter(configs))]}: {_LACKS_MOD}")
         for number in sorted(configs.keys() - answers.read.keys()):
-            self._miss(stage, number, answers.faults.get(number, ""), enough(answers.read))
+            why = answers.faults.get(number, f"no answer to '{stage}' of the masks")
+            if stage == "reveal":  # it is not lost: its vector is in the sum
+                logger.warning("round %d: %s: %s", self.report.server_round, self.nodes[number], why)
+            else:
+                self.lose(number, why)
         return answers.read
 
     def _query(self, stage: str, number: int, config: Mapping[str, Any]) -> Message:
         common: dict[str, Any] = {MASK_STAGE: stage, SERVER_ROUND: self.report.server_round}
         content = RecordDict({_QUERY: ConfigRecord({**common, **without_empty(config)})})
         return Message(content, self.nodes[number].node_id, MessageType.QUERY)
-
-    def _miss(self, stage: str, number: int, fault: str, complete: bool) -> None:
-        """Report a client without an answer; ``fault``: what is wrong with its reply, "" if there was none."""
-        why = fault or f"no answer to '{stage}' of the masks"
-        if stage != "reveal":
-            self.lose(number, why)
-        elif fault or not complete:  # it is not lost: its vector is in the sum
-            logger.warning("round %d: %s: %s", self.report.server_round, self.nodes[number], why)
 
 
 def _sum(vectors: Sequence[Array]) -> Array:

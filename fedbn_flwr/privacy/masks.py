@@ -23,13 +23,13 @@ cancel.
 
 from __future__ import annotations
 
-import hashlib
+import ast
 import json
 import os
 from base64 import urlsafe_b64encode
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -49,7 +49,7 @@ from fedbn_flwr.compat.secret_sharing import (
 from fedbn_flwr.errors import MaskingError
 from fedbn_flwr.privacy.noise import keystream
 
-__all__ = ["Party", "PublicKeys", "add_pair_mask", "recovered_key", "recovered_seed", "seed_mask"]
+__all__ = ["Party", "PublicKeys", "about", "add_pair_mask", "recovered_key", "recovered_seed", "seed_mask"]
 
 
 class PublicKeys(NamedTuple):
@@ -85,7 +85,7 @@ class Party:
     _own_shares: list[bytes] = field(default_factory=list)
     _present: list[int] | None = None
     _about: str = ""
-    _exchanged: dict[str, bytes] = field(default_factory=dict)
+    _exchanged: list[str] = field(default_factory=list)
 
     @classmethod
     def new(cls, server_round: int) -> Party:
@@ -108,10 +108,9 @@ class Party:
                 f"{threshold} of {size} shares would give the server a secret of this client: it must be at least 2, "
                 "and more than half of all shares"
             )
-        if number not in keys or list(keys[number]) != self.publics:
-            raise MaskingError("the server has other public keys of this client than it sent")
-        if len({key for pair in keys.values() for key in pair}) < 2 * size:
-            raise MaskingError("two public keys of the round are equal")
+        distinct = {key for pair in keys.values() for key in pair}
+        if list(keys.get(number, ())) != self.publics or len(distinct) < 2 * size:
+            raise MaskingError("the public keys of the round are not those that its clients have sent, each its own")
         self.number, self.threshold, self._seed = number, threshold, os.urandom(32)
         self._others = {other: list(pair) for other, pair in keys.items() if other != number}
         shares = (create_shares(secret, threshold, size) for secret in (self._seed, self._secrets[0]))
@@ -127,15 +126,9 @@ class Party:
             present: their numbers.
             about: what the server has told of the sum; all clients must have been told the same.
         """
-        if self._stage != "shares":
-            raise MaskingError(
-                f"training with masks comes once a round, after 'shares'; this client has done '{self._stage}' in "
-                f"round {self.server_round}"
-            )
-        if unknown := set(present) - set(self._others):
-            raise MaskingError(f"client {min(unknown)} has no keys in this round")
-        if len(set(present)) < len(present):
-            raise MaskingError("the server names a client twice")
+        self._go("shares", "shares")
+        if not set(present) <= self._others.keys() or len(set(present)) < len(present):
+            raise MaskingError("the server names a client twice, or one without keys in this round")
         if len(present) + 1 < self.threshold:
             raise MaskingError(
                 f"{len(present) + 1} clients are left, {self.threshold} needed: the sum would tell too much of each"
@@ -146,9 +139,10 @@ class Party:
 
     def exchange(self, tag: str, vector: Array) -> Array:
         """Return the vector of an exchange, int64, with its masks."""
-        digest = hashlib.sha256(vector.tobytes()).digest()
-        if self._exchanged.setdefault(tag, digest) != digest:
-            raise MaskingError(f"exchange '{tag}' was asked for twice, with other values")
+        # Of two vectors with one mask the server would see the difference.
+        if tag in self._exchanged:
+            raise MaskingError(f"exchange '{tag}' was asked for twice")
+        self._exchanged.append(tag)
         masked = vector.copy()
         purpose = f"exchange|{self.server_round}|{self._about}|{tag}"
         for other in self._present_others():
@@ -176,12 +170,13 @@ class Party:
             encrypted: what each other client has encrypted for this one.
         """
         self._go("masked", "revealed")
-        if len({*answered, *lost}) < len(answered) + len(lost) and not set(answered) & set(lost):
-            raise MaskingError("the server names a client twice")
-        if set(answered) & set(lost):
-            raise MaskingError("the server calls a client both answered and lost: the shares of both would unmask it")
-        if {*answered, *lost} != {self.number, *self._present_others()} or self.number not in answered:
-            raise MaskingError("the server names others than the clients with which this one has masked its vector")
+        # Both shares of one client would unmask it.
+        members = sorted([self.number, *self._present_others()])
+        if sorted([*answered, *lost]) != members or self.number not in answered:
+            raise MaskingError(
+                "the clients that the server calls answered or lost are not, each once, those with which this one has "
+                "masked its vector"
+            )
         if len(answered) < self.threshold:
             raise MaskingError(f"{len(answered)} clients have answered, {self.threshold} needed: nothing is revealed")
         revealed = {}
@@ -193,22 +188,12 @@ class Party:
 
     def dump(self) -> bytes:
         """Return this client, to be kept until its next message."""
-        return json.dumps(asdict(self), default=bytes.hex).encode()
+        return repr(asdict(self)).encode()
 
     @classmethod
     def load(cls, data: bytes) -> Party:
         """Return the client that was kept."""
-        kept: dict[str, Any] = json.loads(data)
-        numbered: Mapping[str, Any] = {
-            "_others": lambda pair: list(map(bytes.fromhex, pair)),
-            "_channels": bytes.fromhex,
-        }
-        for name, read in numbered.items():
-            kept[name] = {int(number): read(value) for number, value in kept[name].items()}
-        for name in ("publics", "_secrets", "_own_shares"):
-            kept[name] = list(map(bytes.fromhex, kept[name]))
-        kept["_exchanged"] = {tag: bytes.fromhex(digest) for tag, digest in kept["_exchanged"].items()}
-        return cls(**{**kept, "_seed": bytes.fromhex(kept["_seed"])})
+        return cls(**ast.literal_eval(data.decode()))
 
     def _go(self, expected: str, stage: str) -> None:
         if self._stage != expected:
@@ -224,20 +209,25 @@ class Party:
         return self._present
 
     def _encrypted(self, other: int, shares: Sequence[bytes]) -> bytes:
-        text = json.dumps([self.number, other] + [share.hex() for share in shares])
+        text = json.dumps([self.number] + [share.hex() for share in shares])
         return encrypt(self._envelope(other), text.encode())
 
     def _decrypted(self, other: int, encrypted: Mapping[int, bytes]) -> list[bytes]:
         try:
-            sender, receiver, *shares = json.loads(decrypt(self._envelope(other), encrypted[other]))
+            sender, *shares = json.loads(decrypt(self._envelope(other), encrypted[other]))
         except (KeyError, InvalidToken, ValueError) as error:
             raise MaskingError(f"the shares of client {other} cannot be read: {type(error).__name__}") from error
-        if (sender, receiver) != (other, self.number):
-            raise MaskingError(f"client {sender}'s shares for client {receiver} came as those of client {other}")
+        if sender != other:  # two clients have one key: these could be this one's own
+            raise MaskingError(f"client {sender}'s shares came as those of client {other}")
         return [bytes.fromhex(share) for share in shares]
 
     def _envelope(self, other: int) -> bytes:
         return urlsafe_b64encode(_derived(self._channels[other], f"shares|{self.server_round}"))
+
+
+def about(total: float, equal: bool) -> str:
+    """Return what the clients are told of a sum, as a text: the sum of the weights, and how they weigh."""
+    return f"{total!r}|{'equal' if equal else 'examples'}"
 
 
 def seed_mask(seed: bytes, server_round: int, size: int) -> Array:

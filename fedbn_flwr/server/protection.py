@@ -12,8 +12,6 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import State
-from fedbn_flwr.batchnorm.reestimation import Moments
-from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.server.method import Reply
 from fedbn_flwr.server.methods import Methods
 from fedbn_flwr.server.nodes import Node
@@ -32,21 +30,14 @@ class Protection:
 
     Attributes:
         publishes_metrics: whether the clients' metrics go into the reports of the run.
-        always_releases: whether a round has a result also with too few usable replies, or none.
+        always_releases: whether a round has a result also with too few usable replies, or none. What a client keeps
+            leaves it in no round then: a hash of it would confirm a guess of the client's data.
         reads_each: whether the method can check each reply; else ``pool`` lets it check the result.
     """
 
     publishes_metrics = True
     always_releases = False
     reads_each = True
-
-    @property
-    def hides_clients(self) -> bool:
-        """Whether what a client keeps must not leave it in any round: then its hash and copies of it are not written.
-
-        A hash would confirm a guess of the client's data.
-        """
-        return self.always_releases
 
     def begin(self, methods: Methods, weighted_by_key: str) -> None:
         """Prepare a new run; ``weighted_by_key`` names the metric that weighs the replies.
@@ -98,26 +89,6 @@ class Protection:
             before: the global state that was sent.
         """
         return replies
-
-    def open_statistics(
-        self, run: Run, messages: Sequence[tuple[Node, Message]], grid: Grid, timeout: float, before: State
-    ) -> list[Message]:
-        """Return the queries for re-estimated statistics of the model ``before`` to send; else as ``open_round``."""
-        return [message for _, message in messages]
-
-    def statistics(self, run: Run, replies: Sequence[tuple[Node, State]], before: State) -> list[Mapping[str, Moments]]:
-        """Return the moments to pool, by layer: here those of each client; none if they cannot be used.
-
-        Args:
-            run: the run.
-            replies: the entries that each client sent; ``check_statistics`` has accepted them.
-            before: the global state that was sent.
-        """
-        return [decode_moments(state, before, run.parts) for _, state in replies]
-
-    def check_statistics(self, run: Run, state: State, before: State) -> None:
-        """Raise ReplyError for entries of re-estimated statistics that do not fit the model."""
-        decode_moments(state, before, run.parts)
 
     def stops_after(self, server_round: int) -> bool:
         """Return whether the run ends after this round, because a further one would cost too much."""

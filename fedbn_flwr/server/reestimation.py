@@ -34,6 +34,7 @@ from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.compat.flower import is_app_error, lacks_function
 from fedbn_flwr.errors import ClientPartError, split_code
+from fedbn_flwr.messages.moments import decode_moments
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, STATISTICS_QUERY
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.dispatch import address, in_order, raise_shared_test_error
@@ -76,13 +77,12 @@ def _ask(run: Run, nodes: Sequence[Node], arrays: ArrayRecord, grid: Grid) -> di
     traffic = report.train if run.methods.reestimates else report.evaluate
     config = run.message_config(report.server_round).write()
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
-    messages = run.protection.open_statistics(run, sent.pairs, grid, run.timeout, before)
-    replies = list(grid.send_and_receive(messages, timeout=run.timeout))
+    replies = list(grid.send_and_receive([message for _, message in sent.pairs], timeout=run.timeout))
 
     def read(node: Node, message: Message) -> State:
         read_metrics(message, NUM_EXAMPLES)  # whatever weighs the models
         state, _, sizes = read_arrays(message, run.options.arrays_key)
-        run.protection.check_statistics(run, state, before)
+        decode_moments(state, before, run.parts)
         for size in sizes:
             traffic.count_up(size)
         return state
@@ -90,10 +90,10 @@ def _ask(run: Run, nodes: Sequence[Node], arrays: ArrayRecord, grid: Grid) -> di
     good, refused = read_replies(in_order(run, sent, replies), read, report, "statistics")
     raise_shared_test_error(run, sent, refused)
     _refuse_apps_without_answer(run, replies)
-    answers = [(node, state) for node, _, state in good]
+    answers = [state for _, _, state in good]
     if len(answers) < run.methods.params.min_replies:
         answers = []
-    moments = run.protection.statistics(run, answers, before)
+    moments = [decode_moments(state, before, run.parts) for state in answers]
     statistics = pooled_statistics(run.parts, moments, [1.0] * len(moments), lambda some, _: merge(some))
     if not statistics:
         logger.warning("round %d: no statistics re-estimated from %d usable replies", report.server_round, len(good))

@@ -12,7 +12,6 @@ from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.compat.flower import calling_dp_wrapper
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.server.methods import Methods, declared, reads_unsaid
-from fedbn_flwr.server.momentum import MOMENTUM
 from fedbn_flwr.server.travels import Beside, Exchanges, together
 
 __all__ = ["SentBeside", "check_wrapper", "sent_beside"]
@@ -48,7 +47,7 @@ def sent_beside(methods: Methods) -> list[SentBeside]:
         if travels.exchanges:
             sent.append(_exchanges(travels.exchanges))
         if travels.reestimates:
-            sent.append(_reestimated(method.title, methods))
+            sent.append(SentBeside(f"{method.title} collects statistics that are re-estimated on the clients' data"))
         if reads_unsaid(type(method)):
             kind = type(method).__name__
             sent.append(SentBeside(f"{kind}.aggregate may read anything of single replies: say in {kind}.travels what"))
@@ -58,7 +57,7 @@ def sent_beside(methods: Methods) -> list[SentBeside]:
 
 
 def _record(beside: Beside) -> SentBeside:
-    return SentBeside(beside.why, masked=beside.key == MOMENTUM and beside.read == "mean", key=beside.key)
+    return SentBeside(beside.why, key=beside.key)
 
 
 def _exchanges(exchanges: Exchanges) -> SentBeside:
@@ -66,13 +65,6 @@ def _exchanges(exchanges: Exchanges) -> SentBeside:
     if exchanges.read == "mean":
         return SentBeside(text, masked=True)
     return SentBeside(f"{text}; with fedtan-exchanges=2L+1 the server computes more than sums of them")
-
-
-def _reestimated(title: str, methods: Methods) -> SentBeside:
-    text = f"{title} collects statistics that are re-estimated on the clients' data"
-    if Part.STATISTICS not in methods.local:
-        return SentBeside(text, masked=True)
-    return SentBeside(f"{text}, relative to global ones, which the clients do not have")
 
 
 _INSTEAD = "fedbn_flwr.privacy.DPWrapper weighs all clients alike and knows the parts of the model"

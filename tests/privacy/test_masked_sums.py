@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchvision.models as tv
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -26,12 +25,11 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.messages.protocol import MASKED
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import local_bn, masked_update
-from fedbn_flwr.privacy import masked_sums
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.privacy.counters import CUMULATIVE, refuse_cumulative
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.masked_round import MaskedRound
-from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings, beside_sums
+from fedbn_flwr.privacy.masked_sums import MaskedSums, MaskSettings, refusals
 from fedbn_flwr.privacy.masks import Party, PublicKeys
 from fedbn_flwr.privacy.ring import FixedPoint
 from fedbn_flwr.strategies import (
@@ -48,11 +46,9 @@ from fedbn_flwr.strategies import (
     Key,
     Method,
     Scaffold,
-    SiloBN,
     StaticBN,
     Strategy,
     Travels,
-    combined,
 )
 from fedbn_flwr.transport import wrapped
 from tests.support.noise import SeededNoise
@@ -111,62 +107,6 @@ def test_a_masked_run_equals_the_plain_one(method, federate, datasets, mlp, same
     if method is FixBN:  # frozen after round 1 of 2
         for name in ("1.running_mean", "1.running_var"):
             assert ours.history[2][name].tobytes() == ours.history[1][name].tobytes()
-
-
-SUMMED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "staticbn": (StaticBN, {}),
-    "recalibrate": (lambda: FedAvg(recalibrate=True), {}),
-    "global momentum": (lambda: FedAvg(momentum_scope="global"), {"sgd_momentum": 0.9}),
-    "both, BN parts local": (
-        lambda: combined(FixBN)(momentum_scope="global", recalibrate=True, freeze_at=2),
-        {"sgd_momentum": 0.9},
-    ),
-}
-
-
-def momentum_of(strategy: Any) -> State:
-    """The averaged buffers of SGD's momentum; none if the server does not average them."""
-    return dict(strategy.state_dict()["methods"].get("momentum-scope", {"momentum": {}})["momentum"])
-
-
-@pytest.mark.parametrize("case", SUMMED)
-def test_reestimated_statistics_and_buffers_are_sums_too(case, federate, datasets, mlp) -> None:
-    make, options = SUMMED[case]
-    options = {"rounds": 3, "local_steps": 2, **options}
-    plain, ours = (federate(kind(make()), mlp, datasets, **options) for kind in (lambda s: s, masked))
-    assert 0 < furthest(plain.state, ours.state) < 1e-9
-    buffers = momentum_of(ours.strategy), momentum_of(plain.strategy)
-    assert set(buffers[0]) == set(buffers[1])
-    assert bool(buffers[0]) == ("momentum" in case or "both" in case)
-    assert furthest(*buffers) < 1e-9 if buffers[0] else True
-    lost = federate(masked(make()), mlp, datasets, wrap=losing({2: "query.statistics"}), **options)
-    assert furthest(lost.state, ours.state) < 0.5
-    if "staticbn" in case:
-        assert "power cut" in " ".join(lost.strategy.reports[0].rejected.values())
-        one, other = (run.history[1]["1.running_mean"] for run in (lost, ours))
-        assert one.tobytes() != other.tobytes(), "of three clients, of four"
-
-
-@pytest.mark.slow  # the small models above have the law; this takes ten seconds
-def test_reestimated_statistics_of_a_torchvision_net_are_those_of_the_plain_run(federate, points) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = tv.resnet18(num_classes=3).double()
-    data = [points(n, i, shape=(3, 40, 40)) for i, n in enumerate((5, 3, 7))]
-    options: dict[str, Any] = {"rounds": 1, "rate": 0.01, "batch_size": 3, "local_steps": 1}
-    plain, ours = (
-        federate(kind(StaticBN()), lambda: copy.deepcopy(net), data, **options) for kind in (lambda s: s, masked)
-    )
-    for name in plain.strategy.parts.statistics:
-        np.testing.assert_allclose(ours.state[name], plain.state[name], rtol=1e-8, atol=1e-10, err_msg=name)
-
-
-def test_statistics_of_images_of_different_sizes_are_refused(federate, points, caplog) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3))
-    data = [points(6, i, shape=(3, 4, 4 + i)) for i in range(3)]
-    ours = federate(masked(StaticBN()), lambda: copy.deepcopy(model).double(), data, rounds=1)
-    assert "layer '1' has different numbers of values per example" in caplog.text
-    assert (ours.state["1.running_mean"] == 0).all()
 
 
 def test_a_torchvision_net_has_the_stated_error(federate, points, torchvision_net, monkeypatch) -> None:
@@ -416,7 +356,7 @@ def test_after_a_client_was_lost_in_a_step_none_repeats_its_batch(federate, poin
     if sizes == (5, 30, 30):
         federate(made, mlp, data, **options)
         assert [report.participants for report in made.reports] == [[], [1, 2]]
-        assert "its batches are all of its data, and sums of this model may be known" in caplog.text
+        assert "its batches are all of its data, and a sum of this model may be known" in caplog.text
         return
     with pytest.raises(ConfigError, match=r"no client can take part. Of each of them \(3\)"):
         federate(made, mlp, data, **options)
@@ -430,39 +370,6 @@ def test_a_round_that_ends_before_a_sum_leaves_nobody_out(federate, points, mlp)
     assert made.reports[1].participants == [0, 1, 2]
 
 
-def test_statistics_of_a_kept_model_are_not_summed_a_second_time(federate, datasets, mlp) -> None:
-    """Sums of the same numbers over other clients tell their difference."""
-    made = masked(FedAvg(recalibrate=True, fraction_evaluate=0.0), masked_threshold=1.0)
-    run = federate(made, mlp, datasets, rounds=3, wrap=losing({2: "train"}, (2, 3)))
-    assert [report.kept_previous for report in made.reports] == [False, True, True]
-    asked = [config["server-round"] for config in run.grid.config("query.statistics")]
-    assert set(asked) == {1}
-    assert made.run.reestimated == made.run.statistics_at_start != {}
-
-
-def test_statistics_of_no_use_are_not_summed_a_second_time(federate, datasets, mlp, monkeypatch) -> None:
-    made = masked(FedAvg(recalibrate=True, fraction_evaluate=0.0), masked_threshold=1.0)
-    pooled, calls = masked_sums.pooled_statistics, itertools.count()
-
-    def first_refused(*values: Any) -> Any:
-        if next(calls) == 0:
-            raise ReplyError("counts are no whole numbers")
-        return pooled(*values)
-
-    monkeypatch.setattr(masked_sums, "pooled_statistics", first_refused)
-    run = federate(made, mlp, datasets, rounds=3, wrap=losing({2: "train"}, (2,)))
-    assert [report.kept_previous for report in made.reports] == [False, True, False]
-    assert {config["server-round"] for config in run.grid.config("query.statistics")} == {1, 3}
-
-
-def test_clients_of_one_batch_do_not_train_a_model_whose_statistics_are_known(federate, points, mlp) -> None:
-    """One step on all of a client's data tells the same mean as its re-estimated statistics."""
-    data = [points(size, number) for number, size in enumerate((5, 30, 30))]
-    made = masked(FedAvg(recalibrate=True, eval_every=2, fraction_evaluate=0.0))
-    federate(made, mlp, data, rounds=4, batch_size=16)
-    assert [report.participants for report in made.reports] == [[0, 1, 2], [0, 1, 2], [1, 2], [0, 1, 2]]
-
-
 def test_a_client_lost_after_a_synchronised_step_ends_the_round(federate, datasets, mlp) -> None:
     """With one step the exchanges tell the sums of all gradients of gamma and beta, the update those of the others."""
     made, threads = masked(FedTAN(fraction_evaluate=0.0)), {"threads": len(datasets)}
@@ -472,14 +379,6 @@ def test_a_client_lost_after_a_synchronised_step_ends_the_round(federate, datase
     assert any("lost after the synchronised step" in why for why in made.reports[0].rejected.values())
     revealed = [c["server-round"] for c in run.grid.config("query") if c.get("fedbn-flwr.mask-stage") == "reveal"]
     assert set(revealed) == {2}
-
-
-def test_statistics_of_too_few_clients_are_not_revealed(federate, datasets, mlp) -> None:
-    made = masked(FedAvg(recalibrate=True, fraction_evaluate=0.0, min_replies=4))
-    run = federate(made, mlp, datasets, rounds=2, wrap=losing({2: "query.statistics"}))
-    revealed = [c["server-round"] for c in run.grid.config("query") if c.get("fedbn-flwr.mask-stage") == "reveal"]
-    assert (revealed.count(1), revealed.count(2)) == (4, 8)
-    assert made.run.reestimated
 
 
 def test_a_client_that_spoils_the_sum_ends_the_round_and_not_the_run(federate, datasets, mlp, same_bits) -> None:
@@ -500,7 +399,7 @@ def test_a_client_that_spoils_the_sum_ends_the_round_and_not_the_run(federate, d
     same_bits(ours.history[2], ours.history[1])
 
 
-def test_a_step_that_fails_after_an_exchange_is_not_repeated_with_other_values(mlp) -> None:
+def test_a_step_that_fails_after_an_exchange_is_not_repeated(mlp) -> None:
     party, context = Party.new(1), Context(1, 1, {"partition-id": 0}, RecordDict(), {})
     others = [Party.new(1) for _ in range(2)]
     keys = {number: PublicKeys(*own.publics) for number, own in enumerate([party, *others])}
@@ -535,7 +434,7 @@ def test_a_step_that_fails_after_an_exchange_is_not_repeated_with_other_values(m
 
     with pytest.raises(RuntimeError, match="the channel is closed"):
         ask(1.0)
-    with pytest.raises(MaskingError, match="exchange 'mean/0' was asked for twice, with other values"):
+    with pytest.raises(MaskingError, match="exchange 'mean/0' was asked for twice"):
         ask(2.0)
     assert len(sent) == 1
 
@@ -636,7 +535,6 @@ def test_the_guide_names_every_entry_that_the_server_sees(federate, run_step, da
     steps = masked(synchronised(FedTAN, "messages")), branches, client_data((3, 6, 6), (2, 5, 1))
     runs = [
         federate(masked(FedBN()), mlp, datasets, rounds=2),
-        federate(masked(FedAvg(recalibrate=True, momentum_scope="global")), mlp, datasets, rounds=1, sgd_momentum=0.9),
         run_step(*steps, transport="messages"),
     ]
     replies = [message.content for run in runs for message in run.grid.received if message.has_content()]
@@ -721,7 +619,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "2L+1": (lambda: FedTAN(fedtan_exchanges="2L+1"), "with fedtan-exchanges=2L.1 the server computes more than sums"),
     "variates": (Scaffold, "the changes of the control variates come beside the model"),
     "losses": (FedBS, "the clients' losses are the weights"),
-    "local statistics": (lambda: SiloBN(recalibrate=True), "relative to global ones, which the clients do not have"),
+    "re-estimation": (StaticBN, "collects statistics that are re-estimated on the clients' data"),
+    "recalibrate": (lambda: FedAvg(recalibrate=True), "collects statistics that are re-estimated"),
+    "recalibrated tests": (lambda: FedAvg(eval_on="recalibrated"), "collects statistics that are re-estimated"),
+    "SGD's buffers": (lambda: FedAvg(momentum_scope="global"), "'momentum' in the reply"),
     "moments": (FBN, "strategy=fbn sends the moments"),
     "pooled": (lambda: FedAvg(variance="pooled"), "variance=pooled reads the statistics of single replies"),
     "drift": (lambda: FixBN(freeze_at="auto", freeze_window=2), "freeze-at=auto follows delta_m of each client"),
@@ -738,7 +639,7 @@ def test_the_guides_table_says_what_a_round_of_each_method_does(
     name: str, federate, datasets, mlp, wsconv_net, run_step, branches
 ) -> None:
     strategy = masked(STRATEGIES[name](fraction_evaluate=0.0))
-    if beside_sums(strategy.methods):
+    if refusals(strategy.methods):
         with pytest.raises(ConfigError, match=f"strategy '{name}' with masked-sums=true"):
             federate(strategy, mlp, datasets)
     elif strategy.methods.whole.exchanges:

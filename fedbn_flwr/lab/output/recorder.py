@@ -187,7 +187,7 @@ class Recorder:
         summary |= strategy.outcome(chosen) if strategy else {}
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
-        private = strategy is not None and strategy.protection.hides_clients
+        private = strategy is not None and strategy.protection.always_releases
         local = strategy.run.kept.hashes if strategy and not private else {}
         summary |= {"sha256": state_sha256(state, local), "seed": self._config.seed, "versions": versions()}
         if sites := table_of_run(self._config, self._model, self._data, strategy, state):
