@@ -115,7 +115,7 @@ ELSEWHERE = {
     "round-timeout": "tests/lab/test_setup.py",
     "init": "tests/lab/runs/test_init.py",
     "device": "tests/lab/test_setup.py",
-    "torch-threads": "tests/engines/test_in_process.py",
+    "torch-threads": "tests/engines/test_workers.py",
     "fedtan-transport": "tests/strategies/test_fedtan_in_flowers_loop.py",
     "fedtan-bind": "tests/strategies/test_fedtan.py",
     "fedtan-address": "tests/strategies/test_fedtan.py",
