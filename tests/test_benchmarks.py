@@ -2,12 +2,10 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("constraint", "override")
 
 
 def test_a_block_of_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
@@ -31,53 +29,6 @@ def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
         assert page.count(f"<!-- {program} -->\n") == page.count(f"<!-- /{program} -->\n") == 1, program
 
 
-def test_the_nightly_flower_is_installed_in_place_of_flwr(tmp_path: Path, monkeypatch) -> None:
-    import compat
-
-    asked: dict[str, tuple[list[str], list[str], list[str]]] = {}
-    monkeypatch.setattr(compat.subprocess, "run", lambda command, **_: note(command))
-
-    def note(command: list[str]) -> SimpleNamespace:
-        lists = (Path(command[command.index(f"--{kind}") + 1]).read_text().split("\n") for kind in KINDS)
-        asked[flower] = (command, *lists)
-        return SimpleNamespace(returncode=0)
-
-    for flower in ("1.41", "1.42", "nightly"):
-        assert compat.install(Path("python"), flower, tmp_path) == ()
-    for flower in ("1.41", "1.42"):
-        command, constraints, overrides = asked[flower]
-        assert any(pin.startswith(f"flwr=={flower}.") for pin in constraints)
-        assert (command[-2:], overrides) == (["--editable", f"{ROOT}[lab,dev]"], [""])
-    command, constraints, overrides = asked["nightly"]
-    assert command[-1] == "flwr-nightly[simulation]>=1.43.0.dev0"
-    assert not any(pin.startswith(("flwr==", "uv==")) for pin in constraints)
-    assert overrides == ["flwr ; python_version < '0'"]
-    rows = [
-        "| 3.13.0 | 1.43.0.dev20261026 | 2.15.0 |",
-        "| 3.13 | nightly | not installed |",
-        "| 3.12.1 | 1.42.0 | 2.15.0 |",
-    ]
-    assert [compat.pair_of(row) for row in rows] == [("3.13", "nightly"), ("3.13", "nightly"), ("3.12", "1.42")]
-    assert ("3.13", "nightly") not in compat.PAIRS, "it runs by name only"
-
-
-def test_the_ratios_of_the_page_are_those_of_the_figures(tmp_path: Path) -> None:
-    import yaml
-    from doc_performance import simulation_tables
-    from simulation import BARE, IN_PROCESS, IN_RAY, TWO_WORKERS, Figures
-
-    seconds = {BARE: 1.0, IN_PROCESS: 1.5, "fluke": 2.0, TWO_WORKERS: 0.7, f"{BARE}, 2 processes": 0.8, IN_RAY: 9.0}
-    of_each = {"version": "1", "cpu_seconds": 3.0, "memory": 1000.0, "accuracy": 0.5}
-    figures = Figures("fedbn", {name: [{"seconds": [value], **of_each}] for name, value in seconds.items()})
-    (tmp_path / "docs").mkdir()
-    data = {"settings": {"fedbn": figures.data("Here.", real_data=True)}}
-    (tmp_path / "docs/performance.yaml").write_text(yaml.safe_dump(data))
-    tables = simulation_tables(tmp_path)
-    assert f"| fedbn: {IN_PROCESS} / {BARE} | 1.50 | 1.00 | <= 1.08 |" in tables
-    assert "| fluke | 1 | 2.00 | 2.00 | 3.00 | 1,000 | 0.500 |" in tables
-    assert tables.endswith("\n\nHere.")
-
-
 @pytest.mark.parametrize("module", ["bare", "ours"])
 def test_a_contender_does_its_rounds(tmp_path: Path, module: str) -> None:
     import importlib
@@ -90,99 +41,6 @@ def test_a_contender_does_its_rounds(tmp_path: Path, module: str) -> None:
     reached = importlib.import_module(f"peers.{module}").main(Job("mlp-128", str(tmp_path), "", 1), clock)
     assert len(clock.seconds) == 1
     assert 0 < reached < 0.5  # random images
-
-
-_REDRAWN = {
-    "server/method.py": """
-class Travels: ...
-
-class Method:
-    name: str
-    role: str
-
-    def travels(self): ...
-    def advice(self): ...
-    def aggregate(self, state, facts, replies, model): ...
-
-class Strategy:
-    method: type[Method]
-""",
-    "strategies/fedavg.py": """
-from fedbn_flwr.server.method import Method, Strategy
-
-class FedAvgMethod(Method):
-    name = "fedavg"
-
-    def shares(self): ...
-""",
-    "strategies/mine.py": """
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.server.method import Strategy, Travels
-from fedbn_flwr.strategies.fedavg import FedAvgMethod
-
-class Hook:  # at the client: none of its names count
-    def advice(self, reply):
-        return reply.metrics
-
-class Common(FedAvgMethod):
-    def travels(self):
-        return Travels(held="statistics")
-
-    def window(self): ...
-
-class MineMethod(Common):
-    name = "mine"
-    role = "client-hooks"
-
-    def window(self): ...
-
-    def aggregate(self, state, facts, replies, model):
-        return facts.parts.select(self.shares(), self.travels(), super().advice(), self.window())
-
-class Mine(Strategy):
-    method = MineMethod
-""",
-}
-
-
-def test_names_for_a_method_are_those_of_the_interface_that_its_file_mentions(tmp_path: Path) -> None:
-    from reading import names_for
-
-    for name, text in _REDRAWN.items():
-        file = tmp_path / "fedbn_flwr" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    assert names_for(tmp_path, tmp_path / "fedbn_flwr/strategies/mine.py") == {
-        "defined": {"role", "travels", "aggregate", "method"},
-        "imported": {"Strategy", "Travels"},
-        "given": {"held"},
-        "reached": {"facts.parts", "shares", "advice"},
-    }
-
-
-_TWO_FUNCTIONS = '''def one(a): ...  # why
-def two():
-    """A docstring."""
-    print(*("a", "b"))
-'''
-
-
-def test_lines_of_code_are_told_from_docstrings_and_comments(tmp_path: Path) -> None:
-    from reading import Source, style
-
-    file, long = tmp_path / "module.py", "x" * 100
-    file.write_text(f'"""{long}\n\nText."""\n\n# {long}\n{_TWO_FUNCTIONS}    return "{long}"\n')
-    found = style([Source(file)])
-    lines = [found[name] for name in ("code lines", "lines above 100 characters", "comment lines, % of code")]
-    assert lines == [4, 1, 25]
-    assert [found[name] for name in ("star groups", "function length, median", "function length, longest")] == [1, 2, 3]
-
-
-def test_the_files_that_a_round_enters_are_found() -> None:
-    from reading import files_of_a_round
-
-    found = files_of_a_round(ROOT)
-    assert 20 < found["files of a FedAvg round: core"] < found["files of a FedAvg round"]
 
 
 def test_each_slip_of_the_list_can_be_made() -> None:

@@ -66,16 +66,6 @@ def test_an_edited_file_is_refused(tmp_path_factory, position: int, flip: int) -
         read_checked(path)
 
 
-def test_another_safetensors_file_is_refused(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
-
-    save_file({"a": np.ones(2)}, tmp_path / "a")
-    with pytest.raises(StateError, match="KeyError: 'about'"):
-        read_checked(tmp_path / "a")
-    with pytest.raises(StateError, match="cannot be read"):
-        read_checked(tmp_path / "absent")
-
-
 def test_a_full_disk_does_not_change_the_file(path: Path, monkeypatch) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")

@@ -26,8 +26,7 @@ from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.memory_format import inputs_for, set_memory_format
-from fedbn_flwr.training.randomness import Generators, seeded
+from fedbn_flwr.training.memory_format import set_memory_format
 from tests.support.fake_gpu import fake_gpu
 from tests.support.points import Points
 from tests.support.synchronised import WEIGHT_DECAY, centralised, client_data, distances, synchronised, trained
@@ -96,8 +95,8 @@ def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(device: tor
     assert list(there) == list(here)
     rows = [found["layers"]["1"]["batch-deviation"]["mean"] for found in (there, here)]
     assert rows[0] == pytest.approx(rows[1], rel=1e-6)
-    for name, key in (("gradient-deviation", "relative"), ("train-test-mismatch", "running_loss")):
-        assert there[name][key] == pytest.approx(here[name][key], rel=1e-4)
+    losses = [found["train-test-mismatch"]["running_loss"] for found in (there, here)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_mixed_precision_keeps_state_in_its_type(true_device: torch.device) -> None:
@@ -161,38 +160,6 @@ def test_fedtan_of_several_clients_in_one_process_is_a_centralised_step(run_step
     assert max(distances(done.tensors, centralised(model, data), model.state_dict())) < 1e-9
 
 
-def test_dropout_repeats_and_the_default_generator_does_not_move(federate, points, mlp, true_device) -> None:
-    data = [points(size, client) for client, size in enumerate(SIZES)]
-
-    def once() -> dict[str, Any]:
-        return federate(FedAvg(), lambda: mlp(dropout=0.5).to(true_device), data, rounds=2).state
-
-    torch.zeros(1, device=true_device)  # from now on the GPU's generator counts, too
-    torch.manual_seed(1)
-    before = torch.rand(4, device=true_device)
-    torch.manual_seed(1)
-    first = once()
-    assert torch.equal(torch.rand(4, device=true_device), before)
-    torch.manual_seed(2)
-    second = once()
-    for name, value in first.items():
-        assert np.array_equal(value, second[name]), name
-
-
-def test_the_default_generators_are_seeded_in_a_block_and_restored_after_it(true_device: torch.device) -> None:
-    torch.zeros(1, device=true_device)
-    outside = Generators.now()
-    drawn = []
-    for _ in range(2):
-        with seeded(5):
-            drawn.append(torch.rand(4, device=true_device))
-    expected = torch.rand(4, device=true_device)
-    outside.restore()
-    assert torch.equal(torch.rand(4, device=true_device), expected)
-    assert torch.equal(*drawn)
-    assert not torch.equal(drawn[0], expected)
-
-
 def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     data, here = client_data((3, 16, 16), (24,), dtype=torch.float32)[0], resnet().float()
 
@@ -221,11 +188,6 @@ def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(m
     assert forwards > 4 * 60
     # Four batches more: a conversion, the variance and a product in each layer, beside the forward pass.
     assert passes <= forwards + 4 * 3 * len(tracking_layers(resnet()))
-
-
-def test_a_batch_on_a_gpu_has_come_when_a_model_on_the_cpu_reads_it(device: torch.device) -> None:
-    batch = torch.ones(2, 3, 4, 4, device=device)
-    assert torch.equal(inputs_for(nn.Conv2d(3, 3, 3))(batch), torch.ones(2, 3, 4, 4))
 
 
 BROKEN: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -11,7 +11,6 @@ import subprocess
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torchvision
@@ -129,16 +128,6 @@ def blocks() -> list[Block]:
 BLOCKS = blocks()
 
 
-def hooks() -> ModuleType:
-    """The hooks of the site."""
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs/hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def to_run(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language and not block.reason]
 
@@ -249,52 +238,6 @@ def test_what_a_method_reached_stands_in_the_results() -> None:
             if "here" in row:
                 page = ROOT / "docs/results" / study["page"].partition("#")[0]
                 assert str(row["here"]) in page.read_text(), row
-
-
-@pytest.mark.parametrize(
-    ("cells", "whole"),
-    [
-        (("%", "67.00 ± 5.24", "-"), True),
-        (("a / b", "62.21 ± 8.82 / 54.5"), True),
-        (("difference", "+15.0 (+13.4 to +16.6)", "-", "<= 0.92", "1.1e+04", "50.6 (1.00)", "1,913"), True),
-        (("method", "FedAvg", "3"), False),
-        (("seeds", "0 to 4", "ResNet-20"), False),
-        (("nothing", "-", ""), False),
-    ],
-)
-def test_a_column_of_numbers_is_set_as_one(cells: tuple[str, ...], whole: bool) -> None:
-    rows = "".join(f"<tr><td>{cell}</td><td>ResNet</td></tr>" for cell in cells)
-    made = hooks().on_page_content(f"<table>{rows}</table>")
-    assert made.count('<td class="number">') == (len(cells) if whole else 0)
-    assert "<td>ResNet</td>" in made
-    assert "data-label" not in made
-    keys = "<tr><th>key</th><th></th><th>default</th><th>meaning</th></tr>"
-    keys += "<tr><td><code>a-key</code></td><td>i</td><td>1</td><td>the sense of this long key</td></tr>"
-    made = hooks().on_page_content(f"<table>{keys}</table>")
-    assert '<div class="scroll stacked"' in made, "a block on a phone"
-    assert '<td data-label="default">1</td>' in made or '<td class="number" data-label="default">1</td>' in made
-    assert "<td></td>" in made, "an empty cell of the head is none"
-    assert '<code class="whole">a-key</code>' in made
-    assert hooks().on_page_content("<p>67.00 ± 5.24 <code>1 ± 2</code></p>") == (
-        "<p>67.00\u00a0±\u00a05.24 <code>1 ± 2</code></p>"
-    )
-    assert (
-        hooks().on_page_content("<p>36 -&gt; 89 <code>a -&gt; b</code></p>") == "<p>36 → 89 <code>a -&gt; b</code></p>"
-    )
-
-
-def test_the_site_names_what_the_theme_leaves_without_a_name(tmp_path: Path) -> None:
-    """As axe asks for it: each group of pages has a name, and a button is in no navigation."""
-    group = '<nav aria-labelledby="__nav_4_label" aria-expanded="true">\n<label class="md-nav__title" for="__nav_4">'
-    group += '\n<span class="md-icon"></span>\n Methods\n\n</label>'
-    assert '<nav aria-label="Pages: Methods" aria-expanded="true">' in hooks().on_post_page(group)
-    bundle = tmp_path / "assets/javascripts/bundle.1.min.js"
-    bundle.parent.mkdir(parents=True)
-    bundle.write_text('x("nav",{class:"md-code__nav"})')
-    hooks().on_post_build({"site_dir": tmp_path})
-    assert bundle.read_text() == 'x("div",{class:"md-code__nav"})'
-    with pytest.raises(ValueError, match="has 0 times"):
-        hooks().on_post_build({"site_dir": tmp_path})
 
 
 def test_the_numbers_of_the_advice_are_recorded() -> None:
@@ -413,18 +356,3 @@ def test_the_architecture_names_files_and_functions_that_are_there() -> None:
         for name in re.findall(r"`([\w.]+)`", text):
             if not name.endswith("py"):
                 assert name.rpartition(".")[2] in source, (file, name)
-
-
-def test_the_font_of_formulas_is_small_and_has_its_licence_and_the_pages_link_papers_code_and_recipes() -> None:
-    fonts = ROOT / "docs/fonts"
-    assert (fonts / "formulas.woff2").read_bytes()[:4] == b"wOF2"
-    assert (fonts / "formulas.woff2").stat().st_size < 400_000
-    assert "SIL OPEN FONT LICENSE" in (fonts / "OFL.txt").read_text()
-    assert 'url("fonts/formulas.woff2")' in (ROOT / "docs/style.css").read_text()
-    for name in STRATEGIES:
-        page = (ROOT / "docs/methods" / page_of(name)).read_text()
-        (read,) = re.findall(r"^    \*\*Read:\*\* (.*)$", page, re.MULTILINE)
-        assert "[recipe](../../apps/main/recipes/" in read
-    assert "[arXiv:2301.02982](https://arxiv.org/abs/2301.02982), [code](../../fedbn_flwr/strategies/fedtan.py)" in (
-        (ROOT / "docs/methods/fedtan.md").read_text()
-    )

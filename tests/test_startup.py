@@ -160,18 +160,3 @@ def test_a_client_of_the_flower_app_loads_what_it_uses(tmp_path: Path) -> None:
     assert rooms <= set(_OF_CLIENTS)
     assert {*ours}.isdisjoint(_OF_OTHERS)
     assert {*everything}.isdisjoint((*HEAVY, "yaml"))
-
-
-def test_commands_that_start_at_once_end_as_others_do(tmp_path: Path, at_once: dict[str, str]) -> None:
-    """Their output, exit code, folder and environment; see ``preloaded``."""
-    code = "import os, sys; print(input(), sys.argv, os.getcwd(), os.environ['ONE'], __name__); sys.exit('the end')"
-    environment = {**at_once, "ONE": "1"}
-    given = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
-    done = subprocess.run(["python", "-c", code, "word"], input="line\n", **given)
-    assert (done.returncode, done.stderr) == (1, "the end\n")
-    assert done.stdout == f"line ['-c', 'word'] {tmp_path} 1 __main__\n"
-    assert subprocess.run(["python", "-"], input="import os; os._exit(7)", **given).returncode == 7
-    failed = subprocess.run(["python", "-m", "fedbn_flwr.nothing"], **given)
-    assert (failed.returncode, "No module named fedbn_flwr.nothing" in failed.stderr) == (1, True)
-    bad = subprocess.run(["fedbn-flwr", "run", "--set", "sed=1"], **given)
-    assert (bad.returncode, bad.stderr) == (2, "unknown key 'sed'. Did you mean 'seed'?\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.batchnorm import averaging
-from fedbn_flwr.batchnorm.averaging import State, SumAhead, average, check_state, to_shares, weighted_sum
+from fedbn_flwr.batchnorm.averaging import SumAhead, average, check_state, to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.errors import ReplyError
+from fedbn_flwr.errors import NOT_FINITE, ReplyError
 
 NAMES = ["w", "bn.weight", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked", "half"]
 PARTS = split_state(dict.fromkeys(NAMES))
@@ -82,12 +83,6 @@ def test_counters_take_the_maximum_and_stay_int64() -> None:
     assert (got.dtype, got.shape, int(got)) == (np.int64, (), 2**53 + 1)
     flags = [{"f": np.asarray([False, True])}, {"f": np.asarray([False, False])}]
     assert average(flags, [1.0, 1.0], split_state({"f": None}))["f"].tolist() == [False, True]
-
-
-def test_ten_times_the_same_counter_is_that_counter() -> None:
-    """Flower's FedAvg returns 9.999999999999998."""
-    states = [{"bn.num_batches_tracked": np.asarray(10)}] * 10
-    assert average(states, [0.1] * 10, PARTS)["bn.num_batches_tracked"] == 10
 
 
 def test_one_client_is_its_own_average(same_bits) -> None:
@@ -222,32 +217,28 @@ def test_normalise() -> None:
     assert to_shares([1e308, 1e308, 0.0]) == [0.5, 0.5, 0.0], "their sum is no float64"
 
 
-def problem(change: dict[str, np.ndarray | None]) -> str:
+@pytest.mark.parametrize(
+    ("entry", "value", "code", "names"),
+    [
+        ("w", None, "reply", "missing"),
+        ("extra", np.zeros(1), "reply", "not asked for"),
+        ("w", np.zeros((3, 2)), "reply", "(3, 2), expected (2, 3)"),
+        ("w", np.zeros((2, 3), np.float32), "reply", "float32, expected float64"),
+        ("bn.num_batches_tracked", np.asarray(9.5), "reply", "float64, expected int64"),
+        ("bn.running_mean", np.asarray([0.0, np.nan, np.inf]), NOT_FINITE, "nan"),
+        ("bn.weight", np.asarray([1, -np.inf, 1], np.float32), NOT_FINITE, "-inf"),
+        ("half", np.asarray(np.nan, np.float16), NOT_FINITE, "nan"),
+        ("bn.running_var", np.asarray([1.0, -0.25, 0.0]), "reply", "-0.25"),
+    ],
+)
+def test_check_state_names_the_entry_and_the_problem(entry: str, value: Any, code: str, names: str) -> None:
     like = client(0)
-    state: State = {k: v for k, v in {**like, **change}.items() if v is not None}
-    with pytest.raises(ReplyError) as error:
+    check_state(client(1), like, PARTS)
+    state = {name: array for name, array in {**like, entry: value}.items() if array is not None}
+    with pytest.raises(ReplyError, match=f"entry '{entry}'") as error:
         check_state(state, like, PARTS)
-    return error.value.reason
-
-
-def test_check_state_names_the_entry_and_the_problem() -> None:
-    check_state(client(1), client(0), PARTS)
-    assert problem({"w": None}) == "entry 'w' is missing"
-    assert problem({"extra": np.zeros(1)}) == "entry 'extra' was not asked for"
-    assert problem({"w": np.zeros((3, 2))}) == "entry 'w' has shape (3, 2), expected (2, 3)"
-    assert problem({"w": np.zeros((2, 3), np.float32)}) == "entry 'w' has dtype float32, expected float64"
-    assert problem({"bn.num_batches_tracked": np.asarray(9.5)}) == (
-        "entry 'bn.num_batches_tracked' has dtype float64, expected int64"
-    )
-    bad = np.asarray([0.0, np.nan, np.inf])
-    assert problem({"bn.running_mean": bad}) == "[not-finite] entry 'bn.running_mean' holds nan"
-    assert (
-        problem({"bn.weight": np.asarray([1, -np.inf, 1], np.float32)}) == "[not-finite] entry 'bn.weight' holds -inf"
-    )
-    assert problem({"half": np.asarray(np.nan, np.float16)}) == "[not-finite] entry 'half' holds nan"
-    assert problem({"bn.running_var": np.asarray([1.0, -0.25, 0.0])}) == (
-        "entry 'bn.running_var' holds a negative variance, -0.25"
-    )
+    assert names in str(error.value)
+    assert error.value.code == code
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "c8", "c16"])
@@ -264,12 +255,6 @@ def test_large_values_are_finite_and_one_that_is_not_is_found_anywhere(dtype: st
                 bad[index] = value
                 with pytest.raises(ReplyError, match="entry 'x' holds "):
                     check_state({"x": bad}, {"x": large}, parts)
-
-
-def test_check_state_lists_the_first_two_of_many() -> None:
-    assert problem({**dict.fromkeys(NAMES), "x": np.zeros(1)}) == (
-        "; ".join(f"entry '{name}' is missing" for name in NAMES[:2]) + " (and 5 more)"
-    )
 
 
 def test_check_state_allows_zero_variance_and_empty_entries() -> None:

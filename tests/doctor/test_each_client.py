@@ -93,16 +93,6 @@ def test_a_client_that_differs_from_the_others_is_named(
     assert {*found.measures["each-client"]} == {"scale", "centre", "class-mix", "inputs", "below"}
 
 
-def test_the_one_of_five_clients_with_half_of_the_classes_is_named(trained: nn.Module, digits: Data) -> None:
-    """The spread of five clients is uncertain; their counts are not."""
-    owner = torch.arange(len(digits[1])) % 5
-    parts = [(digits[0][owner == k], digits[1][owner == k]) for k in range(5)]
-    x, y = parts[2]
-    parts[2] = x[y < 5][:70], y[y < 5][:70]
-    found = {f.id: f.numbers for f in diagnose(trained, [[part] for part in parts], max_examples=100).findings}
-    assert found["client-classes"]["clients"] == ["2"]
-
-
 @pytest.mark.parametrize(("clients", "alpha"), [(5, 0.0), (40, 0.0), (5, 0.3), (12, 0.3), (40, 2.0)])
 def test_no_client_stands_out_where_all_are_alike_or_all_differ(
     clients: int, alpha: float, trained: nn.Module, digits: Data
@@ -110,15 +100,6 @@ def test_no_client_stands_out_where_all_are_alike_or_all_differ(
     parts = split(digits, clients, seed=clients, alpha=alpha)
     found = diagnose(trained, [[part] for part in parts], max_examples=400)
     assert [f.id for f in found.findings if f.id.startswith("client-")] == []
-
-
-def test_every_finding_about_clients_names_them(trained: nn.Module, digits: Data) -> None:
-    order = torch.argsort(digits[1], stable=True)
-    parts = [(digits[0][own], digits[1][own]) for own in order.chunk(3)]
-    skew = diagnose(trained, {name: [part] for name, part in zip("abc", parts, strict=True)}).findings[0]
-    assert skew.id == "label-skew"
-    assert {*skew.numbers["clients"]} <= {*"abc"}
-    assert f"The furthest clients: {', '.join(skew.numbers['clients'])}." in skew.evidence
 
 
 def test_accuracy_and_loss_of_each_client_stand_in_a_table(trained: nn.Module, digits: Data) -> None:

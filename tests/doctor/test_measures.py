@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from torchvision.models import mobilenet_v2, resnet18
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import Moments, moments_of
-from fedbn_flwr.doctor import clients as client_data
-from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, deviation, distance, noise, pooled
-from fedbn_flwr.doctor.clients import ClientData, inputs_at, read_clients
+from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, deviation, distance, pooled
+from fedbn_flwr.doctor.clients import ClientData, read_clients
 from fedbn_flwr.doctor.data_rules import clients_differ
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
 from fedbn_flwr.doctor.differences import class_counts, class_skew, groups_of, overlap, shift, total_variation, units
@@ -50,13 +48,6 @@ def test_batch_statistics_against_plain_torch() -> None:
     assert deviation(found, reference, 1e-5).l1 == pytest.approx(sum(row.l1 for row in rows) / 3)
     together = pooled(found)
     torch.testing.assert_close(together.variance, seen.var((0, 2, 3)))
-
-
-def test_noise_falls_as_the_root_of_the_batch_size() -> None:
-    inputs = torch.randn(4096, 8, generator=_generator())
-    model = nn.Sequential(nn.BatchNorm1d(8)).eval()
-    found = [noise(batch_moments(model, _client(inputs, size=size))["0"], 1e-5) for size in (4, 16, 64)]
-    assert found == pytest.approx([1 / 2, 1 / 4, 1 / 8], rel=0.1)
 
 
 def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hides_no_other() -> None:
@@ -99,19 +90,6 @@ def test_total_variation_and_overlap_of_classes() -> None:
     assert overlap(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1])) == 0.5, "one of two classes"
     assert overlap(torch.tensor([0] * 20), torch.tensor([0] * 19 + [1])) == pytest.approx(2 * (1 - 0.95**2 - 0.05**2))
     assert overlap(torch.tensor([0, 1]), torch.tensor([0, 0])) == 0, "one client"
-
-
-def test_class_skew_by_chance_against_draws() -> None:
-    generator, distances = _generator(), []
-    shares = torch.tensor([0.5, 0.3, 0.2])
-    for _ in range(200):
-        classes, owner = torch.multinomial(shares, 120, True, generator=generator), torch.arange(120) % 4
-        distances.append(float(total_variation(class_counts(classes, owner)).mean()))
-    found = class_skew(class_counts(classes, owner))
-    assert found.by_chance == pytest.approx(sum(distances) / len(distances), rel=0.1)
-    assert not found.counts
-    skewed = class_skew(torch.tensor([[40.0, 10.0], [10.0, 40.0]]))
-    assert (skewed.counts, skewed.mean) == (True, pytest.approx(0.3))
 
 
 @pytest.mark.parametrize("cause", ["none", "labels", "features"])
@@ -259,57 +237,7 @@ def test_an_example_that_a_sampler_repeats_is_used_once(limit: int) -> None:
     assert ("drawn at random" in notes) == (limit == 8)
 
 
-def test_a_sampler_may_give_lists_and_tensors() -> None:
-    class Sized(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-        def __len__(self) -> int:
-            return 6
-
-        def __getitem__(self, index: Any) -> tuple[torch.Tensor, int]:
-            number = int(index[0])
-            return torch.full((1,), float(number)), number
-
-    order: Any = [[torch.tensor(k % 3), 32] for k in range(6)]  # with the size of the image
-    (seen,) = read_clients([torch.utils.data.DataLoader(Sized(), batch_size=2, sampler=order)], 100)
-    assert seen.targets.tolist() == [0, 1, 2]
-    assert seen.repeats
-
-
 # --- memory ----------------------------------------------------------------------------------------------------------
-
-
-class _Sizes(nn.Sequential):
-    """Notes the number of examples of each pass, in all copies."""
-
-    seen: ClassVar[list[int]] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(len(x))
-        return super().forward(x)
-
-
-def test_passes_of_large_examples_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass holds so many values of inputs; the figures of tests stay."""
-    model, generator = _Sizes(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(16, 2)).eval(), _generator()
-    inputs, classes = torch.randn(300, 1, 4, 4, generator=generator), torch.randint(2, (300,), generator=generator)
-    loaders = [[(inputs[k : k + 150], classes[k : k + 150])] for k in (0, 150)]
-    whole = diagnose(model, loaders)
-    assert max(_Sizes.seen) == 150
-    _Sizes.seen.clear()
-    monkeypatch.setattr(client_data, "_VALUES", 16 * 40)
-    parts = diagnose(model, loaders)
-    assert _Sizes.seen[:2] == [150, 150], "the batches of the clients"
-    assert 30 < max(_Sizes.seen[2:]) <= 40
-    assert parts.measures["shift"]["excess"] == pytest.approx(whole.measures["shift"]["excess"], rel=1e-4)
-    gaps = [found.measures["train-test-mismatch"]["running_loss"] for found in (parts, whole)]
-    assert gaps[0] == pytest.approx(gaps[1], rel=1e-6)
-
-
-def test_examples_of_several_clients_by_position() -> None:
-    """As of the joined tensors, without joining them."""
-    inputs, targets = torch.randn(10, 2, generator=_generator()), torch.arange(10)
-    clients = [_client(inputs[a:b], targets[a:b]) for a, b in ((0, 3), (3, 4), (4, 10))]
-    order = torch.randperm(10, generator=_generator())
-    assert torch.equal(inputs_at(clients, order), inputs[order])
 
 
 # --- loaders ---------------------------------------------------------------------------------------------------------

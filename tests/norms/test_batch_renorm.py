@@ -166,13 +166,6 @@ def test_half_precision_inputs_keep_their_dtype() -> None:
     assert layer.running_var.dtype == torch.float32
 
 
-def test_meta_device_and_a_batch_of_one_value() -> None:
-    assert replace_norm(nn.BatchNorm1d(C, device="meta"), "batch-renorm")[0].weight.is_meta
-    layer, _ = replace_norm(nn.BatchNorm1d(C), "batch-renorm")
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        layer(torch.zeros(1, C))
-
-
 def test_layers_without_statistics_are_refused_by_name() -> None:
     model = nn.Sequential(nn.BatchNorm2d(C), nn.Sequential(nn.BatchNorm2d(C, track_running_stats=False)))
     with pytest.raises(NormLayerError, match=r"none: 1\.0 \(BatchNorm2d\)"):

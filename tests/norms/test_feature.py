@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import types
 from typing import Any
@@ -16,8 +15,6 @@ from torch.nn import functional
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.norms.feature import NormalisedLinear
 
@@ -73,51 +70,6 @@ def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(name:
         assert plain.shape == (2, 5)
 
 
-def relu_net(widths: list[int], after: Any) -> nn.Sequential:
-    """Linear layers with ReLU; the biases are zero from the second on; ``after(features)`` follows each ReLU."""
-    torch.manual_seed(1)
-    layers: list[nn.Module] = []
-    for i in range(len(widths) - 1):
-        layers.append(nn.Linear(widths[i], widths[i + 1]))
-        if i:
-            nn.init.zeros_(layers[-1].bias)
-        layers += [nn.ReLU(), after()] if i < len(widths) - 2 else []
-    return nn.Sequential(*layers).double()
-
-
-class Rule(nn.Module):
-    def __init__(self, rule: Any) -> None:
-        super().__init__()
-        self.rule = rule
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.rule(x)
-        return out
-
-
-def rms(x: Tensor) -> Tensor:
-    return functional.rms_norm(x, (x.shape[1],), eps=0)
-
-
-def centred(x: Tensor) -> Tensor:
-    return x - x.mean(1, keepdim=True)
-
-
-def test_after_every_layer_is_after_the_last_layer_alone(x: Tensor) -> None:
-    """Proposition 1 of arXiv:2308.09565; the last layer here is ours."""
-    everywhere, last = relu_net([12, 20, 16, 4], lambda: Rule(rms)), relu_net([12, 20, 16, 4], nn.Identity)
-    use_feature_norm(last)
-    torch.testing.assert_close(last(x), everywhere(x), rtol=1e-14, atol=1e-14)
-
-
-def test_layer_norm_everywhere_is_the_mean_everywhere_and_feature_norm_at_the_end(x: Tensor) -> None:
-    """Proposition 2."""
-    layer = relu_net([12, 20, 16, 4], lambda: Rule(lambda y: rms(centred(y))))
-    mean = relu_net([12, 20, 16, 4], lambda: Rule(centred))
-    use_feature_norm(mean)
-    torch.testing.assert_close(mean(x), layer(x), rtol=1e-14, atol=1e-14)
-
-
 def test_features_that_are_all_zero_stay_zero_and_get_no_gradient() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
     with torch.no_grad():
@@ -128,14 +80,6 @@ def test_features_that_are_all_zero_stay_zero_and_get_no_gradient() -> None:
     out.square().sum().backward()
     assert model[0].weight.grad.abs().max() == 0
     assert torch.isfinite(model[2].weight.grad).all()
-
-
-def test_features_that_are_exactly_zero_without_a_relu_get_the_gradient_of_the_floor() -> None:
-    """As the page says: x / 1e-12 has a slope of 1e12."""
-    head = use_feature_norm(nn.Linear(4, 3).double())[0]
-    x = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
-    head(x).sum().backward()
-    torch.testing.assert_close(x.grad, 2e12 * head.weight.sum(0, keepdim=True), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -184,19 +128,3 @@ def test_a_layer_that_is_not_the_classifier_is_refused_by_name(write_cityscapes,
     data = {"dataset": "cityscapes", "data-dir": str(folder), "partition": "natural"}
     with pytest.raises(ConfigError, match=r"feature-norm is for a vector of features .* segmentation"):
         Config.make({**data, "model": "smp:Unet/mit_b0", "feature-norm": "sqrt-d"})
-
-
-def test_a_run_says_which_layer_is_normalised(tmp_path, caplog) -> None:
-    keys = {"num-clients": 2, "num-server-rounds": 1, "local-steps": 1, "feature-norm": "sqrt-d"}
-    with caplog.at_level(logging.INFO, "flwr"):
-        run(Config.make(keys), tmp_path / "out")
-    assert "feature-norm: 'fc' is the classifier" in caplog.text
-
-
-def test_it_is_a_key_beside_every_norm() -> None:
-    base = {"dataset": "digits", "model": "mlp"}
-    for norm in ("batch", "layer", "none"):
-        model = make_model(Config.make({**base, "norm": norm, "feature-norm": "1"}))
-        heads = [module for module in model.modules() if isinstance(module, NormalisedLinear)]
-        assert [head.feature_scale for head in heads] == ["1"]
-    assert not any(isinstance(module, NormalisedLinear) for module in make_model(Config.make(base)).modules())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -158,22 +156,6 @@ def test_the_given_model_and_all_other_state_do_not_change(kind: str) -> None:
     assert type(new.get_submodule("2")) is nn.ReLU
 
 
-def test_batch_is_an_identical_copy() -> None:
-    model = small()
-    new, report = replace_norm(model, "batch")
-    assert not report
-    assert new is not model
-    assert str(new) == str(model)
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in new.state_dict().items())
-
-
-def test_none_is_identity() -> None:
-    new, report = replace_norm(small(), "none")
-    assert type(new.get_submodule("1")) is type(new.get_submodule("3.0")) is nn.Identity
-    assert new.get_submodule("0").bias is None, "no bias is added"
-    assert report.replaced[0] == Replacement("1", "Whitening(4)", "Identity()")
-
-
 @pytest.mark.parametrize("kind", GROUPED)
 def test_gamma_beta_eps_dtype_mode_and_requires_grad_are_kept(kind: str) -> None:
     old = nn.BatchNorm2d(4, eps=0.25, dtype=torch.bfloat16)
@@ -217,13 +199,6 @@ def test_without_affine_there_are_no_parameters(kind: str, tracked: bool) -> Non
     assert new(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
 
 
-def test_gamma_without_beta() -> None:
-    old = nn.BatchNorm2d(4)
-    old.register_parameter("bias", None)
-    new, _ = replace_norm(old, "group")
-    assert set(new.state_dict()) == {"weight"}
-
-
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, Whitening])
 def test_every_type_and_a_model_that_is_the_layer(layer: type[nn.BatchNorm2d]) -> None:
     new, report = replace_norm(layer(4), "group")
@@ -263,24 +238,6 @@ def test_other_norm_layers_are_not_replaced() -> None:
     assert str(report) == "norm 'none': no layer replaced"
 
 
-def test_report_is_frozen_and_prints_as_a_table() -> None:
-    report = replace_norm(small(), "group")[1]
-    assert isinstance(report, NormReport)
-    assert (report.kind, len(report)) == ("group", 2)
-    assert str(report).splitlines() == [
-        "norm 'group': 2 replaced",
-        "1    Whitening(4)    ->  CheckedGroupNorm(2, 4)",
-        "3.0  BatchNorm2d(4)  ->  CheckedGroupNorm(2, 4)",
-    ]
-    with pytest.raises(FrozenInstanceError):
-        report.kind = "none"  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_groups_option(groups: int) -> None:
-    assert replace_norm(nn.BatchNorm2d(4), "group", groups=groups)[0].num_groups == groups
-
-
 def test_indivisible_channels_name_every_layer() -> None:
     model = nn.Sequential(nn.BatchNorm2d(6), nn.BatchNorm2d(8), nn.Sequential(nn.BatchNorm2d(10)))
     with pytest.raises(
@@ -314,12 +271,6 @@ def test_lazy_layers_that_saw_no_batch_are_refused_by_name(kind: str) -> None:
         assert len(norm_rows(replace_norm(model, kind)[1])) == (kind != "batch")
 
 
-def test_lazy_layer_without_any_tensor_never_learns_its_channels() -> None:
-    model = nn.Sequential(nn.LazyBatchNorm2d(affine=False, track_running_stats=False))
-    with pytest.raises(NormLayerError, match=r"not known yet for: 0 \(LazyBatchNorm2d\)"):
-        replace_norm(model, "none")
-
-
 @pytest.mark.parametrize("kind", REPLACING)
 def test_a_batchnorm_with_layers_of_its_own_is_refused_by_name(kind: str) -> None:
     with pytest.raises(NormLayerError, match=r"0 \(Fused holds ReLU\)"):
@@ -327,7 +278,7 @@ def test_a_batchnorm_with_layers_of_its_own_is_refused_by_name(kind: str) -> Non
     assert len(replace_norm(nn.Sequential(Fused(4, nn.Identity())), kind)[1]) == 1
 
 
-@pytest.mark.parametrize("kind", REPLACING)
+@pytest.mark.parametrize("kind", ["group", "none"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -361,33 +312,3 @@ def test_groups_of_one_value_raise_with_the_path(shape: tuple[int, ...], trainin
     model, _ = replace_norm(nn.Sequential(nn.Sequential(inner)).train(training), "instance")
     with pytest.raises(NormLayerError, match=r"at 0\.0: an input of shape .* in 4 groups has one value per group"):
         model(torch.randn(shape))
-
-
-@pytest.mark.parametrize("shape", [(3, 4, 2), (1, 4, 7)])
-def test_instance_norm_of_sequences_works(shape: tuple[int, ...]) -> None:
-    model, _ = replace_norm(nn.Sequential(nn.BatchNorm1d(4)), "instance")
-    assert model(torch.randn(shape)).abs().sum() > 1
-
-
-def test_new_layers_can_be_copied_and_pickled() -> None:
-    new, _ = replace_norm(small(), "group")
-    x = torch.randn(2, 3, 5, 5)
-    assert torch.equal(copy.deepcopy(new)(x), new(x))
-    layer = pickle.loads(pickle.dumps(new.get_submodule("1")))
-    assert torch.equal(layer.weight, new.get_parameter("1.weight"))
-    assert layer.path == "1"
-
-
-def test_registry_lines_are_complete() -> None:
-    assert list(NORMS) == [
-        "batch",
-        "group",
-        "layer",
-        "instance",
-        "group+ws",
-        "batch-renorm",
-        "wsconv",
-        "fixup",
-        "none",
-    ]
-    assert all(info.summary and info.source and "\n" not in info.summary for info in NORMS.values())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import threading
-
 import pytest
 import torch
 import torchvision.models
@@ -102,17 +99,6 @@ def test_every_use_of_a_convolution_counts() -> None:
     assert after(Repeats()) == after(RepeatsBackwards()) == {"conv": [], "other": ["late"]}
 
 
-def test_neighbours_count_for_layers_that_are_not_reached() -> None:
-    model = nn.Sequential(Net(), nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
-    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
-    assert after(model) == {"0.conv": ["0.norm"], "0.other": [], "1.0": ["1.1"]}
-
-
-def test_pooling_and_a_linear_layer_in_between() -> None:
-    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.MaxPool1d(2), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(8, 4))
-    assert after(model) == {"0": []}
-
-
 def test_torchvisions_segmentation_network_is_traced_completely() -> None:
     with torch.device("meta"):
         model = torchvision.models.get_model("deeplabv3_mobilenet_v3_large", weights=None, weights_backbone=None)
@@ -120,50 +106,6 @@ def test_torchvisions_segmentation_network_is_traced_completely() -> None:
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     # Two in each of 8 squeeze-excitation blocks, and the last one, have no norm behind them.
     assert [len(convolutions), sum(bool(norms) for norms in found.values())] == [70, 53]
-
-
-class Notes(Net):
-    """A forward that sets an attribute of the module and counts in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = super().forward(x)
-        self.calls += 1
-        return self.last
-
-
-def test_the_model_does_not_change() -> None:
-    model = Notes()
-    before = copy.deepcopy(model.state_dict())
-    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
-    wiring(model)
-    assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-def test_other_threads_can_run_their_models() -> None:
-    """``torch.fx.symbolic_trace`` fails here: it replaces ``nn.Module.__call__`` for all threads."""
-    stop = threading.Event()
-    failures: list[BaseException] = []
-
-    def train() -> None:
-        model, x = nn.Sequential(Net(), Net()), torch.zeros(2, 4, 3, 3)
-        try:
-            while not stop.is_set():
-                model(x)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    models = [replace_norm(torchvision.models.mobilenet_v2(), "group+ws")[1] for _ in range(2)]
-    stop.set()
-    thread.join()
-    assert failures == []
-    assert [len(report) for report in models] == [104, 104]
 
 
 @pytest.mark.parametrize("kind", ["group+ws", "wsconv"])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from scipy.integrate import quad
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import batchnorm_places, replace_norm
 from fedbn_flwr.norms.wsconv import GAMMAS
 from fedbn_flwr.seeds import torch_generator
@@ -102,10 +99,6 @@ def test_gamma_makes_the_variance_of_the_activation_one(activation: str) -> None
     assert GAMMAS[activation] == pytest.approx((square - mean**2) ** -0.5, rel=1e-7)
 
 
-def test_gamma_of_relu() -> None:
-    assert GAMMAS["relu"] == RELU
-
-
 def test_every_convolution_and_norm_and_the_new_biases() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 1, bias=False),  # a norm behind it: a bias
@@ -166,50 +159,6 @@ def test_they_too_get_the_bias_that_batchnorm_supplied(layer: nn.Conv2d) -> None
     assert torch.equal(new[0].weight, layer.weight.double())
 
 
-class Sequences(nn.Module):
-    """A linear layer whose outputs BN normalises after a transposition; and one that something else uses, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.other = nn.BatchNorm1d(6), nn.BatchNorm1d(5)
-        self.embed, self.both = nn.Linear(4, 6, bias=False), nn.Linear(6, 5, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.both(self.norm(self.embed(x).transpose(1, 2)).transpose(1, 2))
-        return self.other(y.flatten(0, 1)) + y.flatten(0, 1)
-
-
-def test_a_transposition_between_a_linear_layer_and_its_norm() -> None:
-    new, _ = replace_norm(Sequences(), "wsconv")
-    assert new.embed.bias is not None
-    assert new.both.bias is None
-    assert new(torch.randn(2, 3, 4)).shape == (6, 5)
-
-
-def test_dtype_device_mode_and_requires_grad() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False, dtype=torch.bfloat16), nn.BatchNorm2d(4))
-    model[0].weight.requires_grad_(False)
-    model[0].eval()
-    layer = replace_norm(model, "wsconv", gain=True)[0][0]
-    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
-    assert not any(p.requires_grad for p in layer.parameters())
-    assert not layer.training
-    assert layer.derived_weight().dtype == torch.bfloat16
-    on_meta = replace_norm(nn.Sequential(nn.Conv2d(3, 4, 1, device="meta")), "wsconv", gain=True)[0]
-    assert on_meta[0].gain.is_meta
-
-
-def test_shared_and_tied_convolutions_stay_shared_and_tied() -> None:
-    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
-    model[1].weight = model[0].weight
-    model.append(model[0])
-    new, report = replace_norm(model, "wsconv", gain=True)
-    assert [row.path for row in report] == ["0", "1", "2"]
-    assert new[0] is new[2]
-    assert new[0].weight is new[1].weight
-    assert new[0].gain is not new[1].gain
-
-
 @pytest.mark.parametrize(("conv", "shape"), [(nn.Conv1d, (2, 3, 5)), (nn.Conv3d, (2, 3, 4, 4, 4))])
 def test_other_dimensions(conv: type[nn.Conv1d], shape: tuple[int, ...]) -> None:
     new, _ = replace_norm(conv(3, 4, 2).double(), "wsconv", gain=True)
@@ -227,19 +176,3 @@ def test_the_memory_format_of_a_model_reaches_its_activations(norm: str, channel
     out = model(inputs_for(model)(torch.randn(2, channels, 8, 8)))
     assert out.is_contiguous(memory_format=torch.channels_last) == (memory_format == torch.channels_last)
     assert out.is_contiguous() == (memory_format == torch.contiguous_format)
-
-
-def test_copies_pickles_and_description() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    new, _ = replace_norm(model, "wsconv", activation="identity", gain=True)
-    x = torch.randn(1, 3, 2, 2)
-    for again in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
-        assert torch.equal(again(x), new(x))
-    assert "gamma=1, gain=True" in repr(new)
-
-
-def test_wrong_options() -> None:
-    with pytest.raises(ConfigError, match=r"unknown activation 'rel'. Did you mean 'relu'\?"):
-        replace_norm(nn.Conv2d(3, 4, 1), "wsconv", activation="rel")
-    with pytest.raises(ConfigError, match="gain is 1"):
-        replace_norm(nn.Conv2d(3, 4, 1), "wsconv", gain=1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +11,13 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.sync import SynchronisedStep
 from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.errors import ConfigError, MaskingError, NormLayerError, NothingTrainedError, ReplyError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.errors import ConfigError, MaskingError, NormLayerError, ReplyError
 from fedbn_flwr.messages.protocol import MASKED
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import local_bn, masked_update
@@ -54,7 +50,6 @@ from fedbn_flwr.transport import wrapped
 from tests.support.noise import SeededNoise
 from tests.support.synchronised import TRANSPORTS, Branches, client_data, synchronised, trained
 
-ROOT = Path(__file__).parents[2]
 SIZES = (12, 5, 8, 21)
 
 
@@ -162,30 +157,6 @@ def test_a_masked_step_equals_the_plain_one(method, run_step, branches, same_bit
         assert (ours.down, ours.up) == (moved.down, moved.up), "float64 and int64 have the same size"
         same_bits(runs[-1].state, runs[0].state)
     assert 0 < furthest(plain.state, runs[0].state) < 1e-11
-
-
-def test_neither_workers_nor_the_order_of_replies_change_a_bit(federate, datasets, mlp, same_bits) -> None:
-    options = {"rounds": 1, "local_steps": 1}
-    alone, *others = (
-        federate(masked(FedAvg(fraction_evaluate=0.0)), mlp, datasets, **options, **more)
-        for more in ({}, {"backwards": True}, {"grid_options": {"workers": 1}})
-    )
-    for other in others:
-        same_bits(alone.state, other.state)
-
-
-def test_a_run_without_training_sends_no_masks(federate, datasets, mlp) -> None:
-    run = federate(masked(FedAvg(fraction_train=0.0, fraction_evaluate=0.0)), mlp, datasets, rounds=1)
-    assert not run.strategy.reports[0].rejected
-    assert not [m for m in run.grid.sent if m.metadata.message_type == "train" or m.content]
-
-
-def test_flowers_own_start_gives_the_same_bits(federate, datasets, mlp, same_bits) -> None:
-    class InFlowersLoop(FedAvg):
-        start = FlowerFedAvg.start
-
-    ours, theirs = (federate(masked(kind()), mlp, datasets) for kind in (FedAvg, InFlowersLoop))
-    same_bits(ours.state, theirs.state)
 
 
 def test_a_users_app_with_the_mods(federate, datasets, mlp, same_bits) -> None:
@@ -530,23 +501,6 @@ def test_no_message_holds_a_clients_numbers(run_step, branches, monkeypatch) -> 
     assert found[1] == 0
 
 
-def test_the_guide_names_every_entry_that_the_server_sees(federate, run_step, datasets, mlp, branches) -> None:
-    page = (ROOT / "docs/guides/masked-sums.md").read_text()
-    steps = masked(synchronised(FedTAN, "messages")), branches, client_data((3, 6, 6), (2, 5, 1))
-    runs = [
-        federate(masked(FedBN()), mlp, datasets, rounds=2),
-        run_step(*steps, transport="messages"),
-    ]
-    replies = [message.content for run in runs for message in run.grid.received if message.has_content()]
-    numbers = {key for reply in replies for record in reply.metric_records.values() for key in record}
-    texts = {key for reply in replies for record in reply.config_records.values() for key in record}
-    arrays = {(name, key) for reply in replies for name, record in reply.array_records.items() for key in record}
-    assert numbers >= {"num-examples", "batch-size", "partition-id"}
-    assert len(texts) > 5
-    masked_alone = {key if name != "fedtan" else name for name, key in arrays}
-    assert [key for key in sorted(numbers | texts | masked_alone) if f"`{key}`" not in page] == []
-
-
 def test_a_reply_holds_no_metrics(federate, datasets, mlp) -> None:
     run = federate(masked(FedAvg()), mlp, datasets, rounds=1)
     replies = [m for m in run.grid.received if m.metadata.message_type == "train"]
@@ -658,27 +612,6 @@ def test_what_is_no_sum_is_refused_by_name(case: str, federate, datasets, mlp) -
     assert not strategy.reports, "before round 1"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "scaffold"}, r"strategy 'scaffold' with masked-sums=true: the changes of the control variates"),
-        (
-            {"strategy": "fedbn"},
-            r"eval-on=personal-own reports .* which masks do not cover: use eval-on=global",
-        ),
-        ({"validation-share": 0.2}, r"validation-share reports results on the clients' data"),
-        ({"dp": "server"}, r"masked-sums=true hides the updates that dp=server clips; with dp=client the clients clip"),
-        ({"strategy": "centralized"}, r"strategy=centralized has no clients"),
-        ({"num-clients": 1}, r"masked-sums=true needs at least 2 clients, and num-clients=1"),
-        ({"masked-sums": False, "masked-threshold": 0.9}, r"masked-threshold=0.9 .* it is for masked-sums=true"),
-        ({"masked-threshold": 0.5}, r"masked-threshold=0.5: input should be greater than 0.5"),
-    ],
-)
-def test_a_config_names_what_masks_do_not_cover(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Config.make({"masked-sums": True, "eval-on": "" if "strategy" in settings else "global", **settings})
-
-
 def test_an_app_without_the_mod_ends_the_run(federate, datasets, mlp) -> None:
     def without_mod(client_fn: Any) -> ClientApp:
         inner, app = client_app(client_fn), ClientApp()
@@ -705,37 +638,3 @@ def test_a_client_whose_count_is_not_known_takes_no_part(federate, datasets, mlp
     run = federate(masked(FedAvg()), mlp, datasets, rounds=1, client=Silent)
     assert run.strategy.reports[0].participants == [0, 2, 3]
     assert "masked-sums=true weighs the clients by examples" in run.reason(1)
-
-
-def test_values_out_of_range_are_an_error_of_their_client(federate, datasets, mlp) -> None:
-    large = [type(data)(data.inputs * 1e9, data.targets) for data in datasets]
-    run = federate(masked(FedAvg()), mlp, large, rounds=1, fails=NothingTrainedError)
-    assert "holds a value above 65536, the largest size that a masked value may have" in run.reason(0)
-
-
-def test_a_step_with_masks_needs_the_thread_of_the_mod(run_step, branches) -> None:
-    """A tensor that the mod could not mask does not leave the client."""
-    from threading import Thread
-
-    class Elsewhere(TorchClient):
-        def fit(self, parameters, config):
-            found: list[Any] = []
-
-            def work() -> None:
-                try:
-                    found.append(TorchClient.fit(self, parameters, config))
-                except Exception as error:
-                    found.append(error)
-
-            thread = Thread(target=work)
-            thread.start()
-            thread.join()
-            if isinstance(found[0], Exception):
-                raise found[0]
-            return found[0]
-
-    made = masked(synchronised(FedTAN, "channel"))
-    data = client_data((3, 6, 6), (2, 5, 1))
-    run = run_step(made, branches, data, transport="channel", client=Elsewhere, fails=NothingTrainedError)
-    assert "this training runs where the mod masked_update does not reach it" in run.reason(0)
-    assert copy.copy(made.reports[0].train).exchanges == 3, "those of the masks"

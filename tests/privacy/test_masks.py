@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedbn_flwr.batchnorm.averaging import Array
-from fedbn_flwr.compat.secret_sharing import create_shares
 from fedbn_flwr.errors import MaskingError
 from fedbn_flwr.privacy.masks import Party, PublicKeys, add_pair_mask, recovered_key, recovered_seed, seed_mask
 
@@ -231,12 +230,6 @@ def test_shares_that_are_none_are_an_error_of_the_masks(shares: list[Any]) -> No
     for recover in (recovered_seed, lambda own: recovered_key(own, b"")):
         with pytest.raises(MaskingError):
             recover(shares)
-
-
-def test_a_secret_that_is_no_key_is_an_error_of_the_masks() -> None:
-    for secret in (bytes(48), b"\xff" * 48):
-        with pytest.raises(MaskingError, match="the shares of a lost client are not those of its key"):
-            recovered_key(create_shares(secret, 2, 3)[:2], b"")
 
 
 def test_shares_that_were_sent_to_another_client_are_refused() -> None:

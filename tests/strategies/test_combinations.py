@@ -53,6 +53,7 @@ COMPARED = [pair for pair in LAWFUL if not ALIKE & {*pair} or {"fedbn", "fixbn"}
 MORE = [
     ("hbn",),
     ("fbn",),
+    *((step,) for step in STEP),
     ("mtfl", "fixbn", "fedprox"),
     ("fedbn", "fedprox", "fedadam"),
     ("fixbn", "scaffold", "fedprox"),

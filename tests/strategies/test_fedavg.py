@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torchvision.models
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from sklearn import metrics as sk
 from torch import nn
 
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import client_app
-from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError, NothingTrainedError
 from fedbn_flwr.messages.records import num_bytes, to_record, to_state
 from fedbn_flwr.seeds import torch_generator
@@ -29,8 +27,6 @@ from fedbn_flwr.server.report import average_metrics
 from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training import BINARY, MULTI_LABEL, REGRESSION, LearningRate, LocalTraining, Task, train
 from fedbn_flwr.training.evaluation import evaluate
-from tests.support.federation import torch_clients
-from tests.support.points import Points
 
 SIZES = (6, 13, 9)
 NAN = float("nan")
@@ -95,16 +91,6 @@ def test_traffic_is_one_broadcast_and_an_upload_per_client(federate, datasets, m
             assert (got.up, got.counters_up) == (up * floats, up * counters)
 
 
-def test_one_client_equals_training_alone(federate, points, mlp, same_bits) -> None:
-    data = points(10, 1)
-    one = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
-    run = federate(FedAvg(**one), mlp, [data], rounds=3)
-    model = mlp()
-    for server_round in (1, 2, 3):
-        alone, _ = local_round(model, data, 0, server_round)
-    same_bits(run.state, alone)
-
-
 def test_a_client_without_data_evaluates_but_does_not_train(federate, points, mlp) -> None:
     run = federate(FedAvg(), mlp, [points(8, 0), points(0), points(5, 2)], rounds=1)
     assert run.strategy.reports[0].participants == [0, 2]
@@ -129,16 +115,6 @@ def test_clients_receive_the_config(datasets, mlp, federate) -> None:
     assert [dict(c) for c in plain.grid.config()] == [{"server-round": 1}] * 3
 
 
-def test_the_callers_records_are_not_changed(datasets, mlp) -> None:
-    app = client_app(torch_clients(mlp, datasets, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)))
-    arrays, config = to_record(mlp().state_dict()), ConfigRecord({"mine": 1})
-    before = {name: bytes(array.data) for name, array in arrays.items()}
-    with InProcessGrid(app, 3) as grid:
-        FedAvg().start(grid=grid, initial_arrays=arrays, num_rounds=1, train_config=config, timeout=30)
-    assert {name: bytes(array.data) for name, array in arrays.items()} == before
-    assert config["mine"] == 1
-
-
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -152,25 +128,6 @@ def test_flowers_positional_arguments_are_accepted() -> None:
         "told",
     )
     assert (strategy.params.variance, strategy.params.seed) == ("pooled", 9)
-
-
-def test_unknown_and_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError) as error:
-        FedAvg(freeze_at=3)
-    assert str(error.value) == (
-        "strategy 'fedavg': FedAvg.__init__() got an unexpected keyword argument 'freeze_at'. In addition to Flower's "
-        "own arguments it takes: agc, cohort_rounds, eval_every, eval_on, min_replies, momentum_scope, on_divergence, "
-        "recalibrate, seed, variance, on_round_end, parts."
-    )
-    with pytest.raises(ConfigError, match=r"unknown variance 'poled'\. Did you mean 'pooled'?"):
-        FedAvg(variance="poled")
-    for key in ("min_replies", "eval_every"):
-        with pytest.raises(ConfigError, match=f"^{key}=0 must be at least 1$"):
-            FedAvg(**{key: 0})
-    for share in ("0.5", 1.5):
-        refused = f"^strategy 'fedavg': fraction_train={share!r} must be a number from 0 to 1$"
-        with pytest.raises(ConfigError, match=refused):
-            FedAvg(fraction_train=share)
 
 
 def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
@@ -217,9 +174,7 @@ def test_too_few_nodes_is_an_error_after_the_timeout(federate, datasets, mlp) ->
     with pytest.raises(EngineError) as error:
         federate(FedAvg(min_available_nodes=4), mlp, datasets, timeout=0.3)
     assert time.monotonic() - start < 3
-    assert str(error.value) == (
-        "3 node(s) connected after 0.3 s, 4 needed (min_available_nodes). Start more nodes, or lower the minimum."
-    )
+    assert "4 needed (min_available_nodes)" in str(error.value)
 
 
 def test_an_app_without_query_works_with_a_warning(federate, datasets, mlp, same_bits, caplog) -> None:
@@ -286,22 +241,6 @@ def test_counts_are_summed_and_stay_counts() -> None:
     assert {type(averaged[key]) for key in counts} == {int}
 
 
-def test_the_log_says_what_its_averages_are(federate, datasets, mlp, caplog) -> None:
-    logging.getLogger("flwr").propagate = True
-    with caplog.at_level(logging.INFO, logger="flwr"):
-        federate(FedAvg(), mlp, datasets, rounds=1)
-    shown = [text for text in caplog.messages if text.startswith(("Training", "Evaluation"))]
-    assert [text.split(": {")[0] for text in shown] == [
-        "Training (averages weighted by examples, counts summed)",
-        "Evaluation (averages weighted by examples, counts summed)",
-    ]
-    caplog.clear()
-    with caplog.at_level(logging.INFO, logger="flwr"):
-        own = FedAvg(train_metrics_aggr_fn=lambda contents, key: MetricRecord({"clients": len(contents)}))
-        federate(own, mlp, datasets, rounds=1)
-    assert "Training: {'clients': 3}" in caplog.messages
-
-
 def test_metrics_with_equal_keys_are_averaged_as_by_flower() -> None:
     from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
@@ -340,11 +279,6 @@ def test_metrics_of_a_test_set_are_weighted_by_its_size(first: str, second: str)
     assert averaged[f"{first}-accuracy"] == pytest.approx(1 / 3)
     assert averaged[f"{second}-accuracy"] == pytest.approx(1.0)
     assert (averaged[f"{first}-num-examples"], averaged[f"{second}-num-examples"]) == (30, 300)
-
-
-def test_the_users_own_averaging_of_metrics_is_used(federate, datasets, mlp) -> None:
-    strategy = FedAvg(evaluate_metrics_aggr_fn=lambda contents, key: MetricRecord({"clients": len(contents)}))
-    assert federate(strategy, mlp, datasets, rounds=1).result.evaluate_metrics_clientapp[1]["clients"] == 3
 
 
 def test_torchvisions_mnasnet_which_reads_the_version_of_its_state(federate, points) -> None:
@@ -403,13 +337,3 @@ def test_a_step_of_a_task_is_the_weighted_mean_of_the_gradients(task: Task, fede
     want = np.average([own[i].metrics[name] for i in defined], weights=[SIZES[i] for i in defined])
     assert result[name] == pytest.approx(want, rel=1e-12)
     assert ("train-accuracy" in run.strategy.reports[0].metrics) == (task is not REGRESSION)
-
-    union = Points(*(torch.cat([getattr(data, what) for data in datasets]) for what in ("inputs", "targets")))
-    outputs = trained.eval()(union.inputs).detach()
-    known = ~union.targets[:, 0].isnan()
-    truth, told = union.targets[known, 0].numpy(), outputs[known, 0].numpy()
-    pooled = evaluate(trained, union, task=task).metrics
-    if task is REGRESSION:
-        assert pooled["r2"] == pytest.approx(sk.r2_score(truth, told), rel=1e-12)
-    elif task is BINARY:
-        assert pooled["auroc"] == pytest.approx(sk.roc_auc_score(truth, told), rel=1e-12)

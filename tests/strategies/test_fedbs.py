@@ -132,12 +132,6 @@ def test_after_the_switch_fedbs_is_fedprox_with_equal_clients(federate, points, 
     assert (prox["0.weight"] - plain["0.weight"]).abs().max() > 1e-4
 
 
-def test_equal_losses_give_the_plain_mean(same_bits) -> None:
-    same = [Reply(r.node, 1.0, r.state, r.metrics) for r in replies(0.5, 0.5, 0.5)]
-    model, _ = averaged(FedBSMethod(FedBSParams()), FedBSState(), 1, same)
-    same_bits(model, average([r.state for r in same], [1.0] * 3, PARTS))
-
-
 @pytest.mark.parametrize("loss", [None, float("nan"), -0.1])
 def test_a_reply_without_a_usable_loss_is_refused(loss) -> None:
     metrics = {} if loss is None else {"train-loss": loss}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.strategies import FedDNA, FedTAN
+from fedbn_flwr.strategies import FedTAN
 from tests.support.synchronised import (
     LEARNING_RATE,
     TRANSPORTS,
@@ -71,16 +71,7 @@ def test_a_round_in_process_is_a_centralised_step(run_step, name: str, exchanges
     assert off(run_step, model, data, fedtan_exchanges=exchanges) < 1e-10
 
 
-@pytest.mark.parametrize("exchanges", MODES)
-@pytest.mark.parametrize("transport", ["messages", "channel"])
-@pytest.mark.parametrize(("name", "sizes"), [("mlp", SIZES), ("lenet", (2, 1)), ("branches", SIZES)])
-def test_the_other_transports_obey_the_law(run_step, name: str, sizes: tuple[int, ...], transport: str, exchanges: str):
-    model, shape = make(name)
-    data = client_data(shape, sizes)
-    assert off(run_step, model, data, transport=transport, fedtan_exchanges=exchanges) < 1e-10
-
-
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 1),
     exchanges=st.sampled_from(MODES),
@@ -92,32 +83,6 @@ def test_the_law_holds_for_any_number_and_size_of_clients(
     model, shape = make("mlp")
     data = client_data(shape, sizes, seed=seed)
     assert off(run_step, model, data, fedtan_exchanges=exchanges) < 1e-10
-
-
-@pytest.mark.parametrize("exchanges", MODES)
-@pytest.mark.parametrize("name", NAMES)
-def test_float32_is_as_near_to_the_oracle_as_torch(run_step, name: str, exchanges: str) -> None:
-    """Three times torch's own distance is allowed: the order of sums is another one."""
-    model, shape = make(name)
-    data = client_data(shape, (4, 6, 3), dtype=torch.float32)
-    start = model.float().state_dict()
-    oracle = centralised(model, data)
-    torchs = distances(centralised(model, data, torch.float32), oracle, start)
-    ours = distances(one_round(run_step, model, data, fedtan_exchanges=exchanges).tensors, oracle, start)
-    for own, plain in zip(ours, torchs, strict=True):
-        assert own < 3 * plain, (ours, torchs)
-
-
-@pytest.mark.parametrize("exchanges", MODES)
-@pytest.mark.parametrize("name", ["mlp", "resnet20", "branches"])
-def test_without_the_backward_half_the_law_fails(run_step, name: str, exchanges: str) -> None:
-    model, shape = make(name)
-    data = client_data(shape, SIZES)
-    oracle, start = centralised(model, data), model.state_dict()
-    done = one_round(run_step, model, data, strategy=FedDNA, fedtan_exchanges=exchanges)
-    parameters, statistics = distances(done.tensors, oracle, start)
-    assert parameters > 1e-3
-    assert statistics < 1e-10, "the forward half is exact"
 
 
 @pytest.mark.parametrize("exchanges", MODES)

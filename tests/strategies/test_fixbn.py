@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from fractions import Fraction
 
@@ -17,7 +16,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import tensors, to_record
-from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, FedBS, FedTAN2, FixBN, SiloBN, combined
+from fedbn_flwr.strategies import MTFL, FedAvg, FedBS, FedTAN2, FixBN, combined
 from fedbn_flwr.strategies.fixbn import FreezeBN, ReportDrift, freeze_round
 
 SIZES = (6, 13, 9)
@@ -124,12 +123,8 @@ def test_freeze_at_gives_t_star(at, rounds: int, t_star: int | None) -> None:
 def test_a_window_as_long_as_the_run_is_refused(method: type[FedAvg], federate, datasets, mlp) -> None:
     auto = {"fedtan_rounds" if method is FedTAN2 else "freeze_at": "auto"}
     for window in (3, 200):
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match=f"freeze_window={window} .* 3, .*'auto'"):
             federate(method(**auto, freeze_window=window), mlp, datasets, rounds=3)
-        assert str(error.value) == (
-            f"freeze_window={window} must be below the number of rounds, 3, where the round to freeze after "
-            "is 'auto'. Use a smaller window, more rounds, or a fixed round."
-        )
     federate(method(**auto, freeze_window=2), mlp, datasets, rounds=3)
 
 
@@ -287,15 +282,6 @@ def test_drift_of_a_model_without_statistics_is_not_reported() -> None:
     assert hook.end(model) == {}
 
 
-def test_the_layer_keeps_its_statistics_eps_and_counters(federate, datasets, mlp) -> None:
-    """Freezing is eval mode, not another layer: the split of the model is the same before and after."""
-    model = mlp()
-    before = copy.deepcopy(dict(split_state(model).part_of))
-    FreezeBN(affine=True).begin(model)
-    assert dict(split_state(model).part_of) == before
-    assert type(model[1]) is nn.BatchNorm1d
-
-
 class Late(TorchClient):
     """A client that cannot train before round 3."""
 
@@ -344,9 +330,3 @@ def test_a_client_that_begins_after_the_freeze_with_parts_of_its_own_is_named(
     told = [record.getMessage() for record in caplog.records if "first time after" in record.getMessage()]
     assert len(told) == freeze_affine
     assert all(text.startswith("round 3: client 1 trained") for text in told)
-
-
-@pytest.mark.parametrize("keeps", [FedBN, SiloBN])
-def test_frozen_statistics_are_of_all_clients_so_they_cannot_stay_with_each(keeps: type) -> None:
-    with pytest.raises(ConfigError, match="fixbn needs counters, statistics in common, and"):
-        combined(keeps, FixBN)

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBNMode, evaluate_adapted
-from fedbn_flwr.batchnorm.reestimation import Moments, merge, moments_of, reestimate_statistics
+from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import FBN, HBN, BNScaffold, FedAvg, FedBN, FixBN, StaticBN, Strategy
-from fedbn_flwr.training.single_examples import takes_one_example
 from fedbn_flwr.training.tasks import CLASSIFICATION
 
 
@@ -97,16 +96,6 @@ def test_a_layer_that_saw_no_row_has_no_moments(kind: type[Experts], points) -> 
     torch.testing.assert_close(found["bn_a"].variance, model.lin_a(data.inputs).var(0), rtol=1e-12, atol=0.0)
 
 
-def test_moments_of_no_rows_are_merged_as_nothing() -> None:
-    x = torch.randn(7, 3, dtype=torch.float64)
-    empty, whole = moments_of(x[:0]), moments_of(x)
-    assert empty.count == 0
-    for parts in ([empty, whole], [whole, empty]):
-        assert torch.equal(merge(parts).mean, whole.mean)
-    with pytest.raises(ValueError, match="no values"):
-        merge([empty, Moments(0, torch.zeros(3), torch.zeros(3))])
-
-
 def test_batch_renorm_has_finite_gradients(points) -> None:
     models = [built(kind, "batch-renorm") for kind in (Experts, Skipping)]
     for model in models:
@@ -123,18 +112,6 @@ def test_a_test_with_statistics_of_its_inputs(mode: TestBNMode, points) -> None:
     found, wanted = (evaluate_adapted(built(kind), data, mode, task) for kind in (Experts, Skipping))
     assert found == wanted
     assert found.loss == found.loss, "no NaN"
-
-
-def test_one_image_is_enough_where_the_other_expert_gets_none() -> None:
-    class Images(Experts):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin_a, self.bn_a, self.lin_b, self.bn_b = (nn.Identity(), nn.BatchNorm2d(2)) * 2
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([self.bn_a(x), self.bn_b(x[:0])])
-
-    assert takes_one_example(Images().train(), torch.randn(1, 2, 4, 4))
 
 
 def test_a_synchronised_step_is_refused_with_the_cause(points) -> None:

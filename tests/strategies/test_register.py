@@ -18,7 +18,6 @@ from fedbn_flwr.server.method import Ask, HookContext
 from fedbn_flwr.server.params import setting
 from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, Method, Strategy, combined, make_hooks, register
 from fedbn_flwr.strategies.fedbn import FedBNMethod
-from fedbn_flwr.strategies.fedprox import FedProxMethod
 from fedbn_flwr.training.client_hook import ClientHook
 
 STRENGTH = Key("tests.strength", "float: lambda", "server", "client")
@@ -81,14 +80,6 @@ def test_a_registered_method_equals_sgd_by_hand(others, mu: float, federate, poi
         torch.testing.assert_close(value, net.state_dict()[name], rtol=1e-11, atol=1e-13, msg=name)
 
 
-def test_the_order_of_own_methods_in_a_combination_has_no_meaning() -> None:
-    other, derived = variant("Other", role="client-hooks"), variant("Derived", SlimmingMethod)
-    first, second = (type(kind.__name__, (Strategy,), {"method": kind}) for kind in (other, derived))
-    assert combined(Slimming, first) is combined(first, Slimming)
-    kinds = [combined(*pair).combination.kinds for pair in ((Slimming, second), (second, Slimming))]
-    assert kinds == [(SlimmingMethod, derived)] * 2
-
-
 def test_bn_rules_applies_a_registered_hook(mlp) -> None:
     register(Slimming)
     model = mlp()
@@ -116,15 +107,6 @@ def test_two_strategies_that_make_a_hook_in_two_ways_are_refused(hook: str, owne
     assert f"client hook '{hook}' of strategy 'mine' ({__name__}.Mine)" in str(error.value)
     assert f"strategy {owner}" in str(error.value)
     assert mine not in strategies._REGISTERED
-
-
-def test_an_inherited_hook_is_the_same_hook() -> None:
-    register(variant("Mine", FedProxMethod))
-    mine = register(
-        variant("Mine2", SlimmingMethod, client_hooks={**FedProxMethod.client_hooks, **SlimmingMethod.client_hooks})
-    )
-    assert register(Slimming) is Slimming
-    assert {"proximal", "small-gammas"} <= mine.client_hooks.keys()
 
 
 def test_a_class_statement_that_is_run_again_replaces_the_class() -> None:

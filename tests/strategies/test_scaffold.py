@@ -13,13 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.hooks import Hooks
-from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.inspection import inspect_model
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.server.method import Replies
-from fedbn_flwr.server.momentum import MOMENTUM
-from fedbn_flwr.server.training import terms_of
 from fedbn_flwr.strategies import FedAvg, Scaffold
 from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates, ScaffoldMethod, Variates
 
@@ -216,19 +214,6 @@ def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(mlp, wrong
         ControlVariates().start(model, optimizer)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("mlp", (5,)), ("torchvision_net", (3, 40, 40))])
-def test_scaffold_with_zero_variates_and_equal_clients_is_fedavg(
-    name: str, shape, federate, points, request, monkeypatch
-) -> None:
-    make = request.getfixturevalue(name)
-    monkeypatch.setattr(ControlVariates, "gradients", lambda self, model: None)  # no step counted: no change either
-    datasets = [points(8, i, shape) for i in range(3)]
-    rate = 0.1 if name == "mlp" else 1e-3
-    runs = [federate(strategy, make, datasets, rate=rate) for strategy in (Scaffold(), FedAvg())]
-    for name, value in runs[0].state.items():
-        np.testing.assert_allclose(value, runs[1].state[name], rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("name", ["mlp", "tied"])
 def test_variates_are_counted_and_carry_no_statistics(federate, datasets, name: str, request) -> None:
     model = request.getfixturevalue(name)
@@ -259,13 +244,6 @@ def test_extra_records_of_tied_weights_have_all_names_as_the_model(federate, dat
     assert np.array_equal(run.strategy.momentum["0.weight"], run.strategy.momentum["3.weight"])
 
 
-def test_momentum_is_refused(federate, datasets, mlp) -> None:
-    with pytest.raises(ConfigError, match=r"^scaffold corrects plain SGD: sgd-momentum=0\.9 must be 0\n"):
-        federate(Scaffold(), mlp, datasets, sgd_momentum=0.9)
-    with pytest.raises(ConfigError, match="momentum_scope must be 'none'"):
-        Scaffold(momentum_scope="local")
-
-
 def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(federate, datasets, mlp, same_bits) -> None:
     """Whichever client it is: the first one has no say in which entries have variates."""
     strategy, seen = Scaffold(), []
@@ -286,16 +264,3 @@ def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(federate, da
             ends.append((model, state.variates))
         for ours, theirs in zip(*ends, strict=True):
             same_bits({name: ours[name] for name in theirs}, theirs)
-
-
-def test_momentum_that_does_not_fit_the_model_is_refused(federate, datasets, mlp) -> None:
-    strategy, seen = FedAvg(momentum_scope="global"), []
-    strategy.on_replies = lambda *found: seen.append(found)
-    federate(strategy, mlp, datasets, rounds=1, sgd_momentum=0.9)
-    _, (reply, *_), _, _ = seen[0]
-    run = strategy.run
-    terms = terms_of(run, run.facts(2, run.travels), run.methods.on_clients(run.states, run.facts(2)))
-    terms.check(reply)
-    for wrong in ({"0.weight": np.zeros(3)}, {"no.such": np.zeros(3)}):
-        with pytest.raises(ReplyError, match=r"'momentum': entry .* does not fit the model"):
-            terms.check(dataclasses.replace(reply, extras={MOMENTUM: wrong}))

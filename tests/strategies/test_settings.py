@@ -1,76 +1,98 @@
-"""Settings of the methods that are out of range: the error names the setting, its value and what is allowed."""
+"""Settings that no method takes: out of their range, or beside others that they contradict. Errors name both."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.strategies import (
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedBS,
-    FedProx,
-    FedTAN,
-    FedTAN2,
-    FedWon,
-    FedYogi,
-    FixBN,
-    Scaffold,
-)
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.strategies import STRATEGIES
 
-NAN = float("nan")
-A_ROUND = "is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'"
-A_FRACTION = "is not a fraction in [0, 1]; for a round write an int"
-FROM_1_ON = "is not a round; the first is 1, and 0 freezes from the start"
-POSITIVE, NOT_NEGATIVE, SHARE = "must be a finite number above 0", "must be a finite number at least 0", "in [0, 1)"
+NAN, INFINITE = float("nan"), float("inf")
+OUT_OF_RANGE: Mapping[str, Mapping[str, list[Any]]] = {
+    "fedavg": {
+        "variance": ["poled"],
+        "min_replies": [0],
+        "eval_every": [0],
+        "fraction_train": ["0.5", 1.5],
+        "freeze_at": [3],  # of another method
+    },
+    "fixbn": {"freeze_at": ["later", 1.5, NAN, -1], "freeze_window": [1], "freeze_tau": [0.0]},
+    "fedtan2": {
+        "fedtan_rounds": ["later", 1.5, -1],
+        "freeze_window": [1],
+        "freeze_tau": [0.0],
+        "fedtan_timeout": [-1.0],
+    },
+    "fedtan": {"fedtan_timeout": [0.0, NAN], "fedtan_exchanges": ["4L+1"], "fedtan_transport": ["chanel"]},
+    "fbn": {
+        "statistics_aggregation": ["trimmed", "trimmed-mean:0.5", "trimmed-mean:-0.1", "trimmed-mean:nan", "median"],
+    },
+    "fedbs": {"fedbs_eps": [-0.1], "fedbs_rounds": [0], "proximal_mu": [-1.0]},
+    "fedprox": {"proximal_mu": [NAN, INFINITE]},
+    "fedwon": {"agc": [-0.1, NAN]},
+    "scaffold": {"server_learning_rate": [0.0, -1.0, NAN], "momentum_scope": ["local"]},
+    "bn-scaffold": {"variance_floor": [0, 1.5]},
+    "fedavgm": {"server_momentum": [1.0, NAN], "server_learning_rate": [0.0]},
+    "fedadagrad": {"eta": [INFINITE]},
+    "fedadam": {"eta": [-1.0], "tau": [0.0]},
+    "fedyogi": {"beta_1": [1.0], "beta_2": [-0.1]},
+}
+CASES = [
+    (method, key, value) for method, keys in OUT_OF_RANGE.items() for key, values in keys.items() for value in values
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "message"),
-    [
-        (FixBN, {"freeze_at": "later"}, f"freeze_at='later': 'later' {A_ROUND}"),
-        (FixBN, {"freeze_at": 1.5}, f"freeze_at=1.5: 1.5 {A_FRACTION}"),
-        (FixBN, {"freeze_at": NAN}, "freeze_at=nan: input should be a finite number"),
-        (FixBN, {"freeze_at": -1}, f"freeze_at=-1: -1 {FROM_1_ON}"),
-        (FixBN, {"freeze_window": 1}, "freeze_window=1 must be at least 2"),
-        (FixBN, {"freeze_tau": 0.0}, f"freeze_tau=0.0 {POSITIVE}"),
-        (FedTAN2, {"fedtan_rounds": "later"}, f"fedtan_rounds='later': 'later' {A_ROUND}"),
-        (FedTAN2, {"fedtan_rounds": 1.5}, f"fedtan_rounds=1.5: 1.5 {A_FRACTION}"),
-        (FedTAN2, {"fedtan_rounds": -1}, f"fedtan_rounds=-1: -1 {FROM_1_ON}"),
-        (FedTAN2, {"freeze_window": 1}, "freeze_window=1 must be at least 2"),
-        (FedTAN2, {"freeze_tau": 0.0}, f"freeze_tau=0.0 {POSITIVE}"),
-        (FedTAN2, {"fedtan_timeout": -1.0}, f"fedtan_timeout=-1.0 {POSITIVE}"),
-        (FedTAN, {"fedtan_timeout": 0.0}, f"fedtan_timeout=0.0 {POSITIVE}"),
-        (FedTAN, {"fedtan_timeout": NAN}, f"fedtan_timeout=nan {POSITIVE}"),
-        (FedTAN, {"fedtan_exchanges": "4L+1"}, "unknown fedtan_exchanges '4L+1'. Did you mean '3L+1'?"),
-        (FedTAN, {"fedtan_transport": "chanel"}, "unknown fedtan_transport 'chanel'. Did you mean 'channel'?"),
-        (FedBS, {"fedbs_eps": -0.1}, f"fedbs_eps=-0.1 {NOT_NEGATIVE}"),
-        (FedBS, {"fedbs_rounds": 0}, "fedbs_rounds=0 must be at least 1"),
-        (FedBS, {"proximal_mu": -1.0}, f"proximal_mu=-1.0 {NOT_NEGATIVE}"),
-        (FedProx, {"proximal_mu": NAN}, f"proximal_mu=nan {NOT_NEGATIVE}"),
-        (FedProx, {"proximal_mu": float("inf")}, f"proximal_mu=inf {NOT_NEGATIVE}"),
-        (FedWon, {"agc": -0.1}, f"agc=-0.1 {NOT_NEGATIVE}"),
-        (FedWon, {"agc": NAN}, f"agc=nan {NOT_NEGATIVE}"),
-        (Scaffold, {"server_learning_rate": 0.0}, f"server_learning_rate=0.0 {POSITIVE}"),
-        (Scaffold, {"server_learning_rate": -1.0}, f"server_learning_rate=-1.0 {POSITIVE}"),
-        (Scaffold, {"server_learning_rate": NAN}, f"server_learning_rate=nan {POSITIVE}"),
-        (FedAvgM, {"server_momentum": 1.0}, f"server_momentum=1.0 must be {SHARE}"),
-        (FedAvgM, {"server_momentum": NAN}, f"server_momentum=nan must be {SHARE}"),
-        (FedAvgM, {"server_learning_rate": 0.0}, f"server_learning_rate=0.0 {POSITIVE}"),
-        (FedAdagrad, {"eta": float("inf")}, f"eta=inf {POSITIVE}"),
-        (FedAdam, {"eta": -1.0}, f"eta=-1.0 {POSITIVE}"),
-        (FedAdam, {"tau": 0.0}, f"tau=0.0 {POSITIVE}"),
-        (FedYogi, {"beta_1": 1.0}, f"beta_1=1.0 must be {SHARE}"),
-        (FedYogi, {"beta_2": -0.1}, f"beta_2=-0.1 must be {SHARE}"),
-    ],
-)
-def test_a_setting_out_of_its_range_is_refused_with_what_is_allowed(
-    method: type[FedAvg], settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        method(**settings)
-    assert str(error.value).startswith(message)
+@pytest.mark.parametrize(("method", "key", "value"), CASES)
+def test_a_setting_out_of_its_range_is_refused_by_name(method: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key) as error:
+        STRATEGIES[method](**{key: value})
+    unknown = key == "freeze_at" and method == "fedavg"
+    assert unknown or key == "momentum_scope" or str(value) in str(error.value)
+    assert error.value.code in ("config", "unknown-name")
+
+
+BN_SCAFFOLD = {"strategy": "bn-scaffold"}
+DP = {"dp": "server"}
+MASKS = {"masked-sums": True}
+CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
+    ({**BN_SCAFFOLD, "sgd-momentum": 0.9}, "scaffold.*sgd-momentum=0.9"),
+    ({**BN_SCAFFOLD, "optimizer": "adam"}, "optimizer=adam"),
+    ({**BN_SCAFFOLD, "momentum-scope": "local", "sgd-momentum": 0.9}, "momentum_scope"),
+    ({**BN_SCAFFOLD, "norm": "batch-renorm"}, "bn-scaffold.*norm=batch-renorm"),
+    ({**BN_SCAFFOLD, "local-part": "fedbn"}, "fedbn.*bn-scaffold|bn-scaffold.*fedbn"),
+    ({**BN_SCAFFOLD, **DP, "eval-on": "global"}, "moments of BatchNorm"),
+    ({**BN_SCAFFOLD, **MASKS, "eval-on": "global"}, "moments of BatchNorm"),
+    ({"strategy": "scaffold", "variance-floor": 0.5}, "variance-floor=0.5.*bn-scaffold"),
+    ({**DP, "eval-on": "personal-own"}, "eval-on=personal-own"),
+    ({**DP, "eval-on": "global,global-train"}, "eval-on=global-train"),
+    ({**DP, "strategy": "fedbn"}, "eval-on=personal-own"),
+    ({**DP, "held-out-clients": "1"}, "held-out-clients"),
+    ({**DP, "validation-share": 0.2}, "validation-share"),
+    ({**DP, "strategy": "scaffold"}, "'scaffold' with dp=server.*control variates"),
+    ({**DP, "strategy": "centralized"}, "no clients"),
+    ({**DP, "dp-noise-multiplier": 1.0, "dp-target-epsilon": 1.0}, "dp-noise-multiplier=1.0"),
+    ({**DP, "dp-delta": 1e-6}, "dp-delta=1e-06"),
+    ({**DP, "min-replies": 2}, "min-replies=2"),
+    ({**DP, "norm": "batch-renorm"}, "norm=batch-renorm"),
+    ({"dp": "client", "dp-noise-multiplier": 1.0, "dp-clipping": "adaptive"}, "dp-clipping=adaptive.*dp=server"),
+    ({"dp": "off", "dp-delta": 1e-6}, "dp-delta=1e-06.*dp=server"),
+    ({**DP, "dp-noise-multiplier": -1.0}, "dp-noise-multiplier=-1.0"),
+    ({**MASKS, "strategy": "scaffold"}, "'scaffold' with masked-sums=true.*control variates"),
+    ({**MASKS, "strategy": "fedbn"}, "eval-on=personal-own.*eval-on=global"),
+    ({**MASKS, "eval-on": "global", "validation-share": 0.2}, "validation-share"),
+    ({**MASKS, **DP, "eval-on": "global"}, "masked-sums=true.*dp=server.*dp=client"),
+    ({**MASKS, "strategy": "centralized"}, "strategy=centralized.*no clients"),
+    ({**MASKS, "eval-on": "global", "num-clients": 1}, "num-clients=1"),
+    ({"masked-sums": False, "masked-threshold": 0.9}, "masked-threshold=0.9.*masked-sums=true"),
+    ({**MASKS, "eval-on": "global", "masked-threshold": 0.5}, "masked-threshold=0.5"),
+]
+
+
+@pytest.mark.parametrize(("settings", "names"), CONTRADICTORY)
+def test_settings_that_do_not_fit_together_are_refused_by_name(settings: dict[str, Any], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        Config.make(settings)

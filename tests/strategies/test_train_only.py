@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FedTAN, FixBN, Scaffold
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FedTAN, FixBN
 from fedbn_flwr.training.freezing import FrozenBN, train_only
 from tests.support.points import Points
 from tests.support.synchronised import client_data, synchronised, trained
@@ -105,33 +105,6 @@ def test_fedbn(federate: Any, data: list[Points], frozen_bn: FrozenBN) -> None:
     close(run.state, state, shared)
     same = torch.equal(kept[0]["1.running_mean"], kept[1]["1.running_mean"])
     assert same == (frozen_bn == "eval")
-
-
-@pytest.mark.parametrize("frozen_bn", MODES)
-def test_scaffold_has_variates_of_trained_parameters_only(
-    federate: Any, data: list[Points], frozen_bn: FrozenBN
-) -> None:
-    state = net(None).state_dict()
-    names = [name for name, _ in net(None).named_parameters() if name.startswith(TRAINED)]
-    common = {name: torch.zeros_like(state[name]) for name in names}
-    own_ones = [dict(common) for _ in data]
-    for _ in range(3):
-        clients, changes = [], []
-        for own, mine in zip(data, own_ones, strict=True):
-            model = net(None)
-            model.load_state_dict(state)
-            slow_step(model, own, frozen_bn, {name: common[name] - mine[name] for name in names})
-            clients.append({name: value.clone() for name, value in model.state_dict().items()})
-            changes.append({name: (state[name] - clients[-1][name]) / RATE - common[name] for name in names})
-            mine.update({name: mine[name] + changes[-1][name] for name in names})
-        before, state = state, averaged(clients)
-        for name in names:
-            state[name] = before[name] + torch.stack([c[name] - before[name] for c in clients]).mean(0)
-            common = {**common, name: common[name] + torch.stack([c[name] for c in changes]).mean(0)}
-    one = {"local_steps": 1, "batch_size": 0, "rate": RATE, "rounds": 3}
-    run = federate(Scaffold(fraction_evaluate=0.0), lambda: net(frozen_bn), data, **one)
-    close(run.state, state)
-    assert list(run.strategy.variates) == names
 
 
 @pytest.mark.parametrize("exchanges", ["3L+1", "2L+1"])

@@ -74,9 +74,3 @@ def test_what_cannot_be_copied_names_the_layer() -> None:
         copied(model)
     with pytest.raises(StateError, match=r"'1\.0'"):
         replace_norm(model, "group")
-
-
-def test_shared_tensors_stay_those_of_the_model() -> None:
-    model = nn.Linear(5, 4)
-    assert copied(model, [model.weight]).weight is model.weight
-    assert copied(model).weight is not model.weight

@@ -52,32 +52,11 @@ def test_modes_are_restored_and_no_entry_changes(points, mlp) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_modes_are_restored_after_an_error(points, mlp) -> None:
-    model = mlp()
-    with pytest.raises(RuntimeError):
-        evaluate(model, points(4, shape=(6,)))
-    assert all(module.training for module in model.modules())
-
-
 def test_without_examples_the_metrics_are_nan(points, mlp) -> None:
     result = evaluate(mlp(), points(0))
     assert math.isnan(result.loss)
     assert math.isnan(result.accuracy)
     assert result.num_examples == 0
-
-
-def test_another_loss(points) -> None:
-    data = points(5, shape=(2,))
-    model = nn.Linear(2, 3).double()
-    result = evaluate(model, data, task=Task(loss=lambda outputs, _: outputs.mean()), batch_size=2)
-    assert result.loss == pytest.approx(model(data.inputs).mean().item(), rel=1e-14)
-
-
-def test_gradients_work_after_evaluation(points, mlp) -> None:
-    model, data = mlp(), points(4)
-    evaluate(model, data)
-    F.cross_entropy(model(data.inputs), data.targets).backward()
-    assert model[0].weight.grad is not None
 
 
 def test_statistics_of_each_test_batch(points, mlp) -> None:
@@ -98,12 +77,6 @@ def test_statistics_of_each_test_batch(points, mlp) -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
     assert model[1].running_mean is not None
     assert model.training
-
-
-def test_a_model_without_parameters_is_tested(points) -> None:
-    data = points(5, shape=(3,))
-    result = evaluate(nn.Sequential(nn.BatchNorm1d(3, affine=False).double()), data)
-    assert result.loss == pytest.approx(F.cross_entropy(data.inputs / math.sqrt(1 + 1e-5), data.targets).item())
 
 
 @pytest.mark.parametrize(("norm", "batches"), [(nn.BatchNorm1d, [4, 5]), (nn.BatchNorm2d, [4, 4, 1])])

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.training import randomness
 from fedbn_flwr.training.numpy_state import NumpyState
-from fedbn_flwr.training.randomness import Generators, drawing_from, seed_generators, seeded
+from fedbn_flwr.training.randomness import Generators, drawing_from, seeded
 from fedbn_flwr.training.turns import Wait, interrupted, turn
 
 X = torch.ones(40, 6)
@@ -65,19 +64,6 @@ def test_numpys_state_is_saved_and_restored_as_by_numpy_itself(seed: int) -> Non
     assert {state.kept is not None for state in own} == {False, True}
 
 
-def test_another_generator_of_numpys_is_saved_and_restored_too() -> None:
-    usual = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(1))
-    try:
-        np.random.randn()
-        state, first = NumpyState.now(), np.random.randn(5)
-        np.random.randn(4)
-        state.restore()
-        assert np.array_equal(np.random.randn(5), first)
-    finally:
-        np.random.set_bit_generator(usual)
-
-
 def test_the_generators_are_restored_after_an_error() -> None:
     before = torch.get_rng_state()
     try:
@@ -120,40 +106,6 @@ def test_clients_that_wait_for_each_other_draw_as_if_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_only_one_client_computes_at_a_time() -> None:
-    inside, most = 0, 0
-    lock = threading.Lock()
-
-    def work() -> None:
-        nonlocal inside, most
-        for _ in range(50):
-            with turn(0):
-                with lock:
-                    inside += 1
-                    most = max(most, inside)
-                torch.rand(10)
-                with lock:
-                    inside -= 1
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == 1
-
-
-def test_an_interruption_within_an_interruption_changes_nothing() -> None:
-    with turn(1):
-        torch.rand(1)
-        with interrupted(), interrupted(), turn(2):
-            torch.rand(1)
-        drawing = torch.rand(3)
-    with turn(1):
-        torch.rand(1)
-        assert torch.equal(torch.rand(3), drawing)
-
-
 def test_while_all_clients_wait_the_generators_are_as_before() -> None:
     before, waiting, over = torch.get_rng_state(), threading.Barrier(3), threading.Event()
 
@@ -193,31 +145,6 @@ def test_a_wait_ends_when_told_to_and_takes_its_turn_in_order() -> None:
 def _do_in_turn(order: list[str], name: str) -> None:
     with turn(1):
         order.append(name)
-
-
-def test_outside_a_turn_nothing_is_interrupted() -> None:
-    torch.manual_seed(2)
-    with interrupted():
-        drawing = torch.rand(3)
-    torch.manual_seed(2)
-    assert torch.equal(torch.rand(3), drawing)
-
-
-def test_a_gpu_that_is_not_used_yet_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker's first client puts its model on the GPU after the seed; torch keeps the seed until then."""
-    seeds: list[int] = []
-    monkeypatch.setattr(randomness, "_has_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    torch.manual_seed(42)
-    before = Generators.now()
-    seed_generators(5)
-    assert seeds.pop() == 5
-    before.restore()
-    assert seeds.pop() == 42
-    seeds.clear()  # torch.manual_seed has been here, too
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # the client was the first to use it
-    before.restore()
-    assert seeds == [42]
 
 
 def test_what_is_drawn_on_a_gpu_from_a_stream_moves_on_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

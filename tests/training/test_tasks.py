@@ -16,7 +16,7 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.losses import pixel_cross_entropy
-from fedbn_flwr.training.metrics import AT, confusion, dice, mean_iou
+from fedbn_flwr.training.metrics import AT, dice, mean_iou
 from fedbn_flwr.training.tasks import (
     BINARY,
     CLASSIFICATION,
@@ -33,6 +33,7 @@ from tests.support.outputs import Identity
 
 Booleans = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
+NAN = float("nan")
 
 
 def pixels(count: int = 5, classes: int = 4) -> tuple[Tensor, Tensor]:
@@ -89,15 +90,6 @@ def test_the_loss_is_the_mean_over_the_pixels_that_count() -> None:
     assert pixel_cross_entropy(logits, targets).item() == pytest.approx(math.fsum(each) / len(each), rel=1e-12)
 
 
-def test_a_batch_of_ignored_pixels_has_no_loss_and_no_gradient() -> None:
-    logits = torch.randn(2, 4, 3, 6, requires_grad=True)
-    loss = pixel_cross_entropy(logits, torch.full((2, 3, 6), 255))
-    loss.backward()
-    assert loss.item() == 0
-    assert logits.grad is not None
-    assert (logits.grad == 0).all()
-
-
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_evaluation_of_pixels_for_every_batch_size(batch_size: int) -> None:
     logits, targets = pixels()
@@ -119,85 +111,51 @@ def test_classes_without_targets_and_predictions_are_left_out() -> None:
     assert math.isnan(mean_iou(torch.zeros(3, 3)))
 
 
-def test_the_confusion_matrix() -> None:
-    logits, targets = pixels()
-    counts = confusion(logits, targets, 255)
-    predicted = logits.argmax(1)
-    for true in range(4):
-        for told in range(4):
-            assert counts[true, told] == ((targets == true) & (predicted == told)).sum()
+@pytest.mark.parametrize(
+    ("task", "outputs", "targets", "names"),
+    [
+        (Task(loss=F.binary_cross_entropy_with_logits), torch.ones(6, 1), torch.ones(6, 1), r"\(6, 1\).*task=binary"),
+        (Task(loss=F.binary_cross_entropy_with_logits), torch.ones(6), torch.ones(6), r"\(6,\).*task=binary"),
+        (CLASSIFICATION, torch.ones(6, 2), torch.ones(6, 2), r"float32 of shape \(6, 2\)"),
+        (CLASSIFICATION, torch.ones(6, 2), torch.ones(6), r"float32 of shape \(6,\)"),
+        (CLASSIFICATION, torch.ones(6, 2), torch.ones(6, 1).long(), r"int64 of shape \(6, 1\)"),
+        (CLASSIFICATION, torch.ones(6, 2), ["cat", "dog"] * 3, "a list"),
+        (BINARY, torch.ones(4, 2), torch.ones(4), "task binary"),
+        (BINARY, torch.ones(4, 1), torch.tensor([1.0, 2, -1, NAN]), "2 labels"),
+        (BINARY, torch.ones(4, 1), torch.tensor([1, 2, 1, 0]), "1 labels"),
+        (MULTI_LABEL, torch.ones(4, 3), torch.ones(4, 2), r"\(4, 2\)"),
+        (REGRESSION, torch.ones(4, 2), torch.ones(4), r"\(4, 2\); task regression"),
+        (REGRESSION, torch.ones(4), torch.tensor([1, 2, math.inf, 0]), "1 targets are infinite"),
+    ],
+)
+def test_what_a_task_cannot_judge_is_refused_in_both_loops(
+    task: Task, outputs: Tensor, targets: Any, names: str
+) -> None:
+    class Data:
+        def __len__(self) -> int:
+            return len(outputs)
 
+        def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Any]:
+            return outputs, targets
 
-def test_what_argmax_cannot_judge_is_refused_before_it_is_counted(points) -> None:
-    """One logit, a probability for each class, a label that is a float, text: each with what to do, in both loops."""
-    data, binary = points(6, classes=2), Task(loss=F.binary_cross_entropy_with_logits)
-    as_float = data.targets.double()
-    cases: list[tuple[int, Any, Task, str]] = [
-        (1, as_float[:, None], binary, "one output per example, (6, 1)"),
-        (2, F.one_hot(data.targets).double(), CLASSIFICATION, "labels are torch.float64 of shape (6, 2)"),
-        (2, as_float, CLASSIFICATION, "labels are torch.float64 of shape (6,)"),
-        (2, data.targets[:, None], CLASSIFICATION, "labels are torch.int64 of shape (6, 1)"),
-        (2, ["cat", "dog"] * 3, CLASSIFICATION, "labels are a list"),
-    ]
     settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0)
-    for outputs, targets, task, said in cases:
-        model = nn.Linear(5, outputs).double()
-        wrong = Scenes(data.inputs, targets)
-        wrong.batch = lambda positions, generator=None, t=targets: (data.inputs, t)  # type: ignore[method-assign]
-        for loop in (
-            lambda m=model, d=wrong, t=task: evaluate(m, d, task=t),
-            lambda m=model, d=wrong, t=task: train(
-                m, d, settings, learning_rate=0.1, stream=lambda _: torch.Generator(), task=t
-            ),
-        ):
-            with pytest.raises(DataError) as caught:
-                loop()
-            assert said in str(caught.value)
-    flat = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
-    with pytest.raises(DataError, match=r"one output per example, \(6,\).*task=binary"):
-        evaluate(flat, Scenes(data.inputs, as_float), task=binary)
+    with pytest.raises(DataError, match=names):
+        evaluate(Identity(), Data(), task=task)
+    with pytest.raises(DataError, match=names):
+        train(Identity(), Data(), settings, learning_rate=0.1, stream=lambda _: torch.Generator(), task=task)
 
 
-def test_class_255_of_images_counts() -> None:
-    """Only pixels are ignored: ImageNet has an image class 255."""
-    assert CLASSIFICATION.counted(torch.tensor([255, 1])) == 2
-    assert SEGMENTATION.counted(torch.tensor([255, 1])) == 1
-
-
-def test_a_number_of_clients_is_no_share() -> None:
-    keys = ["personal-own-auroc", "personal-own-auroc-weighted", "personal-own-auroc-clients", "test-mae", "test-loss"]
-    assert [in_percent(key) for key in keys] == [True, True, False, False, False]
-
-
-def test_class_156_in_a_byte_counts() -> None:
-    """The ignored class is -100, which is 156 in a byte."""
-    labels = torch.full((4,), 156, dtype=torch.uint8)
-    model = nn.Linear(2, 200)
+@pytest.mark.parametrize("label", [156, 255])
+def test_every_class_of_images_counts(label: int) -> None:
+    """The ignored class is -100, which is 156 in a byte; 255 is ignored among pixels alone."""
+    labels = torch.full((4,), label, dtype=torch.uint8)
+    model = nn.Linear(2, 300)
     plain, byte = (evaluate(model, Scenes(torch.ones(4, 2), t), task=CLASSIFICATION) for t in (labels.long(), labels))
     assert byte == plain
     assert math.isfinite(byte.loss)
 
 
-def test_training_counts_images_as_examples_and_pixels_for_accuracy() -> None:
-    logits, targets = pixels()
-    model = scaling()
-    settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0)
-    result = train(
-        model,
-        Scenes(logits, targets),
-        settings,
-        learning_rate=0.1,
-        stream=lambda _: torch.Generator(),
-        task=SEGMENTATION,
-    )
-    assert (result.num_processed, result.num_steps) == (5, 1)
-    assert result.loss == pytest.approx(pixel_cross_entropy(logits, targets).item(), rel=1e-12)
-    assert result.accuracy == (logits.argmax(1) == targets).sum().item() / (targets != 255).sum().item()
-
-
 # --- tasks with a number for each label or target ---------------------------------------------------------------------
-
-NAN = float("nan")
 
 
 def columns(task: Task, count: int = 61) -> tuple[Tensor, Tensor]:
@@ -359,40 +317,6 @@ def test_unknown_targets_neither_train_nor_count(task: Task) -> None:
     assert result.accuracy == (None if task is REGRESSION else pytest.approx(right, rel=1e-12))
 
 
-def test_one_output_may_have_a_column_of_its_own_or_none() -> None:
-    outputs, targets = columns(BINARY)
-    labels = targets.nan_to_num(0)
-    forms = [(o, t) for o in (outputs, outputs[:, 0]) for t in (labels, labels[:, 0], labels[:, 0].long())]
-    found = [evaluate(Identity(), Scenes(o, t), task=BINARY) for o, t in forms]
-    assert all(one == found[0] for one in found)
-
-
-def test_targets_that_a_task_cannot_use_are_refused_in_both_loops() -> None:
-    settings = LocalTraining(learning_rate=LearningRate(0.1), local_epochs=1, batch_size=0)
-    cases = [
-        (BINARY, torch.ones(4, 2), torch.ones(4), "task binary needs one logit"),
-        (BINARY, torch.ones(4, 1), torch.tensor([1.0, 2, -1, NAN]), "2 labels are neither 0 nor 1"),
-        (BINARY, torch.ones(4, 1), torch.tensor([1, 2, 1, 0]), "1 labels are neither 0 nor 1"),
-        (MULTI_LABEL, torch.ones(4, 3), torch.ones(4, 2), "labels are torch.float32 of shape (4, 2)"),
-        (REGRESSION, torch.ones(4, 2), torch.ones(4), "(4, 2); task regression needs"),
-        (REGRESSION, torch.ones(4), torch.tensor([1, 2, math.inf, 0]), "1 targets are infinite"),
-    ]
-    for task, outputs, targets, said in cases:
-        data = Scenes(outputs.double(), targets)
-        with pytest.raises(DataError) as tested:
-            evaluate(Identity(), data, task=task)
-        with pytest.raises(DataError) as trained:
-            train(Identity(), data, settings, learning_rate=0.1, stream=lambda _: torch.Generator(), task=task)
-        assert said in str(tested.value) == str(trained.value)
-
-
-def test_metrics_of_another_task_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"metrics=miou, f1: task classification has accuracy, balanced-accuracy"):
-        CLASSIFICATION.measuring(["miou", "auroc", "f1"])
-    assert SEGMENTATION.metrics == ("accuracy", "miou")
-    assert Task(loss=F.cross_entropy).metrics == ("accuracy",)
-
-
 def test_the_main_metric_is_one_that_the_task_has() -> None:
     assert BINARY.scored_by("auroc").score == "auroc"
     bounded = CLASSIFICATION.scored_by("sensitivity-at-specificity:0.9")
@@ -427,13 +351,6 @@ def test_the_main_metric_is_one_that_the_task_has() -> None:
 )
 def test_what_a_metric_is_by_its_name(metric: str, quantity: str, share: bool, higher: bool) -> None:
     assert (quantity_of(metric), in_percent(metric), higher_is_better(metric)) == (quantity, share, higher)
-
-
-def test_the_number_of_outputs() -> None:
-    assert {name: task.outputs(7) for name, task in TASKS.items()} == {
-        **{"classification": 7, "binary": 1, "multi-label": 7, "regression": 7, "segmentation": 7}
-    }
-    assert REGRESSION.outputs(0) == 1
 
 
 @pytest.mark.parametrize("task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -208,8 +207,3 @@ def test_transformers(kind: str, method: str, same_bits) -> None:
             optimizer.step()
 
     compare_with_ours(method, model, lambda: returning_logits(model()), loop, same_bits)
-
-
-def test_a_wrapped_copy_is_a_different_model(mlp) -> None:
-    model = mlp()
-    assert unwrap(copy.deepcopy(Replicated(model))) is not model

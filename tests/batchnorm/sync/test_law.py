@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.support import synchronised as support
+from tests.support.small_vision import VISION
 
 MODES = ("3L+1", "2L+1")
 
@@ -24,12 +24,9 @@ def trained(model: nn.Module) -> nn.Module:
 
 
 def vision_model(name: str) -> nn.Module:
-    options = {
-        "mobilenet_v2": {"dropout": 0.0},
-        "googlenet": {"aux_logits": False, "init_weights": False, "dropout": 0.0},
-    }.get(name, {})
+    """One of torchvision's, with fewer or narrower layers."""
     torch.manual_seed(1)
-    return trained(torchvision.models.get_model(name, num_classes=3, **options))
+    return trained(VISION[name](num_classes=3))
 
 
 def mlp() -> nn.Module:
@@ -87,16 +84,16 @@ def check(lab, model: nn.Module, batches, weights, oracle) -> None:
         assert lab.distance(found, oracle, model.state_dict()) < 1e-10, exchanges
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "densenet121", "googlenet"])
+@pytest.mark.parametrize("name", VISION)
 def test_federated_step_equals_centralised_step(lab, name):
     model = vision_model(name)
-    batches = lab.client_batches((3, 40, 40), (2, 3, 1))
+    batches = lab.client_batches((3, 32, 32), (2, 3, 1))
     check(lab, model, batches, (2, 3, 1), lab.centralised(model, batches))
 
 
 def test_weights_of_clients_may_differ_from_their_batch_sizes(lab):
     model = vision_model("mobilenet_v2")
-    batches, weights = lab.client_batches((3, 40, 40), (2, 3, 1)), (0.3, 0.1, 0.6)
+    batches, weights = lab.client_batches((3, 32, 32), (2, 3, 1)), (0.3, 0.1, 0.6)
     check(lab, model, batches, weights, lab.weighted_centralised(model, batches, weights))
 
 

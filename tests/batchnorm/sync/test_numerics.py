@@ -7,22 +7,21 @@ from fractions import Fraction
 
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
 from fedbn_flwr.batchnorm.sync.layer import local_mean, local_moments
+from tests.support.small_vision import VISION
 
 MODES = ("3L+1", "2L+1")
 KEPT = ("running_mean", "running_var", "weight")
 
 
 @pytest.mark.parametrize("exchanges", MODES)
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
+@pytest.mark.parametrize("name", ["resnet", "mobilenet_v2"])
 def test_float32_is_as_close_to_float64_as_torch(lab, name, exchanges):
     torch.manual_seed(1)
-    options = {"dropout": 0.0} if name == "mobilenet_v2" else {}
-    model = torchvision.models.get_model(name, num_classes=3, **options)
+    model = VISION[name](num_classes=3)
     batches = [(x.float(), target) for x, target in lab.client_batches((3, 32, 32), (5, 3))]
     wide = copy.deepcopy(model).double()
     oracle = lab.centralised(wide, [(x.double(), target) for x, target in batches])
@@ -96,7 +95,7 @@ def test_local_variance_is_about_the_mean_before_it_was_rounded():
 
 def test_bfloat16_autocast_keeps_the_statistics_in_float32(lab):
     torch.manual_seed(1)
-    model = torchvision.models.resnet18(num_classes=3)
+    model = VISION["resnet"](num_classes=3)
     batches = [(x.float(), target) for x, target in lab.client_batches((3, 32, 32), (5, 3))]
     barrier = lab.Barrier((5, 3))
     found = lab.federated(model, batches, (5, 3), autocast=True, barrier=barrier)
