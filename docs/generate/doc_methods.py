@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from doc_config import field_cells
 from doc_travels import cost_of, travels_section
 
 from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.norms import feature
 from fedbn_flwr.server import momentum, reestimation, shared_bn
 from fedbn_flwr.server.params import Params
@@ -195,19 +193,16 @@ def _docstring(module: Any) -> tuple[str, str]:
 
 def _settings(method: StrategyClass) -> Iterator[str]:
     common = {name: field.default for name, field in Params.model_fields.items()}
-    fields = method.Params.model_fields
-    own = {name: f for name, f in fields.items() if name not in common or f.default != common[name]}
+    own = []
+    for name, field in method.Params.model_fields.items():
+        if name not in common or field.default != common[name]:
+            default = str(field.default).lower() if isinstance(field.default, bool) else repr(field.default)
+            own.append(f"`{name}` ({default})")
     if own:
-        yield "| argument | config key | type | default | allowed | meaning |"
-        yield "|---|---|---|---|---|---|"
-    keys = {setting: name.replace("_", "-") for name, setting in config_fields(method.Params).items()}
-    for name, field in own.items():
-        key = keys.get(name, "")
-        yield "| " + " | ".join([f"`{name}`", f"`{key}`" if key else "-", *field_cells(key, field)]) + " |"
-    if not own:
+        yield f"{', '.join(own)}, each with its default; as keys with `-` for `_`."
+    else:
         yield "The method has no settings of its own."
-    yield ""
-    yield "[Config keys](../config.md) has those of every method."
+    yield "[Config keys](../config.md#methods) explains them and those of every method."
 
 
 def _recipe(name: str) -> str:

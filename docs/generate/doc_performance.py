@@ -16,14 +16,18 @@ Data = Mapping[str, Any]
 
 
 def simulation_tables(root: Path) -> str:
-    """Return the table of ratios with their targets, and a table for each setting."""
+    """Return the table of ratios with their targets, and a table for each setting with other packages."""
     data = _data(root)
     head = ["ratio", "of seconds", "of CPU seconds", "target of the seconds"]
     rows = [
         [f"{setting}: {name} / {against}", number(seconds), number(cpu_seconds), target]
         for setting, name, against, seconds, cpu_seconds, target in ratios(data)
     ]
-    return "\n\n".join([_table(head, rows), *(_setting(one) for one in data["settings"].values())])
+    tables = [_table(head, rows)]
+    for setting in data["settings"].values():
+        if any(not name.startswith((BARE, "fedbn-flwr")) for name in setting["rows"]):
+            tables.append(_setting(setting))
+    return "\n\n".join(tables)
 
 
 def compared_sentence(root: Path) -> str:
