@@ -86,42 +86,49 @@ def test_own_bn_and_averaged_bn_are_those_of_the_run(quick_run) -> None:
             evaluate_run(bare, {"dataset": "digits"}, bn)
 
 
-def test_what_does_not_fit_is_refused(fedavg, quick_run, tmp_path: Path) -> None:
-    _, run = fedavg
-    _, group = quick_run(norm="group", model="lenet")
-    for folder, data, bn, kind, why in (
-        (run, {"dataset": "digit"}, "", ConfigError, "unknown dataset 'digit'. Did you mean 'digits'"),
-        (
-            run,
-            {"dataset": "digits", "model": "lenet", "learning-rate": 7, "partition": "iid"},
-            "",
-            ConfigError,
-            _OTHERS,
-        ),
-        (run, {"dataset": "cityscapes"}, "", ConfigError, "is for segmentation"),
-        (run, {"dataset": "usps"}, "", DataError, "data-dir is not set"),
-        (run, {"dataset": "digits"}, "own", ConfigError, r"bn='own' is unknown. Allowed: averaged, own:CLIENT"),
-        (run, {"dataset": "digits"}, "own:7", ConfigError, "the run has the clients 0 to 2"),
-        (group, {"dataset": "digits"}, "adapt", ConfigError, "with norm=group needs BatchNorm. Leave bn out"),
-        (tmp_path, {"dataset": "digits"}, "", ConfigError, "is no folder of a run"),
-    ):
-        with pytest.raises(kind, match=why):
-            evaluate_run(folder, data, bn)
+DIGITS = {"dataset": "digits"}
 
 
-def test_other_classes_are_refused(fedavg, monkeypatch) -> None:
-    _, run = fedavg
-    for count in (9, 12):
-        info = dataclasses.replace(DATASETS["digits"], name="others", num_classes=count)
-        monkeypatch.setitem(DATASETS, "others", info)
-        monkeypatch.setattr(
-            "fedbn_flwr.lab.config.checks.allowed", lambda key: DATASETS if key == "dataset" else allowed(key)
-        )
-        with pytest.raises(ConfigError, match=f"the run have 10 classes, dataset=others has {count}. Bring these data"):
-            evaluate_run(run, {"dataset": "others"})
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run with BatchNorm, one without, and a folder of none."""
+    folder = tmp_path_factory.mktemp("runs")
+    quick = {"num-clients": 3, "num-server-rounds": 1, "local-steps": 1, "batch-size": 8}
+    run(Config.make(quick), folder / "batch", workers=0)
+    run(Config.make({**quick, "norm": "group", "model": "lenet"}), folder / "group", workers=0)
+    return {name: folder / name for name in ("batch", "group", "absent")}
 
 
-_OTHERS = "model, learning-rate, partition: evaluate takes keys that describe the data .dataset, data-dir"
+@pytest.mark.parametrize(
+    ("of", "data", "bn", "code", "named"),
+    [
+        ("batch", {"dataset": "digit"}, "", "unknown-name", "'digits'"),
+        ("batch", {**DIGITS, "model": "lenet", "learning-rate": 7}, "", "config", "model, learning-rate"),
+        ("batch", {"dataset": "cityscapes"}, "", "config", "segmentation"),
+        ("batch", {"dataset": "usps"}, "", "data", "data-dir"),
+        ("batch", DIGITS, "own", "config", "own:CLIENT"),
+        ("batch", DIGITS, "own:7", "config", "0 to 2"),
+        ("group", DIGITS, "adapt", "config", "norm=group"),
+        ("absent", DIGITS, "", "config", "no folder of a run"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    runs: dict[str, Path], of: str, data: dict[str, object], bn: str, code: str, named: str
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=named) as caught:
+        evaluate_run(runs[of], data, bn)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("count", [9, 12])
+def test_other_classes_are_refused(count: int, runs: dict[str, Path], monkeypatch) -> None:
+    info = dataclasses.replace(DATASETS["digits"], name="others", num_classes=count)
+    monkeypatch.setitem(DATASETS, "others", info)
+    monkeypatch.setattr(
+        "fedbn_flwr.lab.config.checks.allowed", lambda key: DATASETS if key == "dataset" else allowed(key)
+    )
+    with pytest.raises(ConfigError, match=f"10 classes, dataset=others has {count}"):
+        evaluate_run(runs["batch"], {"dataset": "others"})
 
 
 @pytest.mark.parametrize(
@@ -239,30 +246,26 @@ def test_rows_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(
     assert [resumed(out)["rounds"] for out in outs] == [3, 3]
 
 
-def test_files_that_are_a_part_of_those_of_the_run_are_warned_of(quick_run, tmp_path: Path, caplog) -> None:
-    for name in ("east/x/0.png", "east/x/1.png", "east/y/0.png", "east/y/1.png"):
-        for site in ("east", "west"):
-            path = tmp_path / "sites" / name.replace("east", site)
+def write_images(folder: Path, classes: str) -> None:
+    for name in classes:
+        for at in range(3):
+            path = folder / name / f"{at}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("L", (8, 8), 40 * int(name[-5]) + 9).save(path)
-    _, run = quick_run(
-        dataset=f"folder:{tmp_path / 'sites/east'}", model="lenet", partition="iid", **{"num-clients": 1}
-    )
-    evaluate_run(run, {"dataset": f"folder:{tmp_path / 'sites/west'}"})
+            Image.new("L", (8, 8), 40 * at + ord(name)).save(path)
+
+
+def test_images_of_the_run_are_warned_of_and_other_classes_refused(quick_run, tmp_path: Path, caplog) -> None:
+    sites = tmp_path / "sites"
+    write_images(sites / "east", "xy")
+    write_images(sites / "west", "xy")
+    write_images(tmp_path / "new", "xz")
+    one = {"model": "lenet", "partition": "iid", "num-clients": 1}
+    _, run = quick_run(dataset=f"folder:{sites / 'east'}", **one)
+    evaluate_run(run, {"dataset": f"folder:{sites / 'west'}"})
     assert "have files in common" not in caplog.text
-    evaluate_run(run, {"dataset": f"folder:{tmp_path / 'sites'}"})
+    evaluate_run(run, {"dataset": f"folder:{sites}"})
     assert "training examples of the run may be among them" in caplog.text
-
-
-def test_classes_with_other_names_are_refused(quick_run, tmp_path: Path) -> None:
-    for site, classes in (("old", "xy"), ("new", "xz")):
-        for name in classes:
-            for at in range(3):
-                path = tmp_path / site / name / f"{at}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.new("L", (8, 8), 40 * at + ord(name)).save(path)
-    _, run = quick_run(dataset=f"folder:{tmp_path / 'old'}", model="lenet", partition="iid", **{"num-clients": 1})
-    with pytest.raises(ConfigError, match=r"the classes of the run are x, y, those of dataset=folder:.* x, z"):
+    with pytest.raises(ConfigError, match=r"x, y, .* x, z"):
         evaluate_run(run, {"dataset": f"folder:{tmp_path / 'new'}"})
 
 

@@ -194,34 +194,29 @@ def test_without_the_data_of_the_run_random_inputs_are_used(tmp_path: Path) -> N
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch) -> None:
     run, _, _ = finished(tmp_path / "run")
-    out = tmp_path / "model.pt2"
-    out.write_text("mine")
-    with pytest.raises(ConfigError) as caught:
-        export(run, out, "torch")
-    first, second = str(caught.value).split("\n")
-    assert first == f"{out} is there; nothing is written over. Choose another file."
-    assert second == f"out={str(out)!r}: a file of format=torch ends in .safetensors."
-    assert out.read_text() == "mine"
+    there, model = tmp_path / "model.pt2", run / "model.safetensors"
+    there.write_text("mine")
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else find(name))
-    for bad, why in (
-        (lambda: export(run, tmp_path / "a/model.onnx", "onnx"), r"needs onnxruntime, .*fedbn-flwr\[onnx\]"),
-        (
-            lambda: export(tmp_path, tmp_path / "a/m.pt2", "torch-export"),
-            "is no folder of a run: config.yaml is absent",
-        ),
-        (lambda: export(run, tmp_path / "a/m.pt", "torchscript"), "unknown format 'torchscript'"),
-        (lambda: load_exported(run / "model.safetensors"), "was not written by `fedbn-flwr export --format torch`"),
+    new = tmp_path / "a"
+    for source, out, format, named in (
+        (run, there, "torch", r"is there(?s:.*)ends in \.safetensors"),
+        (run, new / "model.onnx", "onnx", r"fedbn-flwr\[onnx\]"),
+        (tmp_path, new / "m.pt2", "torch-export", "no folder of a run"),
+        (run, new / "m.pt", "torchscript", "torchscript"),
     ):
-        with pytest.raises(ConfigError, match=why):
-            bad()
-    (run / "model.safetensors").write_text("no model")
+        with pytest.raises(ConfigError, match=named):
+            export(source, out, format)
+    assert there.read_text() == "mine"
+    with pytest.raises(ConfigError, match="was not written by"):
+        load_exported(model)
+    model.write_text("no model")
     with pytest.raises(StateError, match="cannot be read"):
-        load_exported(run / "model.safetensors")
-    (run / "model.safetensors").unlink()
+        load_exported(model)
+    model.unlink()
     with pytest.raises(StateError, match="A run writes it at its end"):
-        export(run, tmp_path / "a/model.pt2", "torch-export")
-    assert not (tmp_path / "a").exists()
+        export(run, new / "model.pt2", "torch-export")
+    assert not new.exists()
 
 
 def test_the_command_says_what_it_wrote_and_writes_nothing_over(quick_run, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,12 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-import fedbn_flwr
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import RunFolder
-from fedbn_flwr.lab.output.summary import commit_of, versions
+from fedbn_flwr.lab.output.summary import commit_of
 
 STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
 
@@ -101,23 +99,10 @@ def test_a_used_folder_is_refused(tmp_path: Path, used: str) -> None:
     assert not (out / "config.yaml").exists()
 
 
-def test_an_empty_folder_is_used(tmp_path: Path) -> None:
-    RunFolder(tmp_path, Config.make({}))
-    assert names(tmp_path) == ["config.yaml"]
-
-
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"out='.*run' cannot be written: .*Not a directory"):
         RunFolder(tmp_path / "file" / "run", Config.make({}))
-
-
-def test_versions_name_the_packages_that_a_result_depends_on(monkeypatch) -> None:
-    found = versions()
-    assert {"python", "fedbn-flwr", "flwr", "torch", "numpy"} <= set(found)
-    assert "not installed" not in found.values()
-    monkeypatch.setattr(sys.modules[versions.__module__], "commit_of", lambda package: f"+g0.{package}")
-    assert versions()["fedbn-flwr"].endswith(f"+g0.{Path(fedbn_flwr.__file__).parent}"), "the whole package"
 
 
 def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:

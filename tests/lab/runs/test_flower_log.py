@@ -78,17 +78,6 @@ def test_a_simulation_shows_warnings_at_once_and_names_its_log(
     assert (tmp_path / "out/flower.log").read_text() == "WARNING :   refused replies\n"
 
 
-def test_the_command_names_the_log_of_a_simulation_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fedbn_flwr.lab.cli.run import _print_results
-
-    summary = {"headline": "a", "final": {}, "best": {}, "rounds": 1, "ledger": {}, "seconds": 1.0}
-    _print_results("fedbn", summary, tmp_path)
-    assert "flower.log" not in capsys.readouterr().out
-    (tmp_path / "flower.log").touch()
-    _print_results("fedbn", summary, tmp_path)
-    assert f"{tmp_path}/flower.log" in capsys.readouterr().out
-
-
 def test_what_the_callback_raises_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flower_run(*args: object, **options: object) -> None:
         (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n')

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client import client_app
@@ -19,6 +22,7 @@ from fedbn_flwr.server.travels import model_needs
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.federation import torch_clients
 
+GLOBAL_MOMENTUM = {"sgd-momentum": 0.9, "momentum-scope": "global"}
 CLIENTS = 5  # of the papers' figures; where every strategy is tried, two do
 
 
@@ -79,13 +83,28 @@ def test_predicted_traffic_equals_measured_traffic(run_strategy, strategy: str, 
     assert found.total().exchanges == sum(traffic.exchanges for traffic in predicted(found))
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("scaffold", "bn-scaffold", "fedwon")])
-def test_predicted_traffic_equals_measured_traffic_with_global_momentum(run_strategy, strategy: str) -> None:
-    """SCAFFOLD refuses momentum."""
-    values = settings(strategy, "mlp", "batch", rounds=3).to_mapping()
-    momentum = {"local-epochs": 0, "sgd-momentum": 0.9, "momentum-scope": "global"}
-    config, _ = Config.make_of_shared({"freeze-at": 2}, {**values, **momentum})
-    assert measured(run_strategy, config, 2) == predicted(inspect_model(make_model(config), strategy, 2, config))
+WITHOUT_MOMENTUM = ("scaffold", "bn-scaffold", "fedwon")  # the first two refuse it, the last has no MLP
+FURTHER = [
+    *({"strategy": name, **GLOBAL_MOMENTUM} for name in STRATEGIES if name not in WITHOUT_MOMENTUM),
+    {"strategy": "fbn", "fbn-measure": "pass"},
+    {"strategy": "fbn", "statistics-aggregation": "trimmed-mean:0.2"},
+    {"strategy": "hbn", "share-alpha": True},
+    {"strategy": "fedavg", "feature-norm": "sqrt-d"},
+    {"strategy": "fixbn", "client-hooks": "scaffold"},
+    {"strategy": "fedbn", "client-hooks": "scaffold"},
+    {"strategy": "mtfl", "server-step": "fedadam", **GLOBAL_MOMENTUM},
+    {"strategy": "fedavgm", "client-hooks": "fedtan"},
+]
+
+
+@pytest.mark.parametrize("own", FURTHER, ids=lambda own: "+".join(map(str, own.values())))
+def test_predicted_traffic_equals_measured_traffic_with_further_settings(run_strategy, own: Mapping[str, Any]) -> None:
+    values = settings("fedavg", "mlp", "batch", rounds=3).to_mapping()
+    shared = {"freeze-at": 2, "fedtan-rounds": 1}
+    config, _ = Config.make_of_shared(shared, {**values, "local-epochs": 0, **own})
+    found = inspect_model(make_model(config), config.strategy, 2, config)
+    assert measured(run_strategy, config, 2) == predicted(found)
+    assert found.local == method_of(config).methods.local
 
 
 def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None:
@@ -97,45 +116,6 @@ def test_statistics_that_a_test_alone_uses_cost_what_recalibrate_costs() -> None
     assert found[0] is not None
     assert found[0] == found[1]
     assert found[2] is None
-
-
-@pytest.mark.parametrize(
-    ("strategy", "own"),
-    [
-        ("fbn", {"fbn-measure": "pass"}),
-        ("fbn", {"statistics-aggregation": "trimmed-mean:0.2"}),
-        ("hbn", {"share-alpha": True}),
-        ("fedavg", {"feature-norm": "sqrt-d"}),
-    ],
-    ids=str,
-)
-def test_predicted_traffic_equals_measured_traffic_with_a_methods_own_settings(
-    run_strategy, strategy: str, own: dict
-) -> None:
-    plain = settings(strategy, "mlp", "batch", rounds=3)
-    config = Config.make({**plain.to_mapping(), "local-epochs": 0, **own})
-    found = predicted(inspect_model(make_model(config), strategy, 2, config))
-    assert measured(run_strategy, config, 2) == found
-    same = predicted(inspect_model(make_model(plain), strategy, 2, plain)) == found
-    assert same is ("share-alpha" not in own), "no other of them costs anything"
-
-
-@pytest.mark.parametrize(
-    "combination",
-    [
-        {"strategy": "fixbn", "client-hooks": "scaffold", "freeze-at": 2},
-        {"strategy": "fedbn", "client-hooks": "scaffold"},
-        {"strategy": "mtfl", "server-step": "fedadam", "sgd-momentum": 0.9, "momentum-scope": "global"},
-        {"strategy": "fedavgm", "client-hooks": "fedtan"},
-    ],
-    ids=lambda value: "+".join(map(str, list(value.values())[:2])),
-)
-def test_predicted_traffic_equals_measured_traffic_of_methods_in_one_run(run_strategy, combination: dict) -> None:
-    values = settings("fedavg", "mlp", "batch", rounds=3).to_mapping()
-    config = Config.make({**values, "local-epochs": 0, **combination})
-    found = inspect_model(make_model(config), config.strategy, 2, config)
-    assert measured(run_strategy, config, 2) == predicted(found)
-    assert found.local == method_of(config).methods.local
 
 
 @pytest.mark.parametrize(
@@ -182,7 +162,7 @@ def test_predicted_traffic_with_frozen_layers(run_strategy, strategy: str, froze
     """Layers after a frozen network have no exchange of gradients; variates are of trained parameters only."""
     asked = {"model": "lenet", "dataset": "mnist", "train-only": "fc3,norm2,conv2", "frozen-bn": frozen_bn}
     quick = {"batch-size": 2, "local-steps": 1, "num-server-rounds": 2, "learning-rate": 0.001}
-    momentum = {"sgd-momentum": 0.9, "momentum-scope": "global"} if strategy == "fedavg" else {}
+    momentum = GLOBAL_MOMENTUM if strategy == "fedavg" else {}
     config = Config.make({"strategy": strategy, **asked, **quick, **momentum})
     found = inspect_model(make_model(config), strategy, 2, config)
     assert measured(run_strategy, config, 2) == predicted(found)
@@ -201,3 +181,44 @@ def test_a_layer_that_is_called_by_keyword_is_an_exchange() -> None:
 
     config = Config.make({"dataset": "digits", "model": "mlp", "strategy": "fedtan"})
     assert inspect_model(ByKeyword(), "fedtan", 2, config).synchronised == (1,)
+
+
+@pytest.mark.parametrize(
+    ("own", "phases"),
+    [
+        ({"strategy": "fixbn", "freeze-at": 0}, [("frozen", 10, {"statistics", "counters"})]),
+        ({"strategy": "fixbn", "freeze-at": 10}, [("before T*", 10, set())]),
+        ({"strategy": "fixbn", "freeze-at": 99}, [("before T*", 10, set())]),
+        (
+            {"strategy": "fixbn", "freeze-at": 4, "freeze-affine": True},
+            [("before T*", 4, set()), ("frozen", 6, {"affine", "statistics", "counters"})],
+        ),
+        (
+            {"strategy": "fedtan2", "fedtan-rounds": "auto", "freeze-window": 2},
+            [("synchronised", None, set()), ("frozen", None, {"statistics", "counters"})],
+        ),
+    ],
+)
+def test_phases_are_those_of_the_settings(
+    own: Mapping[str, Any], phases: list[tuple[str, int | None, set[str]]]
+) -> None:
+    config = Config.make({"dataset": "mnist", "model": "mlp", "num-server-rounds": 10, **own})
+    found = inspect_model(make_model(config), config.strategy, 2, config).phases
+    assert [(phase.name, phase.rounds, {part.value for part in phase.frozen}) for phase in found] == phases
+
+
+@pytest.mark.parametrize("model", ["resnet20", "torchvision:mobilenet_v2", "timm:test_resnet"])
+def test_the_parts_of_a_model_are_those_of_its_layers(model: str) -> None:
+    """Counted layer by layer, by the names of BatchNorm's entries."""
+    config = Config.make({"dataset": "cifar10", "model": model})
+    network = make_model(config)
+    counts = dict.fromkeys(Part, 0)
+    fates = {"weight": Part.AFFINE, "bias": Part.AFFINE, "num_batches_tracked": Part.COUNTERS}
+    for layer in network.modules():
+        entries = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        for name, value in entries:
+            normal = isinstance(layer, _BatchNorm)
+            part = fates.get(name, Part.STATISTICS) if normal else Part.REST
+            counts[part] += value.numel()
+    found = inspect_model(network, "fedavg", 2, config)
+    assert {part: found.floats[part] + found.counters[part] for part in Part} == counts

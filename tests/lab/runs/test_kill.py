@@ -17,12 +17,12 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks/kill_and_resume.py"
 
 
 def test_a_killed_run_resumes_to_the_same_bits(at_once: dict[str, str]) -> None:
-    options = ["--methods", "scaffold", "--kills", "3", "--rounds", "8", "--every", "2"]
+    options = ["--methods", "scaffold", "--kills", "2", "--rounds", "8", "--every", "2"]
     command = ["python", str(SCRIPT), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=at_once)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
-    assert [(row[0], row[2], row[6]) for row in rows] == [("scaffold", "3", "yes")]
+    assert [(row[0], row[2], row[6]) for row in rows] == [("scaffold", "2", "yes")]
     assert all(int(row[3]) > 0 for row in rows), "none was resumed from a checkpoint"
 
 
@@ -71,8 +71,8 @@ def test_a_sweep_that_was_killed_twice_has_the_tables_of_one_that_was_not(
     at_once: dict[str, str], tmp_path: Path
 ) -> None:
     base = {"num-clients": 3, "local-steps": 1, "batch-size": 8, "learning-rate": 0.1, "eval-every": 10}
-    base |= {"num-server-rounds": 30, "checkpoint-every": 5}
-    content = {"name": "killed", "base": base, "seeds": [0, 1], "target": 20, "paper": {"FedBN/all": 50}}
+    base |= {"num-server-rounds": 20, "checkpoint-every": 5}
+    content = {"name": "killed", "base": base, "seeds": [0], "target": 20, "paper": {"FedBN/all": 50}}
     content |= {"methods": {"FedBN": {"strategy": "fedbn"}, "FixBN": {"strategy": "fixbn", "freeze-at": 0.5}}}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
 
@@ -84,7 +84,7 @@ def test_a_sweep_that_was_killed_twice_has_the_tables_of_one_that_was_not(
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole)[0].wait(60) == 0
-    for run in ("FedBN/all/seed-0", "FixBN/all/seed-1"):
+    for run in ("FedBN/all/seed-0", "FixBN/all/seed-0"):
         process, group = start(killed)
         await_that(lambda run=run: len(read_metrics(killed / run / "metrics.jsonl")) > 6)
         pid = int(group.read_text())

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedbn_flwr.client import torch_client
-from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.runs import centralized
-from fedbn_flwr.lab.runs.run import run
 
 SETTINGS: dict[str, Any] = {"num-clients": 2, "num-server-rounds": 4, "local-steps": 1, "batch-size": 8}
 COMMAND = """
@@ -29,70 +22,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from fedbn_flwr.lab.cli import app
 app()
 """
-METHODS: dict[str, dict[str, Any]] = {
-    "fedbn": {},
-    "scaffold": {},
-    "fixbn": {"freeze-at": 3},
-    "fedtan": {},
-    "fedavgm": {},
-    "fedbs": {},
-    "centralized": {"sgd-momentum": 0.9},
-}
 
 
 def checkpoints(out: Path) -> list[str]:
     return sorted(path.stem for path in (out / "checkpoint").glob("round-*.safetensors"))
-
-
-def sha256(out: Path) -> str:
-    return json.loads((out / "summary.json").read_text())["sha256"]
-
-
-def press_in_round_3(strategy: str, patch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the second client's training of round 3, when the first client has written its part of that round."""
-    module, at = (centralized, 3) if strategy == "centralized" else (torch_client, 6)
-    plain, calls = module.train, itertools.count(1)
-
-    def train(*args: Any, **options: Any) -> Any:
-        if next(calls) == at:
-            signal.raise_signal(signal.SIGINT)  # for the main thread: clients have threads of their own
-            time.sleep(0.3)
-        return plain(*args, **options)
-
-    patch.setattr(module, "train", train)
-
-
-@pytest.fixture(autouse=True)
-def _unignored() -> Iterator[None]:
-    """Ctrl-C raises: xdist's processes, and those of a shell's job, ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("strategy", METHODS)
-def test_the_last_whole_round_is_saved_and_continued_to_the_same_bits(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config.make({**SETTINGS, **METHODS[strategy], "strategy": strategy, "checkpoint-every": 100})
-    run(config, tmp_path / "whole", workers=0)
-    with monkeypatch.context() as patch:
-        press_in_round_3(strategy, patch)
-        with pytest.raises(KeyboardInterrupt):
-            run(config, tmp_path / "out", workers=0)
-    assert [line["round"] for line in read_metrics(tmp_path / "out/metrics.jsonl")] == [1, 2]
-    assert checkpoints(tmp_path / "out") == ["round-000000", "round-000002"]
-    run(config.model_copy(update={"resume": True}), tmp_path / "out", workers=0)
-    assert sha256(tmp_path / "out") == sha256(tmp_path / "whole")
-
-
-def test_without_checkpoints_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config.make({**SETTINGS, "checkpoint-every": 0})
-    with monkeypatch.context() as patch:
-        press_in_round_3("fedavg", patch)
-        with pytest.raises(KeyboardInterrupt):
-            run(config, tmp_path / "out", workers=0)
-    assert checkpoints(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize(("kind", "code", "workers"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 0)])

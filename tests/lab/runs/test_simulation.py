@@ -14,8 +14,7 @@ import pytest
 from fedbn_flwr.engines.flower_run import flower_run
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.runs.run import preflight, run
-from fedbn_flwr.lab.runs.simulation import simulate
+from fedbn_flwr.lab.runs.run import run
 
 pytestmark = pytest.mark.simulation
 
@@ -70,20 +69,6 @@ def test_masked_sums_give_the_bits_of_the_run_in_process(tmp_path: Path, same_ru
     summary = json.loads((out / "summary.json").read_text())
     same_run(summary, run(Config.make(settings), tmp_path / "in-process"))
     assert summary["rejected"] == 0
-
-
-@pytest.mark.slow
-def test_the_simulation_engine_with_two_actors_gives_the_bits_of_the_run_in_process(
-    in_process: dict[str, Any], tmp_path: Path, same_run
-) -> None:
-    """``fedbn-flwr run --engine simulation``: the app from the installed package, without the repository."""
-    seen: list[Any] = []
-    federation = {"client-resources-num-cpus": 1, "init-args-num-cpus": 2}
-    out = tmp_path / "out"
-    config = preflight(Config.make(SETTINGS), out).config
-    same_run(simulate(config, out, seen.append, federation), in_process)
-    assert [line["round"] for line in seen] == [1, 2]
-    assert "Starting fedbn strategy" in (out / "flower.log").read_text()
 
 
 @pytest.mark.slow  # tests/lab/runs/test_cluster.py continues one on a cluster
