@@ -20,7 +20,6 @@ from fedbn_flwr.errors import MaskingError
 from fedbn_flwr.messages.kinds import of_kind
 from fedbn_flwr.messages.protocol import (
     APPLIED,
-    ATTEMPT,
     EXCHANGE,
     INFO,
     LOCAL_BEGAN,
@@ -81,8 +80,6 @@ def masked_update(message: Message, context: Context, call_next: ClientAppCallab
         return call_next(message, context)
     party = _party(context, config)
     masking = _Masking(party, config, context)
-    if config.get(ATTEMPT, 0):
-        raise MaskingError("a synchronised step with masks is not repeated: its sums would differ by a client's")
     key, before = _received(message, context)
     with wrap_reducers(masking.reducer):
         reply = call_next(message, context)
@@ -146,12 +143,8 @@ class _MaskedReducer:
     def __init__(self, reducer: Reducer, masking: _Masking) -> None:
         self._reducer = reducer
         self._masking = masking
-        self._begun = False
 
     def begin(self) -> int:
-        if self._begun:
-            raise MaskingError("a synchronised step with masks is not repeated: its sums would differ by a client's")
-        self._begun = True
         return self._reducer.begin()
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:

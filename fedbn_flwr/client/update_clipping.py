@@ -43,6 +43,6 @@ def clipped_update(message: Message, context: Context, call_next: ClientAppCalla
             )
         sent = {name: before[name] for name in state}
         coordinates = Coordinates(sent, split_state(sent))
-        update = clipped(coordinates.update(state), float(config[CLIP]))
+        update, _ = clipped(coordinates.update(state), float(config[CLIP]))
         reply.content[key] = to_record(coordinates.state(update, 0.0))
     return reply

@@ -25,7 +25,7 @@ __all__ = ["PrivacyAccountant", "require_dp_accounting"]
 
 _KEY = "noise-multiplier"  # of a line of the file
 _LARGEST_NOISE = 1e4
-_PRECISION = 1e-3  # of a noise multiplier that is searched, relative to it
+_MARGIN = 1 + 1e-6  # for the rounding of the noise for an epsilon
 
 
 @dataclass
@@ -74,8 +74,7 @@ class PrivacyAccountant:
             return 0.0
         if 0 in releases:
             return math.inf
-        precision = math.fsum((1 / noise) ** 2 for noise in releases)
-        return float(gaussian(1 / math.sqrt(precision), self.delta))
+        return float(gaussian(1 / math.sqrt(self._precision(releases)), self.delta))
 
     def noise_for(self, epsilon: float, num_releases: int) -> float:
         """Return the smallest noise multiplier with which so many further releases cost at most ``epsilon`` in total.
@@ -83,18 +82,16 @@ class PrivacyAccountant:
         Raises:
             ConfigError: no noise multiplier up to 10,000 is enough.
         """
-        low, high = 0.0, 1.0
-        while self.epsilon([high] * num_releases) > epsilon:
-            low, high = high, 2 * high
-            if high > _LARGEST_NOISE:
-                raise ConfigError(f"dp-target-epsilon={epsilon} over {num_releases} rounds needs more noise than 10000")
-        while high - low > _PRECISION * high:
-            middle = (low + high) / 2
-            if self.epsilon([middle] * num_releases) > epsilon:
-                low = middle
-            else:
-                high = middle
-        return high
+        sigma = float(require_dp_accounting().get_sigma_gaussian(epsilon, self.delta))
+        left = sigma**-2 - self._precision(self.releases)
+        noise = math.sqrt(num_releases / left) * _MARGIN if left > 0 else math.inf
+        if noise > _LARGEST_NOISE:
+            raise ConfigError(f"dp-target-epsilon={epsilon} over {num_releases} rounds needs more noise than 10000")
+        return noise
+
+    def _precision(self, releases: Sequence[float]) -> float:
+        """Return 1 / z^2 of the one noise that these releases come to."""
+        return math.fsum((1 / noise) ** 2 for noise in releases)
 
 
 def _line(noise_multiplier: float) -> str:

@@ -18,17 +18,18 @@ clients, so they cost no privacy.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from fedbn_flwr.batchnorm.averaging import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Key
 
-__all__ = ["CLIP", "STATISTICS_SCALE", "Coordinates", "E", "Update", "add_clipped", "clipped", "norm"]
+__all__ = ["CLIP", "STATISTICS_SCALE", "Coordinates", "E", "Update", "clipped", "norm"]
 
-Update = Mapping[str, Array]  # float64, by entry; of a complex entry its real and imaginary parts
+Update = Mapping[str, Array]  # float64, by entry
 
 CLIP = Key("fedbn-flwr.dp-clipping-norm", "float: C", "server", "client")
 
@@ -44,8 +45,10 @@ class Coordinates:
         before: the shared entries of the global state before the round.
         parts: the split; running statistics of layers like BatchNorm (InstanceNorm) are found by their names.
         fixed: entries that no client changes: they have no coordinates and keep their value.
-        tied: entries that are the same tensor as another one, and that one: they have its coordinates.
         scale: s, the weight of running statistics; 1 where no norm is limited.
+
+    Raises:
+        ConfigError: an entry is complex.
     """
 
     def __init__(
@@ -53,16 +56,15 @@ class Coordinates:
         before: State,
         parts: Parts,
         fixed: Collection[str] = (),
-        tied: Mapping[str, str] | None = None,
         scale: float = STATISTICS_SCALE,
     ) -> None:
         self._before = before
-        self._tied = {name: first for name, first in (tied or {}).items() if name in before}
-        self._units: dict[str, Array | float] = {
-            name: 1.0
-            for name, array in before.items()
-            if array.dtype.kind in "fc" and name not in fixed and name not in self._tied
-        }
+        self._units: dict[str, Array | float] = {}
+        for name, array in before.items():
+            if array.dtype.kind == "c":
+                raise ConfigError(f"entry '{name}' is complex: dp and masked-sums=true take real numbers")
+            if array.dtype.kind == "f" and name not in fixed:
+                self._units[name] = 1.0
         self._variances = set()
         for mean, variance in {*split_state(before).moments(), *parts.moments()}:
             if mean in self._units and variance in self._units:
@@ -72,12 +74,12 @@ class Coordinates:
 
     def update(self, state: State) -> dict[str, Array]:
         """Return the update of a client's state, which has the entries and shapes of the state before."""
-        return {name: (_real(state[name]) - _real(self._before[name])) / unit for name, unit in self._units.items()}
+        return {name: (_wide(state[name]) - _wide(self._before[name])) / unit for name, unit in self._units.items()}
 
     def rounding(self) -> float:
         """Return how long an update can be that the rounding of the state's dtypes alone makes."""
         lengths = [
-            float(np.finfo(self._before[name].dtype).eps * np.linalg.norm(_real(self._before[name]) / unit))
+            float(np.finfo(self._before[name].dtype).eps * np.linalg.norm(_wide(self._before[name]) / unit))
             for name, unit in self._units.items()
         ]
         return math.hypot(*lengths)
@@ -92,25 +94,16 @@ class Coordinates:
         state = dict(self._before)
         for name, unit in self._units.items():
             like = self._before[name]
-            moved: Array = _real(like) + update[name] * unit
+            moved: Array = _wide(like) + update[name] * unit
             if name in self._variances:
                 moved = _bounded(_above_zero(moved, np.asarray(deviation * unit)), like)
-            if like.dtype.kind == "c":
-                moved = moved.view(np.complex128).reshape(like.shape)
             state[name] = moved.astype(like.dtype)
-        return state | {name: state[first] for name, first in self._tied.items()}
+        return state
 
 
 def norm(update: Update) -> float:
     """Return the Euclidean norm of all coordinates together."""
     return math.sqrt(sum(float(np.vdot(entry, entry)) for entry in update.values()))
-
-
-def _real(array: Array) -> Array:
-    """Return the values in float64; a complex array has one more dimension, for real and imaginary part."""
-    if array.dtype.kind == "c":
-        return np.ascontiguousarray(array, np.complex128)[..., None].view(np.float64)
-    return array.astype(np.float64)
 
 
 def _above_zero(variance: Array, deviation: Array) -> Array:
@@ -126,29 +119,17 @@ def _bounded(variance: Array, before: Array) -> Array:
     return np.where((before >= low) & (before <= high), np.clip(variance, low, high), variance)
 
 
-def clipped(update: Update, clipping_norm: float) -> dict[str, Array]:
-    """Return the update, scaled to ``clipping_norm`` if it is longer; zero if its length is not finite."""
-    factor, _ = _factor(update, clipping_norm)
-    return {name: factor * array if factor else np.zeros_like(array) for name, array in update.items()}
+def clipped(update: Update, clipping_norm: float) -> tuple[dict[str, Array], bool]:
+    """Return the update, scaled to ``clipping_norm`` if it is longer, and whether it was not longer.
 
-
-def add_clipped(total: dict[str, Array], updates: Iterable[Update], clipping_norm: float) -> int:
-    """Add the clipped updates to ``total``, which is changed; return how many were not longer than C."""
-    fitting = 0
-    for update in updates:
-        factor, fits = _factor(update, clipping_norm)
-        fitting += fits
-        for name, array in update.items() if factor else ():
-            total[name] += factor * array
-    return fitting
-
-
-def _factor(update: Update, clipping_norm: float) -> tuple[float, bool]:
-    """Return the factor that brings an update to ``clipping_norm`` if it is longer, and whether it was not longer.
-
-    The factor of an update whose length is not finite is 0.
+    An update whose length is not finite is replaced by zero.
     """
     length = norm(update)
     if not math.isfinite(length):
-        return 0.0, False
-    return min(1.0, clipping_norm / length) if length else 1.0, length <= clipping_norm
+        return {name: np.zeros_like(array) for name, array in update.items()}, False
+    factor = clipping_norm / max(length, clipping_norm)
+    return {name: factor * array for name, array in update.items()}, length <= clipping_norm
+
+
+def _wide(array: Array) -> Array:
+    return array.astype(np.float64)

@@ -47,11 +47,11 @@ from typing import Any
 
 import numpy as np
 
-from fedbn_flwr.batchnorm.averaging import Array, State
+from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError
 from fedbn_flwr.privacy.accounting import PrivacyAccountant, require_dp_accounting
-from fedbn_flwr.privacy.coordinates import CLIP, STATISTICS_SCALE, Coordinates, add_clipped, norm
+from fedbn_flwr.privacy.coordinates import CLIP, STATISTICS_SCALE, Coordinates, clipped, norm
 from fedbn_flwr.privacy.noise import Noise, SystemNoise
 from fedbn_flwr.privacy.settings import DPSettings, dp_conflicts
 from fedbn_flwr.server.method import Reply
@@ -85,7 +85,6 @@ class ClientLevelDP(Protection):
         file: a file for the releases, see ``PrivacyAccountant``.
         fixed: names of the entries that no client trains (a frozen backbone, a constant buffer): they get no noise, and
             a reply that changed them is refused. ``fixed_entries(model)`` of ``fedbn_flwr.batchnorm.parts`` finds them.
-        tied: names of the entries that are the same tensor as another one, and its name.
 
     Attributes:
         clipping_norm: C of the next round.
@@ -105,10 +104,8 @@ class ClientLevelDP(Protection):
         noise: Noise | None = None,
         file: Path | None = None,
         fixed: Collection[str] = (),
-        tied: Mapping[str, str] | None = None,
     ) -> None:
         self.settings, self.noise, self._fixed = settings, noise or SystemNoise(), frozenset(fixed)
-        self._tied = dict(tied or {})
         if problems := dp_conflicts(settings):
             raise ConfigError("\n".join(problems))
         if settings.dp_noise_multiplier or settings.dp_target_epsilon:
@@ -163,8 +160,12 @@ class ClientLevelDP(Protection):
         """Return one reply: the state of the average of the clipped updates, with noise."""
         self._release(run)
         asked, coordinates = run.report.asked, self._coordinates(run, before)
-        total: dict[str, Array] = {name: 0 * array for name, array in coordinates.update(before).items()}
-        fitting = add_clipped(total, (coordinates.update(reply.state) for reply in replies), self.clipping_norm)
+        total, fitting = {name: 0 * array for name, array in coordinates.update(before).items()}, 0
+        for reply in replies:
+            update, fits = clipped(coordinates.update(reply.state), self.clipping_norm)
+            fitting += fits
+            for name, array in update.items():
+                total[name] += array
         of_bits, of_updates = self._split(self.noise_multiplier or 0.0, asked)
         deviation = of_updates * self.clipping_norm / asked
         average = {name: array / asked + deviation * self.noise.normal(array.shape) for name, array in total.items()}
@@ -182,7 +183,7 @@ class ClientLevelDP(Protection):
     def _coordinates(self, run: Run, before: State) -> Coordinates:
         part_of, local = run.parts.part_of, run.methods.local
         shared = {name: array for name, array in before.items() if part_of[name] not in local}
-        return Coordinates(shared, run.parts, self._fixed, self._tied)
+        return Coordinates(shared, run.parts, self._fixed)
 
     def _split(self, noise_multiplier: float, asked: int) -> tuple[float, float]:
         """Return the deviation of the noise in the sum of bits, and z_u; without adaptive clipping 0 and z."""

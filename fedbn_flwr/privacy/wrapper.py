@@ -1,15 +1,12 @@
-"""``DPWrapper``: a strategy with client-level differential privacy, used as Flower's own wrappers are."""
+"""``DPWrapper``: a strategy with client-level differential privacy."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
-from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.privacy.differential import ClientLevelDP
@@ -20,7 +17,7 @@ from fedbn_flwr.server.strategy import Strategy
 __all__ = ["DPWrapper"]
 
 
-class DPWrapper(FlowerStrategy):
+class DPWrapper:
     """A strategy of this package with client-level differential privacy.
 
     ::
@@ -40,8 +37,6 @@ class DPWrapper(FlowerStrategy):
         noise: for tests: another source of noise than the operating system. No epsilon is stated then.
         file: a file for the releases, which a run that is killed and resumed needs: it repeats rounds.
         fixed: names of the entries that no client trains (``fixed_entries(model)``); they get no noise.
-        tied: names of the entries that share a tensor with another one, and that one's (``tied_entries(model)``): they
-            get one noise.
         clipping: "fixed", or "adaptive": C follows the median of the updates' norms.
         delta: delta for which epsilon is stated, well below 1 / number of clients.
         target_epsilon: choose z so that all rounds cost this epsilon, in place of ``noise_multiplier``; 0 = do not.
@@ -60,7 +55,6 @@ class DPWrapper(FlowerStrategy):
         noise: Noise | None = None,
         file: Path | None = None,
         fixed: Collection[str] = (),
-        tied: Mapping[str, str] | None = None,
         clipping: Literal["fixed", "adaptive"] = "fixed",
         delta: float = 1e-5,
         target_epsilon: float = 0.0,
@@ -80,7 +74,7 @@ class DPWrapper(FlowerStrategy):
             dp_delta=delta,
             dp_target_epsilon=target_epsilon,
         )
-        self.privacy = ClientLevelDP(chosen, noise, file, fixed, tied)
+        self.privacy = ClientLevelDP(chosen, noise, file, fixed)
         self.strategy = strategy
         strategy.protect(self.privacy)
 
@@ -91,29 +85,3 @@ class DPWrapper(FlowerStrategy):
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """Run the rounds; see ``FedAvg.start``."""
         return self.strategy.start(*args, **kwargs)
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """See ``flwr.serverapp.strategy.Strategy``; so also the calls below."""
-        return self.strategy.configure_train(server_round, arrays, config, grid)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the new model, from the noisy average of the clipped updates."""
-        return self.strategy.aggregate_train(server_round, replies)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Return no messages: the clients' metrics are withheld."""
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return the average of the clients' metrics."""
-        return self.strategy.aggregate_evaluate(server_round, replies)
-
-    def summary(self) -> None:
-        """Log the settings."""
-        self.strategy.summary()

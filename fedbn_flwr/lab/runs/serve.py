@@ -193,11 +193,13 @@ def _protection(config: Config, out: Path, model: nn.Module) -> Protection | Non
     """Return the protection of the clients' replies; None if there is none."""
     clients = None
     if config.dp != "off":
+        if tied := tied_entries(model):
+            name, first = next(iter(tied.items()))
+            raise ConfigError(f"dp={config.dp}: entries '{first}' and '{name}' are one tensor and would get two noises")
         clients = ClientLevelDP(
             method_of(config).dp,
             file=out / PRIVACY,
             fixed=fixed_entries(model) - moved_buffers(model, config),
-            tied=tied_entries(model),
         )
     if config.masked_sums:
         return MaskedSums(method_of(config).masks, clients)
