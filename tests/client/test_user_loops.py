@@ -5,6 +5,7 @@ The oracle of a method is ``TorchClient`` with the same data and the same batche
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.clientapp import ClientApp
+from torch import nn
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.mods import local_bn
@@ -205,9 +207,14 @@ TABLE: dict[str, Any] = {
 }
 
 
+def copies_of(model: nn.Module) -> Callable[[], nn.Module]:
+    """Builds a model that draws nothing: a thread of the run before may still put the generators back."""
+    return lambda: copy.deepcopy(model)
+
+
 @pytest.fixture
 def ways(federate, run_app, run_legacy_loop, user_app, datasets, mlp, wsconv_net) -> Ways:
-    return Ways(federate, run_app, run_legacy_loop, user_app, datasets, mlp, wsconv_net)
+    return Ways(federate, run_app, run_legacy_loop, user_app, datasets, copies_of(mlp()), copies_of(wsconv_net()))
 
 
 @pytest.mark.parametrize(("way", "name"), [(way, name) for way, names in TABLE.items() for name in names])
