@@ -115,47 +115,21 @@ def test_augmentation_applies_to_training_only(quick_config) -> None:
     assert torch.equal(test.batch(positions, torch.Generator().manual_seed(0))[0], test.batch(positions)[0])
 
 
-RANGE = "num-partitions must be a whole number from 1, and partition-id a smaller one from 0"
-
-
 @pytest.mark.parametrize(
-    ("node_config", "message"),
+    ("node_config", "named"),
     [
-        (
-            {"partition-id": 0},
-            "'num-partitions' is missing from the node's config. Start the SuperNode with --node-config "
-            "'partition-id=0 num-partitions=3' (its own number and the number of nodes), or with --node-config "
-            "'partition-id=0 data-path=\"/its/own/data\"'.",
-        ),
-        (
-            {"partition-id": 2, "num-partitions": 2},
-            f"partition-id=2 num-partitions=2 in the node's config: {RANGE}",
-        ),
-        (
-            {"partition-id": 0, "num-partitions": 2.5},
-            f"partition-id=0 num-partitions=2.5 in the node's config: {RANGE}",
-        ),
-        (
-            {"partition-id": "a", "num-partitions": 2},
-            "partition-id='a' of the node's config must be a whole number from 0",
-        ),
-        (
-            {"partition-id": 0, "num-partitions": 2, "dataset-path": "of another app", "data_path": "/x.npz"},
-            "unknown key of the node's config 'data_path'. Did you mean 'data-path'? Allowed: "
-            "allow-modules, allow-paths, data-classes, data-path, num-partitions, partition-id, report-data, "
-            "state-dir.",
-        ),
-        (
-            {"partition-id": 0, "num-partitions": 2, "state-dir": "parts"},
-            "state-dir='parts' is relative; write an absolute path",
-        ),
+        ({"partition-id": 0}, "num-partitions"),
+        ({"partition-id": 2, "num-partitions": 2}, "partition-id=2"),
+        ({"partition-id": 0, "num-partitions": 2.5}, "num-partitions=2.5"),
+        ({"partition-id": "a", "num-partitions": 2}, "partition-id='a'"),
+        ({"partition-id": 0, "num-partitions": 2, "dataset-path": "of another app", "data_path": "/x"}, "'data-path'"),
+        ({"partition-id": 0, "num-partitions": 2, "state-dir": "parts"}, "state-dir='parts'"),
     ],
 )
-def test_a_node_whose_config_cannot_be_is_refused_with_advice(node_config, message: str, quick_config) -> None:
+def test_a_node_whose_config_cannot_be_is_refused_with_advice(node_config, named: str, quick_config) -> None:
     """The text does not name the node: all nodes with the fault raise the same, which ends the run."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=named):
         client_fn(context(quick_config(), **node_config))
-    assert str(caught.value) == message
 
 
 def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) -> None:

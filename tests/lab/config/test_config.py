@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,10 @@ from flwr.common.config import parse_config_args
 
 from fedbn_flwr.engines.flower_run import toml_pairs
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import CENTRALIZED, Config, learning_rate_of, method_of
+from fedbn_flwr.lab.config import Config, learning_rate_of, method_of
 from fedbn_flwr.lab.config.fields import config_fields
 from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
 from fedbn_flwr.lab.setup import local_training
-from fedbn_flwr.server.params import EVALUATIONS
 from fedbn_flwr.strategies import STRATEGIES, combined
 
 ROOT = Path(__file__).parents[3]
@@ -106,49 +106,6 @@ def test_to_mapping_can_be_read_again(settings: dict[str, Any]) -> None:
     assert Config.make(received, complete=True) == config
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"proximal-mu": 0.1}, "proximal-mu=0.1 has no effect: it is for fedprox, fedbs"),
-        ({"strategy": "fedavg", "tau": 0.1}, "tau=0.1 has no effect: it is for fedadam, fedyogi, fedadagrad"),
-        ({**FIXBN, "freeze-window": 5}, "freeze-window=5 has no effect: it is for freeze-at=auto"),
-        ({"strategy": "fedbn", "variance": "pooled"}, "fedbn averages no running variances"),
-        ({"strategy": "fedtan", "fedtan-bind": "0.0.0.0:9"}, "it is for fedtan-transport=channel"),
-        ({"strategy": "staticbn", "bn-momentum": 0.5}, "staticbn tracks no running variances in training"),
-        (
-            {"lr-decay-at": "freeze"},
-            "lr-decay-at='freeze' has no effect: freeze is for fixbn and fedtan2, and fedavg never freezes BN",
-        ),
-        ({"lr-decay-at": "3,freeze"}, "lr-decay-at='3,freeze' has no effect: freeze is for fixbn and fedtan2"),
-        ({"strategy": CENTRALIZED, "lr-decay-at": "3,freeze"}, "and centralized never freezes BN"),
-        ({"strategy": CENTRALIZED, "eval-on": "averaged-bn"}, "strategy=centralized has one model: use tests"),
-        ({"norm": "group", "variance": "pooled"}, "variance='pooled' has no effect: it is for norm=batch"),
-        ({"strategy": "fixbn", "client-hooks": "fixbn"}, "fixbn: named twice in strategy, local-part"),
-        ({"norm-groups": 4}, "norm-groups=4 has no effect: it is for norm=group and group+ws"),
-        ({"optimizer": "adamw", "sgd-momentum": 0.9}, "sgd-momentum=0.9 has no effect: it is for optimizer=sgd"),
-        (
-            {"strategy": "scaffold", "optimizer": "adam"},
-            "mean gradients under SGD only: optimizer=adam must be sgd",
-        ),
-        ({"momentum-scope": "local", "optimizer": "adam"}, "momentum-scope=local keeps SGD's momentum, and optimizer="),
-        ({"norm": "group", "bn-momentum": 0.5}, "bn-momentum=0.5 has no effect: it is for norm=batch"),
-        ({"partition": "iid", "classes-per-client": 3}, "classes-per-client=3 has no effect: it is for partition="),
-        ({"local-epochs": 2, "sampling": "without-replacement"}, "has no effect: it is for local-steps"),
-        ({"data-dir": "/data"}, "data-dir='/data' has no effect: dataset=digits needs no files"),
-        ({"model": "lenet", "image-size": 20}, "image-size=20 has no effect: model=lenet takes images of 28 pixels"),
-        ({"strategy": CENTRALIZED, "fraction-train": 0.5}, "strategy=centralized has no clients"),
-        (
-            {"strategy": "fixbn", "client-hooks": "fedtan"},
-            "fixbn and fedtan cannot be combined: both decide the statistics",
-        ),
-        ({"server-step": "fedprox"}, "unknown server-step 'fedprox'. Allowed: fedadagrad, fedadam, fedavgm, fedyogi."),
-        ({"local-part": "fedadam"}, "unknown local-part 'fedadam'. Allowed: fedbn, mtfl, silobn."),
-    ],
-)
-def test_a_key_that_was_set_and_has_no_effect_is_refused(settings: dict[str, Any], line: str) -> None:
-    assert [text for text in refused(settings) if line in text], refused(settings)
-
-
 def test_a_shared_key_without_effect_is_left_out_and_named() -> None:
     shared = {"proximal-mu": 0.1, "freeze-at": 5, "seed": 3}
     config, dropped = Config.make_of_shared(shared, {"strategy": "fedprox"})
@@ -226,101 +183,29 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "line"),
+    ("content", "named"),
     [
-        ({"local_steps": 3}, "unknown key 'local_steps'. Did you mean 'local-steps'?"),
-        (
-            {"strategy": "fedtan", "fedtan-transport": "messages", "fedtan-exchange": "channel"},
-            "fedtan-exchange=channel and fedtan-transport=messages are both set; fedtan-exchange is the old name: "
-            "remove it",
-        ),
-        ({7: 3}, "unknown key '7'. See docs/config.md for all keys."),
-        ({"freeze-at": -1}, "freeze-at: -1 is not a round; the first is 1, and 0 freezes from the start"),
-        ({"freeze-at": 1.5}, "freeze-at: 1.5 is not a fraction in [0, 1]; for a round write an int"),
-        (
-            {"freeze-at": "half"},
-            "freeze-at: 'half' is not a round (int), a fraction of the rounds (float in [0, 1]) or 'auto'",
-        ),
-        ({"batch-size": True}, "batch-size: true is neither a number nor text"),
-        ({"freeze-at": False}, "freeze-at: false is neither a number nor text"),
-        ({"learning-rate": float("inf")}, "learning-rate=inf: input should be a finite number"),
-        ({"learning-rate": 0}, "learning-rate=0: input should be greater than 0"),
-        ({"variance": "mode"}, "variance='mode': input should be 'mean' or 'pooled'"),
-        ({"eval-on": "global,own"}, f"unknown eval-on 'own'. Allowed: {', '.join(sorted(EVALUATIONS))}."),
-        ({"num-classes": 5}, "num-classes=5 is fewer than the 10 of dataset=digits"),
-        ({"local-epochs": 0}, "local-steps and local-epochs are both 0: nothing to train; set one of them above 0"),
-        (
-            {"strategy": "fixbn", "freeze-at": "auto", "freeze-window": 30},
-            "freeze-window=30 must be below num-server-rounds=20 for freeze-at=auto",
-        ),
-        (
-            {"strategy": "fedtan2", "fedtan-rounds": "auto", "freeze-window": 20},
-            "freeze-window=20 must be below num-server-rounds=20 for fedtan-rounds=auto",
-        ),
+        (b"- a\n- b\n", "not list"),
+        (b"a: [", "config "),
+        (b"\x89PNG\r\n\x1a\n", "UTF-8"),
+        (b"a: \xff", "UTF-8"),
+        ("seed: 1".encode("utf-16"), "UTF-8"),
+        (b"series: 2026-13-45", "month"),
+        (b"learning-rate: 0.1\nlearning-rate: 0.2\n", "line 2: 'learning-rate' is also in line 1"),
+        (b"seed: 1\n\n'seed': 2", "line 3: 'seed' is also in line 1"),
+        (b"{seed: 1, seed: 2}", "line 1: 'seed' is also in line 1"),  # YAML readers take the last one, silently
     ],
 )
-def test_a_problem_is_reported(values: dict[str, Any], line: str) -> None:
-    assert refused(values) == [line]
-
-
-def test_a_list_or_null_is_refused() -> None:
-    assert refused({"eval-on": ["global"], "data-dir": None}) == [
-        "eval-on=['global']: input should be a valid string",
-        "data-dir=None: input should be a valid string",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("- a\n- b\n", "must be a mapping of keys to values, not list"), ("a: [", "config ")]
-)
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        Config.load(path)
-
-
-def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
-    """YAML readers take the last one, silently."""
-    path = tmp_path / "config.yaml"
-    path.write_text("learning-rate: 0.1\nseed: 1\nlearning-rate: 0.2\n'seed': 2\nseed: 3\n")
-    with pytest.raises(ConfigError) as caught:
-        Config.load(path)
-    assert str(caught.value).split("\n") == [
-        f"config {path}: line 3: 'learning-rate' is also in line 1; remove one of them",
-        f"config {path}: line 4: 'seed' is also in line 2; remove one of them",
-        f"config {path}: line 5: 'seed' is also in line 2; remove one of them",
-    ]
-    path.write_text("{seed: 1, seed: 2}")
-    with pytest.raises(ConfigError, match="line 1: 'seed' is also in line 1"):
-        Config.load(path)
-
-
-@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n", b"a: \xff", "seed: 1".encode("utf-16")])
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes, named: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"^config .*config.yaml is not a text file in UTF-8: .* can't decode byte"):
+    with pytest.raises(ConfigError, match=named):
         Config.load(path)
 
 
-def test_a_value_that_is_no_date_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("series: 2026-13-45")
-    with pytest.raises(ConfigError, match=r"^config .*: month must be in 1..12"):
-        Config.load(path)
-    with pytest.raises(ConfigError, match=r"^--set 'series=2026-13-45': month must be in 1..12"):
-        Config.load(None, ["series=2026-13-45"])
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        Config.load(tmp_path / "config.yaml")
-
-
-@pytest.mark.parametrize(("override", "message"), [("seed", "must be key=value"), ("seed=[", "--set 'seed='")])
-def test_an_override_that_cannot_be_read_is_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("[", r"\[").replace("seed='", r"seed=\['")):
+@pytest.mark.parametrize("override", ["seed", "seed=[", "series=2026-13-45"])
+def test_an_override_that_cannot_be_read_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=f"--set '{re.escape(override)}'"):
         Config.load(None, [override])
 
 
@@ -350,17 +235,11 @@ def test_local_steps_replace_the_default_epochs() -> None:
     assert Config.make({"local-epochs": 3}).local_epochs == 3
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_both_local_steps_and_local_epochs_are_an_error(epochs: int) -> None:
-    line = f"local-steps=5 and local-epochs={epochs} are both set; set one of them"
-    assert refused({"local-steps": 5, "local-epochs": epochs}) == [line]
-
-
 def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
     everything = Config.make({}).to_mapping()
     assert Config.make({**everything, "local-steps": 5}, complete=True).local_steps == 5
-    line = "local-steps=5 and local-epochs=2 are both set; set one of them"
-    assert refused({**everything, "local-steps": 5, "local-epochs": 2}, complete=True) == [line]
+    (line,) = refused({**everything, "local-steps": 5, "local-epochs": 2}, complete=True)
+    assert "local-steps=5 and local-epochs=2 are both set" in line
 
 
 @pytest.mark.parametrize(
@@ -390,12 +269,6 @@ def test_fedtan2s_learning_rates_of_the_paper() -> None:
 
 def test_a_fraction_is_read_as_the_decimal_written() -> None:
     assert learning_rate_of(Config.make({"lr-decay-at": "0.29", "num-server-rounds": 100})).decay_after == (29,)
-
-
-@pytest.mark.parametrize("factor", ["0.1,0.2", "", "-1", "0", "x"])
-def test_decay_factors_that_do_not_fit_are_refused(factor: str) -> None:
-    line = f"lr-decay-factor={factor!r} must be one number above 0, or one for each of the 3 entries of lr-decay-at"
-    assert refused({"lr-decay-at": "1,2,3", "lr-decay-factor": factor}) == [line]
 
 
 @pytest.mark.parametrize("value", [7, 0, 0.3, 1.0, "auto"])

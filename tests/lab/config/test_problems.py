@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, GROUPS, Config
 from fedbn_flwr.lab.config.checks import defaults_of
 from fedbn_flwr.lab.config.fields import config_fields, methods_with, only_if_of
@@ -132,6 +130,40 @@ def test_the_rest_is_told_with_torch(case: str) -> None:
     assert want is None or found == [want]
 
 
+AUTO = {"freeze-window": 30}  # of 20 rounds
+FURTHER: list[tuple[dict[Any, Any], str, str]] = [
+    ({"strategy": "fedavg", "tau": 0.1}, "no-effect", "tau"),
+    ({"strategy": "fedbn", "variance": "pooled"}, "no-effect", "variance"),
+    ({"strategy": "fedtan", "fedtan-bind": "0.0.0.0:9"}, "no-effect", "fedtan-bind"),
+    ({"strategy": "staticbn", "bn-momentum": 0.5}, "no-effect", "bn-momentum"),
+    ({"lr-decay-at": "3,freeze"}, "no-effect", "lr-decay-at"),
+    ({"strategy": CENTRALIZED, "lr-decay-at": "3,freeze"}, "no-effect", "lr-decay-at"),
+    ({"strategy": CENTRALIZED, "eval-on": "averaged-bn"}, "no-effect", "eval-on"),
+    ({"strategy": "scaffold", "optimizer": "adam"}, "needs-sgd", "strategy"),
+    ({"momentum-scope": "local", "optimizer": "adam"}, "momentum-without-sgd", "strategy"),
+    ({"server-step": "fedprox"}, "unknown-name", "server-step"),
+    ({"local-part": "fedadam"}, "unknown-name", "local-part"),
+    ({"local_steps": 3}, "unknown-key", "local_steps"),
+    ({"strategy": "fedtan", "fedtan-transport": "messages", "fedtan-exchange": "channel"}, "conflict", ""),
+    *(({"freeze-at": value}, "bad-value", "freeze-at") for value in (-1, 1.5, "half", False)),
+    ({"variance": "mode"}, "bad-value", "variance"),
+    ({"eval-on": "global,own"}, "unknown-name", "eval-on"),
+    ({"eval-on": ["global"]}, "bad-value", "eval-on"),
+    ({"data-dir": None}, "bad-value", "data-dir"),
+    ({"strategy": "fixbn", "freeze-at": "auto", **AUTO}, "long-window", "strategy"),
+    ({"strategy": "fedtan2", "fedtan-rounds": "auto", **AUTO}, "long-window", "strategy"),
+    *(
+        ({"lr-decay-at": "1,2,3", "lr-decay-factor": factor}, "config", "lr-decay-at")
+        for factor in ("0.1,0.2", "", "-1", "0", "x")
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "code", "key"), FURTHER, ids=str)
+def test_a_problem_has_its_code_and_its_key(settings: dict[Any, Any], code: str, key: str) -> None:
+    assert problems(settings) == [(code, key)]
+
+
 CONDITIONAL = [key for key in KEYS if only_if_of(Config, key)]
 
 
@@ -167,14 +199,3 @@ def test_the_settings_of_a_method_are_for_its_users(name: str) -> None:
     for field in config_fields(PARAMS[name]):
         users = methods_with(field)
         assert not users or name in users
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        Config.load(tmp_path / "absent.yaml")
-    (tmp_path / "list.yaml").write_text("[1]")
-    with pytest.raises(ConfigError):
-        Config.load(tmp_path / "list.yaml")
-    (tmp_path / "good.yaml").write_text("{seed: 1}")
-    with pytest.raises(ConfigError, match="sed"):
-        Config.load(tmp_path / "good.yaml", ["sed=1"])

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from matplotlib import image
 from matplotlib.figure import Figure
 from safetensors import safe_open
@@ -292,3 +293,9 @@ def test_every_engine_has_the_rate_of_the_schedule(quick_run) -> None:
     assert found[0]["sha256"] == found[1]["sha256"]
     assert found[2]["final"]["test-loss"] == pytest.approx(found[0]["final"]["test-loss"], rel=1e-5)
     assert quick_run(strategy="fedavg", **one)[0]["sha256"] != found[0]["sha256"]
+
+
+def test_the_number_of_torch_threads_is_restored(quick_run) -> None:
+    before = torch.get_num_threads()
+    quick_run(strategy="centralized", **{"torch-threads": 2})
+    assert torch.get_num_threads() == before
