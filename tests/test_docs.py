@@ -297,6 +297,9 @@ def test_generate_mends_what_is_stale(tmp_path: Path, capsys: pytest.CaptureFixt
         shutil.copy(ROOT / name, tmp_path)
     for name in ("docs", "apps/main/recipes", "studies"):
         shutil.copytree(ROOT / name, tmp_path / name)
+    names = Path("fedbn_flwr/lab/config/names.json")
+    (tmp_path / names.parent).mkdir(parents=True)
+    shutil.copy(ROOT / names, tmp_path / names)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace("\nseed = 0", "\nseed = 1"))
     (tmp_path / "docs/methods/fedtan.md").unlink()
     (tmp_path / "docs/methods/gone.md").write_text("a method that is no more")
