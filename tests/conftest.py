@@ -40,7 +40,6 @@ from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.output import curves
-from fedbn_flwr.lab.studies import results
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
@@ -140,8 +139,7 @@ def _seeds_take_no_time() -> Iterator[None]:
 def _undrawn_curves() -> Iterator[None]:
     """Runs and sweeps make their figures and do not draw them."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (curves, results):
-            patch.setattr(module, "draw_curves", pictures.undrawn)
+        patch.setattr(curves, "draw_curves", pictures.undrawn)
         yield
 
 

@@ -222,7 +222,7 @@ def flower_run(
         EngineError: the SuperLink did not start, Flower refused the app or a setting, or the run did not complete;
             the message shows the last lines of the log.
     """
-    with own_folder("fedbn-flwr-") as home, _superlink(Path(home)) as env:
+    with own_folder() as home, _superlink(Path(home)) as env:
         command = [str(BIN / "flwr"), "run", str(app), "private", "--stream"]
         if run_config:
             command += ["--run-config", toml_pairs(run_config)]

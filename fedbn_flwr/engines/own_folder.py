@@ -1,6 +1,6 @@
 """Temporary folders of this package, which the next command removes if the process that made them was killed.
 
-A SIGKILL leaves the folder and the processes that work with it: a private Ray for a minute, a SuperLink for ever. Each
+A SIGKILL leaves the folder and the processes that work with it: a SuperLink for ever. Each
 folder has a file that its process keeps locked, so those of a living process, and of others, stay.
 """
 
@@ -17,19 +17,15 @@ from pathlib import Path
 
 __all__ = ["own_folder", "remove_dead"]
 
-_PREFIXES = ("ray-", "fedbn-flwr-")
+_PREFIX = "fedbn-flwr-"
 _MARKER = "fedbn-flwr"  # the file by which a folder of ours is told
 
 
 @contextmanager
-def own_folder(prefix: str) -> Iterator[str]:
-    """Return a temporary folder for the block, after those of killed processes were removed.
-
-    Args:
-        prefix: begin of its name: "fedbn-flwr-", or "ray-" for Ray, whose sockets need a short path.
-    """
+def own_folder() -> Iterator[str]:
+    """Return a temporary folder for the block, after those of killed processes were removed."""
     remove_dead()
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
         new, marker = Path(folder, "new"), Path(folder, _MARKER)
         handle = os.open(new, os.O_WRONLY | os.O_CREAT)
         try:
@@ -42,16 +38,15 @@ def own_folder(prefix: str) -> Iterator[str]:
 
 def remove_dead() -> None:
     """Remove this user's folders whose process was killed, and end the processes that it left."""
-    for prefix in _PREFIXES:
-        for marker in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_MARKER}"):
-            with suppress(OSError):  # it is in use, another user's, or gone
-                handle = os.open(marker, os.O_WRONLY)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _end_processes(marker.parent)
-                    shutil.rmtree(marker.parent, ignore_errors=True)
-                finally:
-                    os.close(handle)
+    for marker in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_MARKER}"):
+        with suppress(OSError):  # it is in use, another user's, or gone
+            handle = os.open(marker, os.O_WRONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _end_processes(marker.parent)
+                shutil.rmtree(marker.parent, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def _end_processes(folder: Path) -> None:

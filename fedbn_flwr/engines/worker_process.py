@@ -30,7 +30,7 @@ from fedbn_flwr.machine import begin_fork, keep_freed_memory
 from fedbn_flwr.training.turns import interrupted
 from fedbn_flwr.transport import Reducer
 
-__all__ = ["ANSWER", "CALL", "DONE", "READY", "WORK", "serve"]
+__all__ = ["ANSWER", "CALL", "DONE", "READY", "WORK", "end_with_the_command", "serve"]
 
 READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
 _MOST_MEMBERS = 2**20  # threads begin when there is work for them
@@ -57,7 +57,7 @@ def _serve(pipe: Any, inherited: list[Any], app: ClientApp | bytes, torch_thread
         other.close()  # or this process would not see that the command has ended
     for kind in (signal.SIGINT, signal.SIGTERM):  # of a whole group of processes: the command ends this one
         signal.signal(kind, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_command, daemon=True).start()
+    threading.Thread(target=end_with_the_command, daemon=True).start()
     torch.set_num_threads(torch_threads)
     keep_freed_memory()
     identify_process(run_id)
@@ -146,7 +146,7 @@ class _RemoteReducer:
         return outcome
 
 
-def _end_with_the_command() -> None:
+def end_with_the_command() -> None:
     """End this process as soon as the command has ended, also in the middle of a client's work."""
     if (command := multiprocessing.parent_process()) is not None:
         wait([command.sentinel])

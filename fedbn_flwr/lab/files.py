@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections import Counter
@@ -13,7 +11,7 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError, StateError
 
-__all__ = ["CONFIG_FILE", "COUNTED", "STUDY_FILE", "NewLines", "csv_text", "ledger_of", "lost_lines"]
+__all__ = ["CONFIG_FILE", "COUNTED", "STUDY_FILE", "NewLines", "ledger_of", "lost_lines"]
 __all__ += ["numbers_of", "read_json", "read_metrics", "refuse_no_results", "refuse_no_run"]
 
 CONFIG_FILE = "config.yaml"  # in the folder of a run: its settings
@@ -83,15 +81,6 @@ def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def csv_text(fields: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return rows with these fields as CSV; a missing number is empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=fields)
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:

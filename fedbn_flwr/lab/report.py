@@ -35,8 +35,8 @@ from fedbn_flwr.lab.files import (
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, STATISTICS_FILE
 from fedbn_flwr.lab.output.global_tests import headlines
-from fedbn_flwr.lab.studies.one_run import failure_of, of_study
-from fedbn_flwr.lab.studies.results import StudyResults, table
+from fedbn_flwr.lab.studies.one_run import failure_of, is_done, of_study, summary_of
+from fedbn_flwr.lab.studies.results import rows_of, table
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
@@ -335,39 +335,31 @@ def _median(layer: Mapping[str, Any] | None) -> float:
 
 def _study_page(folder: Path) -> tuple[str, list[str]]:
     study = Study.read(folder / STUDY_FILE)
-    results = StudyResults(study, folder)
     cells = list(study.cells())
     begun = [cell for cell in cells if (cell.folder(folder) / CONFIG_FILE).is_file() and of_study(cell, folder)]
     runs = [(cell, RunFiles.read(cell.folder(folder))) for cell in begun]
     parts = [_facts({"methods": len(study.methods), "splits": len(study.splits), "runs": len(cells)})]
-    parts += map(_warning, _incomplete(results, cells))
-    parts += ["<h2>Results</h2>", _table(table(results.rows()))]
+    parts += map(_warning, _incomplete(cells, folder))
+    parts += ["<h2>Results</h2>", _table(table(rows_of(study, folder)))]
     note = "Means over the seeds ± the sample standard deviation. p is that of the paired t test over the seeds."
-    pictures, distances = [], []
+    pictures = []
     for split in study.splits:
         where = f", {split}" if len(study.splits) > 1 else ""
-        of_split = [(cell.method, run) for cell, run in runs if cell.split == split]
-        pictures.append(_mean_curves(of_split, where))
-        distances.append(_distances_of(of_split, where))
-    parts += [_text(note), "<h2>Curves</h2>", _grid(pictures)]
-    if any(distances):
-        parts += ["<h2>BatchNorm</h2>", _grid(distances)]
-    parts += ["<h2>Settings</h2>"]
+        pictures.append(_mean_curves([(cell.method, run) for cell, run in runs if cell.split == split], where))
+    parts += [_text(note), "<h2>Curves</h2>", _grid(pictures), "<h2>Settings</h2>"]
     for file in (folder / "tuning.md", folder / STUDY_FILE):
         if file.is_file():
             parts += [f"<h3>{file.name}</h3>", f"<pre>{html.escape(file.read_text(encoding='utf-8'))}</pre>"]
     return study.name, parts
 
 
-def _incomplete(results: StudyResults, cells: Sequence[Cell]) -> Iterator[str]:
+def _incomplete(cells: Sequence[Cell], out: Path) -> Iterator[str]:
     """Yield the runs that the means do not have."""
     lists: dict[str, list[str]] = {"Diverged": [], "Failed": [], "Not finished": []}
     for cell in cells:
-        summary = results.summary(cell)
-        if summary is None:
-            failed = bool(failure_of(cell, results.out))
-            lists["Failed" if failed else "Not finished"].append(cell.name)
-        elif DIVERGED_AT in summary:
+        if not is_done(cell, out):
+            lists["Failed" if failure_of(cell, out) else "Not finished"].append(cell.name)
+        elif DIVERGED_AT in summary_of(cell.folder(out)):
             lists["Diverged"].append(cell.name)
     for what, names in lists.items():
         if names:
@@ -390,20 +382,6 @@ def _mean_curves(runs: Sequence[tuple[str, RunFiles]], where: str) -> str:
         return ""
     caption = f"Main metric{where}: mean over the seeds, lowest to highest."
     return _curves(curves, ", ".join(metrics), caption, bands=bands)
-
-
-def _distances_of(runs: Sequence[tuple[str, RunFiles]], where: str) -> str:
-    """Return the distance of the clients' statistics from the global ones, of the first run of each method."""
-    curves: dict[str, _Curve] = {}
-    for method, run in runs:
-        lines = [line for line in read_metrics(run.folder / STATISTICS_FILE) if line.get("layers")]
-        if method not in curves and lines:
-            rounds, middle, _, _ = _distances(lines)
-            curves[method] = rounds, middle
-    if not any(rounds for rounds, _ in curves.values()):
-        return ""
-    caption = f"Distance of the clients' statistics from the global ones{where}: median over the clients, first seed."
-    return _curves(curves, "L1 distance", caption, log=True)
 
 
 _Curve = tuple[Sequence[int], Sequence[float]]

@@ -20,7 +20,7 @@ from pathlib import Path
 from fedbn_flwr.engines.flower_run import Process, flower_environment
 from fedbn_flwr.engines.own_folder import own_folder
 
-with own_folder("fedbn-flwr-") as home:
+with own_folder() as home:
     service = Process(["sleep", "600"], flower_environment(Path(home)), Path(home, "log"))
     print(service.pid, home, flush=True)
     input()
@@ -54,13 +54,13 @@ def test_the_processes_and_the_folder_of_a_killed_command_are_removed_by_the_nex
     try:
         assert killed.stdout
         pid, home = killed.stdout.readline().split()
-        with own_folder("fedbn-flwr-"):
+        with own_folder():
             assert Path(home).exists()
             assert not ended(int(pid))
         killed.kill()
         killed.wait()
         assert not ended(int(pid)), "nobody ends it"
-        with own_folder("fedbn-flwr-") as own:
+        with own_folder() as own:
             assert Path(own).exists()
             assert waited(lambda: ended(int(pid)))
             assert not Path(home).exists()

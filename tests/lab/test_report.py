@@ -18,7 +18,7 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.studies.results import StudyResults, table
+from fedbn_flwr.lab.studies.results import rows_of, table
 from fedbn_flwr.lab.studies.study_checks import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 
@@ -158,7 +158,7 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     sweep(study, out)
     text, page = read(write_report(out, tmp_path / "page.html"))
     loads_nothing(page)
-    expected = table(StudyResults(study, out).rows())
+    expected = table(rows_of(study, out))
     shown = next(frame for frame in tables_of(text) if "p" in frame)
     assert shown["final"].tolist() == expected["final"].tolist()
     assert shown["method"].tolist() == ["Fed$Avg$ <1>", "_FedBN"] * 2

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 from fedbn_flwr.lab.output import curves
 from fedbn_flwr.lab.output.curves import draw_curves
-from fedbn_flwr.lab.studies import results
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -25,5 +24,5 @@ def undrawn(*args: Any, **kwargs: Any) -> bytes:
 @contextmanager
 def drawn() -> Iterator[None]:
     """Runs in the block draw their curves."""
-    with patch.object(curves, "draw_curves", draw_curves), patch.object(results, "draw_curves", draw_curves):
+    with patch.object(curves, "draw_curves", draw_curves):
         yield

@@ -6,23 +6,13 @@ import logging
 import math
 import os.path
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-)
-from rich.text import Text as RichText
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer.core import TyperCommand
 from typer.models import TyperPath
 
@@ -32,9 +22,7 @@ __all__ = [
     "AFTERWARDS",
     "BEFORE",
     "TRAIN",
-    "Bar",
     "EngineChoice",
-    "Lines",
     "Scores",
     "app",
     "bars",
@@ -171,72 +159,30 @@ def report_own_data(settings: Any) -> None:
 
 
 class Scores:
-    """The loss and the scores of a run so far; each test's stays until the next one, with its round."""
+    """The loss and the scores of a run so far; each stays until the next one."""
 
     def __init__(self, score: str) -> None:
         label = {"accuracy": "acc"}.get(score, score)
-        self._keys = {"loss": "train-loss", label: f"test-{score}", "own": f"personal-own-{score}"}
-        self._last: dict[str, tuple[int, float]] = {}
+        self._labels = {"train-loss": "loss", f"test-{score}": label, f"personal-own-{score}": "own"}
+        self._last: dict[str, str] = {}
 
     def after(self, line: Any) -> str:
         """Return them after a line of metrics; "" before the first."""
-        at = line["round"]
-        self._last |= {label: (at, line[key]) for label, key in self._keys.items() if line.get(key) is not None}
-        told = (
-            f"{label} {value:.4f}" + (f" (round {since})" if since < at else "")
-            for label, (since, value) in self._last.items()
-        )
-        return " ".join(told)
-
-
-class Bar:
-    """A progress bar with loss, score and times; call it with each line of metrics."""
-
-    def __init__(self, progress: Progress, total: int, name: str, score: str = "accuracy") -> None:
-        self._progress, self._scores = progress, Scores(score)
-        self._task = progress.add_task(name, total=total, shown="")
-
-    def __call__(self, line: Any) -> None:
-        """Advance to the round of the line."""
-        self._progress.update(self._task, completed=line["round"], shown=self._scores.after(line))
-
-
-class Lines:
-    """A line for each round, where there is no terminal; call it with each line of metrics."""
-
-    def __init__(self, total: int, score: str = "accuracy") -> None:
-        self._total, self._scores = total, Scores(score)
-        self._start, self._done = time.monotonic(), 0
-
-    def __call__(self, line: Any) -> None:
-        """Print the round of the line."""
-        self._done += 1
-        elapsed = time.monotonic() - self._start
-        left = elapsed / self._done * (self._total - line["round"])
-        times = f"{timedelta(seconds=round(elapsed))} / {timedelta(seconds=round(left))} left"
-        say(f"round {line['round']}/{self._total}: {self._scores.after(line)}, {times}", on=complaints)
-
-
-class _Times(ProgressColumn):
-    """The elapsed and the remaining time."""
-
-    def render(self, task: Task) -> RichText:
-        """Return "0:00:12 / 0:01:48 left"."""
-        elapsed, left = (
-            "-:--:--" if seconds is None else str(timedelta(seconds=int(seconds)))
-            for seconds in (task.finished_time if task.finished else task.elapsed, task.time_remaining)
-        )
-        return RichText(elapsed if task.finished else f"{elapsed} / {left} left", style="progress.remaining")
+        for key, label in self._labels.items():
+            if line.get(key) is not None:
+                self._last[label] = f"{label} {line[key]:.4f}"
+        return " ".join(self._last.values())
 
 
 def bars() -> Progress:
-    """Return progress bars with rounds, scores, elapsed and remaining time."""
+    """Return progress bars with rounds or runs, scores, elapsed and remaining time."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[shown]}", markup=False),
-        _Times(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
         console=complaints,
         # The speed is that of the last 1000 rounds: within rich's 30 s a large model ends no two rounds.
         speed_estimate_period=math.inf,
@@ -244,13 +190,15 @@ def bars() -> Progress:
 
 
 @contextmanager
-def progress(total: int, name: str, score: str = "accuracy") -> Iterator[Bar | Lines]:
-    """Show a progress bar, or a line for each round where there is no terminal."""
+def progress(total: int, name: str, score: str = "accuracy") -> Iterator[Callable[[Any], None]]:
+    """Show each line of metrics: in a progress bar, or as a line where there is no terminal."""
+    scores = Scores(score)
     if not complaints.is_terminal:
-        yield Lines(total, score)
+        yield lambda line: say(f"round {line['round']}/{total}: {scores.after(line)}", on=complaints)
         return
     with bars() as shown:
-        yield Bar(shown, total, name, score)
+        task = shown.add_task(name, total=total, shown="")
+        yield lambda line: shown.update(task, completed=line["round"], shown=scores.after(line))
 
 
 def quiet_flower() -> None:

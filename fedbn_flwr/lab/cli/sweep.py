@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import Progress, Task, TaskID
+from rich.progress import Progress
+from rich.table import Table
 
-from fedbn_flwr.errors import ConfigError, RunFailedError
+from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.lab.cli.console import (
     TRAIN,
-    EngineChoice,
     Scores,
     app,
     bars,
@@ -24,13 +24,11 @@ from fedbn_flwr.lab.cli.console import (
     quiet_flower,
     say,
 )
-from fedbn_flwr.lab.cli.tables import show_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from fedbn_flwr.lab.studies.study import Cell
-    from fedbn_flwr.lab.studies.study_checks import Selection
 
 
 @app.add(TRAIN, "sweep apps/main/recipes/demo.yaml --out runs/digits --parallel 2")
@@ -38,15 +36,8 @@ def sweep(
     study: Annotated[Path, typer.Argument(help="YAML file: base, methods, splits, seeds, paper, target, tune.")],
     out: Annotated[Path, typer.Option(help="Folder of all runs; finished ones in it are skipped.")],
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value, replaces the study's base.")] = None,
-    engine: Annotated[EngineChoice, typer.Option(help="Where the clients run.")] = "in-process",
     parallel: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time, each a process. Default: the cores, if the work pays.")
-    ] = None,
-    memory_gib: Annotated[
-        float | None, typer.Option(min=0.1, help="Memory for all runs together. Default: what is free.")
-    ] = None,
-    ray_address: Annotated[
-        str | None, typer.Option(help="HOST:PORT of a running Ray cluster that does the runs.")
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="Only runs of this method of the study; repeatable.")] = None,
     split: Annotated[list[str] | None, typer.Option(help="Only runs on this split of the study; repeatable.")] = None,
@@ -57,7 +48,6 @@ def sweep(
     from fedbn_flwr.lab.config.yaml_text import read_yaml
 
     with exit_codes():
-        _check_options(engine, parallel, memory_gib, ray_address)
         read_yaml(study, "study")
         read_overrides(set_ or [])
     from fedbn_flwr.lab.studies.one_run import is_done
@@ -72,123 +62,68 @@ def sweep(
         selection = Selection(method or (), split or (), seed or ())
         selection.check(grid)
         selected = [cell for cell in (*grid.trials(), *grid.cells()) if cell in selection]
-        left = [cell for cell in selected if not is_done(cell, out)]
         if parallel is None:
-            parallel = default_parallel(left) if engine == "in-process" and not ray_address else 1
-        several = ray_address or parallel > 1
-        if memory_gib and not several:
-            raise ConfigError("--memory-gib is for several runs at a time: state --parallel, too.")
-        runner = in_parallel(parallel, memory_gib or 0.0, ray_address) if several else in_series(engine)
+            parallel = default_parallel([cell for cell in selected if not is_done(cell, out)])
+        runner = in_parallel(parallel) if parallel > 1 else in_series
 
         failed: RunFailedError | None = None
         table: pd.DataFrame | None = None  # of lost trials there is none
+        saved = f"Finished runs in {out} stay. The same command goes on, from the last checkpoint of each run."
         try:
-            with interrupt(lambda: _saved(out, selected, selection)), bars() as progress:
+            with interrupt(lambda: saved), bars() as progress:
                 table = launch(grid, out, runner, Display(progress, grid.name), selection)
         except RunFailedError as error:
             table, failed = error.result, error
         if table is not None:
-            show_table(table, grid.name)
-        say()
-        say(f"results: {out.absolute()}")
-        say(f"next: fedbn-flwr report {shlex.quote(str(out))}")
+            _show(table, grid.name)
+        say(f"\nresults: {out.absolute()}\nnext: fedbn-flwr report {shlex.quote(str(out))}")
         if failed:
             raise failed
 
 
-def _check_options(
-    engine: EngineChoice, parallel: int | None, memory_gib: float | None, ray_address: str | None
-) -> None:
-    if ray_address and (parallel or memory_gib):
-        raise ConfigError("--parallel and --memory-gib are for this machine; leave them out with --ray-address.")
-    if engine == "simulation" and (ray_address or (parallel or 1) > 1):
-        raise ConfigError("--engine simulation does one run at a time: leave out --parallel and --ray-address.")
-
-
-def _saved(out: Path, selected: Sequence[Cell], selection: Selection) -> str:
-    """Return what an interrupted sweep leaves in its folder."""
-    from fedbn_flwr.lab.files import STUDY_FILE
-    from fedbn_flwr.lab.studies.one_run import is_done
-    from fedbn_flwr.lab.studies.study import Study
-
-    trials = [cell for cell in selected if cell.trial]
-    cells, what = trials, "trials of tune, before the runs"
-    if not trials:
-        cells, what = [*selected], "runs"
-    elif all(is_done(cell, out) for cell in trials):  # so the folder has the study with what they chose
-        tuned = [cell for cell in Study.read(out / STUDY_FILE).cells() if cell in selection]
-        cells, what = [*trials, *tuned], "runs"
-    return (
-        f"Finished in {out}: {sum(is_done(cell, out) for cell in cells)} of {len(cells)} {what}.\nThe same "
-        "command goes on with the others, and with an unfinished run from its last checkpoint."
-    )
+def _show(table: pd.DataFrame, title: str) -> None:
+    """Print the table; a split that is the only one has no column."""
+    if "split" in table and table["split"].nunique() == 1:
+        table = table.drop(columns="split")
+    shown = Table(*table.columns, box=None, pad_edge=False)
+    for column in shown.columns:
+        column.overflow = "fold"
+    for row in table.to_numpy().tolist():
+        shown.add_row(*row)
+    say(f"\n{title}", style="bold")
+    say(shown)
 
 
 class Display:
-    """All runs of a study: a bar over the rounds of all of them, and one for each run that is going on.
-
-    Rounds that were done before, or that will never be done, leave the bar of all: they say nothing of the speed.
-    A line is printed for each run that ended, so that a log file has them too.
-    """
+    """A bar over the runs of a study, and a line for each run that ended, so that a log file has them too."""
 
     def __init__(self, progress: Progress, name: str) -> None:
-        self._progress, self._name = progress, name
-        self._tasks: dict[str, TaskID] = {}
-        self._started: dict[str, float] = {}
+        self._progress, self._name, self._started = progress, name, dict[str, float]()
 
-    def plan(self, cells: Sequence[Any], left: Sequence[Any]) -> None:
-        """Show the bar over all rounds of these runs."""
-        self._left, self._ended, self._failed = len(left), 0, 0
-        self._rounds = {cell.name: cell.config.num_server_rounds for cell in left}
+    def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
+        """Show the bar over these runs."""
         what = f"tuning {self._name}" if cells and cells[0].trial else self._name
-        self._what = f"{what}, {len(cells)} runs"
-        self._all = self._progress.add_task(self._what, total=sum(self._rounds.values()) or 1, shown="")
-        self._count()
+        self._left, self._ended, self._shown = len(left), 0, ""
+        self._bar = self._progress.add_task(what, total=len(left), shown="")
 
-    def begin(self, cell: Any) -> Callable[[Any], None]:
-        """Show the bar of a run; return what moves it."""
+    def begin(self, cell: Cell) -> Callable[[Any], None]:
+        """Return what shows the rounds of a run of this process."""
         from fedbn_flwr.lab.config import data_of
 
-        scores, rounds = Scores(data_of(cell.config).task.score), self._rounds[cell.name]
-        task = self._tasks[cell.name] = self._progress.add_task("  " + cell.name, total=rounds, shown="")
         self._started[cell.name] = time.monotonic()
+        scores = Scores(data_of(cell.config).task.score)
 
         def on_round(line: Any) -> None:
-            self._advance(task, line["round"])
-            self._progress.update(task, shown=scores.after(line))
+            self._shown = scores.after(line)
+            self._progress.update(self._bar, shown=f"{cell.name}, round {line['round']}: {self._shown}")
 
         return on_round
 
-    def end(self, cell: Any, error: str) -> None:
-        """Print the end of a run in place of its bar."""
-        self._ended, self._failed = self._ended + 1, self._failed + bool(error)
-        scores, left = "", self._rounds[cell.name]
-        if task := self._tasks.pop(cell.name, None):
-            ended = self._of(task)
-            scores, left = ended.fields["shown"], left - int(ended.completed)
-            self._progress.remove_task(task)
-        self._leave_out(left)
-        seconds = time.monotonic() - self._started.get(cell.name, time.monotonic())
-        outcome = f"failed: {error}" if error else f"{scores}, {seconds:.0f} s"
-        text = f"{self._ended}/{self._left} {cell.name}: {outcome}"
-        say(text, "red" if error else None, complaints)
-        self._count()
-
-    def _advance(self, task: TaskID, server_round: int) -> None:
-        before = self._of(task).completed
-        self._progress.update(task, completed=server_round)
-        if server_round > before:
-            self._leave_out(server_round - before - 1)
-            self._progress.advance(self._all)
-
-    def _leave_out(self, rounds: float) -> None:
-        if rounds:  # with a new total rich forgets the speed so far
-            self._progress.update(self._all, total=(self._of(self._all).total or 0) - rounds)
-
-    def _of(self, task: TaskID) -> Task:
-        return self._progress.tasks[self._progress.task_ids.index(task)]
-
-    def _count(self) -> None:
-        failed = f", {self._failed} failed" if self._failed else ""
-        shown = f"{self._ended} of {self._left} done{failed}" if self._left else "nothing is left to do"
-        self._progress.update(self._all, shown=shown)
+    def end(self, cell: Cell, error: str) -> None:
+        """Print the end of a run."""
+        self._ended += 1
+        self._progress.advance(self._bar)
+        seconds = time.monotonic() - self._started[cell.name]
+        outcome = f"failed: {error}" if error else f"{self._shown}, {seconds:.0f} s"
+        say(f"{self._ended}/{self._left} {cell.name}: {outcome}", "red" if error else None, complaints)
+        self._shown = ""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +20,7 @@ from fedbn_flwr.client.saved_state import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.config.yaml_text import read_yaml
-from fedbn_flwr.lab.files import csv_text, numbers_of, read_metrics
+from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
 
 __all__ = [
@@ -116,9 +115,9 @@ def writing(path: Path, then: str) -> Iterator[None]:
 class RunFolder:
     """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``model.safetensors``, ``curves.png``.
 
-    ``metrics.csv`` has the numbers of ``metrics.jsonl`` for a spreadsheet. ``clients/`` has what each client kept of
-    the model, if the clients share the disk, ``statistics.jsonl`` is there where the server sees statistics, and
-    ``privacy.jsonl`` with ``dp``. The rounds go to TensorBoard, too, if the config says so.
+    ``clients/`` has what each client kept of the model, if the clients share the disk; ``statistics.jsonl`` is there
+    where the server sees statistics, and ``privacy.jsonl`` with ``dp``. The rounds go to TensorBoard, too, if the
+    config says so.
 
     Used in a ``with`` statement, which closes the event file of TensorBoard.
 
@@ -201,8 +200,6 @@ class RunFolder:
             if path.exists():  # also if its only line is incomplete
                 kept = [line for line in read_metrics(path) if line["round"] <= after]
                 write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-        if metrics.exists():
-            write_atomically(self.path / "metrics.csv", _table(lines))
 
     def add_round(self, line: Mapping[str, Any]) -> None:
         """Append one round to ``metrics.jsonl``, in one write with fsync, and give it to TensorBoard.
@@ -239,30 +236,23 @@ class RunFolder:
                 clients.append(client)
         return clients
 
-    def save(self, name: str, content: Mapping[str, Any], indent: int | None = 2) -> None:
+    def save(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file of the folder."""
         with self._writing():
-            write_atomically(self.path / name, json.dumps(_clean(content), indent=indent) + "\n")
+            write_atomically(self.path / name, json.dumps(_clean(content), indent=2) + "\n")
 
     def finish(self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]) -> None:
-        """Write the model (with ``about`` as metadata), the table, the curves and, last, the summary."""
+        """Write the model (with ``about`` as metadata), the curves and, last, the summary."""
         from fedbn_flwr.lab.output.curves import draw_curves
 
         with self._writing():
             write_atomically(self.path / "model.safetensors", encode_safetensors(state, about))
             lines = read_metrics(self.path / "metrics.jsonl")
-            write_atomically(self.path / "metrics.csv", _table(lines))
-            write_atomically(self.path / "curves.png", draw_curves({"": lines}, scores=[self._score]))
+            write_atomically(self.path / "curves.png", draw_curves(lines, self._score))
         self.save("summary.json", summary)
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self.path, "continue with --resume (resume=true)")
-
-
-def _table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return lines of ``metrics.jsonl`` as CSV: a row a round, domains as ``metric/domain``, clients left out."""
-    rows = [{"round": line["round"], "phase": line.get("phase"), **numbers_of(line)} for line in lines]
-    return csv_text(list(dict.fromkeys(itertools.chain.from_iterable(rows))), rows)
 
 
 def _clean(value: Any) -> Any:

@@ -12,7 +12,6 @@ from fedbn_flwr.lab.models import InitReport
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.partitioned.counts import data_counts, data_text, data_warnings, sha256_of_data
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
-from fedbn_flwr.lab.partitioned.splitting import split_to_json
 from fedbn_flwr.norms.feature import NormalisedLinear
 
 __all__ = ["log_feature_norm", "log_initial", "report_data"]
@@ -21,11 +20,9 @@ logger = logging.getLogger("flwr")
 
 
 def report_data(folder: RunFolder, config: Config, data: PartitionedData | None) -> None:
-    """Write the split of the data; log and write the counts of own data."""
+    """Log what is unusual in the data; log and write the counts of own data."""
     if data is None:
         return
-    if split := split_to_json(data):
-        folder.save("split.json", split, indent=None)
     warnings = data_warnings(data, config)
     for line in warnings:
         logger.warning("%s", line)

@@ -1,27 +1,18 @@
-"""The split of a config: numbers of training examples by client and class, and by client and group.
-
-A run writes them to ``split.json``: ``clients`` has the clients' names, ``tables`` each table with ``what``, ``of``,
-``names`` and ``counts``, as in ``Counts``. With more than ``MAX_CLIENTS`` clients there is no file.
-"""
+"""The split of a config: numbers of training examples by client and class, and by client and group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import partition_counts, partition_picture
 from fedbn_flwr.lab.data.splits import Indices
-from fedbn_flwr.lab.partitioned.counts import client_names
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, count_clients, partitioned_data
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 
-__all__ = ["MAX_CLIENTS", "Counts", "count_split", "draw_split", "split_counts", "split_to_json"]
-
-MAX_CLIENTS = 1000
-"""With more clients the tables are larger than the rest of a run's folder, and no picture shows them."""
+__all__ = ["Counts", "count_split", "draw_split"]
 
 
 @dataclass(frozen=True)
@@ -43,11 +34,7 @@ def count_split(config: Config) -> tuple[Counts, ...]:
         ConfigError: the split does not fit the data, or the number of clients.
         DataError: the data is missing, or it cannot be split in this way.
     """
-    return split_counts(partitioned_data(config, count_clients(config)))
-
-
-def split_counts(split: PartitionedData) -> tuple[Counts, ...]:
-    """Return the tables of a split, as ``count_split``."""
+    split = partitioned_data(config, count_clients(config))
     samples = split.dataset.train
     columns = []
     if samples.by_class:
@@ -61,17 +48,6 @@ def split_counts(split: PartitionedData) -> tuple[Counts, ...]:
         for what, numbers, names in columns if parts else ():
             tables.append(Counts(what, partition_counts(parts, numbers.cpu().numpy(), len(names)), names, of))
     return tuple(tables)
-
-
-def split_to_json(split: PartitionedData) -> dict[str, Any] | None:
-    """Return the content of ``split.json``; None with more than ``MAX_CLIENTS`` clients."""
-    if len(split.train) > MAX_CLIENTS:
-        return None
-    tables = [
-        {"what": table.what, "of": table.of, "names": list(table.names), "counts": table.counts.tolist()}
-        for table in split_counts(split)
-    ]
-    return {"clients": client_names(split), "tables": tables}
 
 
 def draw_split(config: Config, table: Counts, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ray for runs: a private one on this machine, or a cluster of machines that is running already.
+"""Ray for runs: a cluster of machines that is running already.
 
 The machines of a cluster have the same versions of Python, Ray, Flower and torch, and share the disk on which the data
 and the output folder lie. This package and the user's modules go to them with the job, by Ray's ``runtime_env``.
@@ -17,12 +17,11 @@ import threading
 import time
 import tomllib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.engines.own_folder import own_folder
 from fedbn_flwr.errors import ConfigError, EngineError, needs_package
 from fedbn_flwr.lab import own_code
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, method_of
@@ -39,42 +38,26 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 @contextmanager
-def cluster(
-    configs: Sequence[Config],
-    address: str | None = None,
-    *,
-    num_cpus: int | None = None,
-    memory_gib: float | None = None,
-    log_to_driver: bool = False,
-) -> Iterator[None]:
-    """Connect this process to Ray for runs of these configs; a private Ray ends with the block.
+def cluster(configs: Sequence[Config], address: str, *, log_to_driver: bool = False) -> Iterator[None]:
+    """Connect this process to Ray for runs of these configs.
 
     Args:
-        configs: the settings; modules of the user that they name go to the machines of a cluster.
-        address: ``host:port`` of a running cluster, of which this machine is one; None = a private Ray here.
-        num_cpus: CPUs of a private Ray; None = the cores.
-        memory_gib: what the tasks of a private Ray may ask for together, in GiB; None = Ray's choice.
+        configs: the settings; modules of the user that they name go to the machines of the cluster.
+        address: ``host:port`` of a running cluster, of which this machine is one.
         log_to_driver: print what the tasks print.
     """
     with needs_package("ray", "runs on a cluster"):
         import ray
     if ray.is_initialized():
         raise EngineError("this process is connected to Ray already. Call ray.shutdown() first.")
-    runtime: dict[str, Any] = {"env_vars": {"FLWR_TELEMETRY_ENABLED": "0"}}
-    options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
-    with ExitStack() as stack:
-        if address is None:
-            folder = stack.enter_context(own_folder("ray-"))  # short: paths of sockets have 107 characters
-            options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": folder}
-            if memory_gib is not None:
-                options["_memory"] = int(memory_gib * 2**30)
-        else:
-            _check_address(address)
-            options["address"] = address
-            runtime["py_modules"] = [str(path) for path in (_PACKAGE, *user_modules(configs))]
-        _init({**options, "runtime_env": runtime})
-        stack.callback(ray.shutdown)
+    _check_address(address)
+    modules = [str(path) for path in (_PACKAGE, *user_modules(configs))]
+    runtime = {"env_vars": {"FLWR_TELEMETRY_ENABLED": "0"}, "py_modules": modules}
+    _init(address=address, runtime_env=runtime, log_to_driver=log_to_driver, logging_level=logging.ERROR)
+    try:
         yield
+    finally:
+        ray.shutdown()
 
 
 def user_modules(configs: Sequence[Config]) -> list[Path]:
@@ -179,7 +162,7 @@ def _check_address(address: str) -> None:
         ) from error
 
 
-def _init(options: Mapping[str, Any]) -> None:
+def _init(**options: Any) -> None:
     """Call ``ray.init`` without its warnings; the handler of SIGTERM stays that of this process."""
     import ray
 
@@ -194,8 +177,8 @@ def _init(options: Mapping[str, Any]) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as error:
         ray.shutdown()
         raise EngineError(
-            f"Ray at {options['address']}: {error}. A private one has its sockets in TMPDIR, whose path must be short. "
-            "This machine must be one of a cluster's, with the same versions of Ray and Python."
+            f"Ray at {options['address']}: {error}. This machine must be one of the cluster's, with the same "
+            "versions of Ray and Python."
         ) from error
     finally:
         if handler is not None:

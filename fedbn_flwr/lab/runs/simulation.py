@@ -131,7 +131,7 @@ def simulate(
 
     ended = threading.Event()
     follower = ThreadPoolExecutor(1, thread_name_prefix="follower")
-    with own_folder("fedbn-flwr-") as folder:
+    with own_folder() as folder:
         app = Path(folder)
         _write_app(app, config, ray_address)
         following = follower.submit(_follow, out / "metrics.jsonl", on_round, ended)

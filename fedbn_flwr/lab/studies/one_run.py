@@ -17,7 +17,7 @@ from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.output.folder import PLACES, RunFolder, changed_settings, lock_folder
 from fedbn_flwr.lab.output.recorder import OnRound
 from fedbn_flwr.lab.runs.centralized import reference_config
-from fedbn_flwr.lab.runs.run import Engine, run
+from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.study import Cell
 
 __all__ = [
@@ -83,14 +83,11 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 def failure_of(cell: Cell, out: Path) -> dict[str, Any]:
-    """Return the error with which the last try of a run ended; empty if there is none, or it had other settings."""
-    folder = cell.folder(out)
-    failure = read_json(folder / FAILED)
-    begun = bool(failure) and (folder / "config.yaml").is_file()
-    return {} if begun and not of_study(cell, out) else failure
+    """Return the error with which the last try of a run ended; empty if there is none."""
+    return read_json(cell.folder(out) / FAILED)
 
 
-def do_cell(cell: Cell, out: Path, engine: Engine, on_round: OnRound | None = None, workers: int | None = None) -> str:
+def do_cell(cell: Cell, out: Path, on_round: OnRound | None = None, workers: int | None = None) -> str:
     """Do or continue a run of a study; return its error, "" if it is finished or diverged as the study allows.
 
     An exception is written to ``failed.json`` in its folder: other runs do not depend on it.
@@ -98,7 +95,7 @@ def do_cell(cell: Cell, out: Path, engine: Engine, on_round: OnRound | None = No
     folder, threads = cell.folder(out), torch.get_num_threads()
     torch.set_num_threads(cell.config.torch_threads)  # of the server's tests, too: the same bits on any machine
     try:
-        _do(cell.config, folder, engine, on_round, workers)
+        _do(cell.config, folder, on_round, workers)
     except Exception as error:  # whatever it is, the other runs go on
         if not finished(folder):
             note_failure(folder, str(error), type(error).__name__, traceback.format_exc())
@@ -119,7 +116,7 @@ def note_failure(folder: Path, error: str, kind: str, trace: str = "") -> None:
         logger.warning("%s cannot be written: %s", folder / FAILED, problem)
 
 
-def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None, workers: int | None) -> None:
+def _do(config: Config, folder: Path, on_round: OnRound | None, workers: int | None) -> None:
     """Resume a run, or do it from the start if its checkpoints do not fit the study."""
     if folder.is_dir():
         with lock_folder(folder):  # an error if another process still writes there: nothing is renamed under it
@@ -130,12 +127,12 @@ def _do(config: Config, folder: Path, engine: Engine, on_round: OnRound | None, 
         try:
             if settings := changed(config, folder):
                 raise NotResumableError(f"it belongs to a run with other settings: {settings}")
-            run(config.model_copy(update={"resume": True}), folder, engine, on_round, workers)
+            run(config.model_copy(update={"resume": True}), folder, on_round=on_round, workers=workers)
             return
         except NotResumableError as error:
             logger.warning("%s starts from the beginning: %s", folder, error)
     _set_aside(folder, "unfinished")
-    run(config, folder, engine, on_round, workers)
+    run(config, folder, on_round=on_round, workers=workers)
 
 
 def _set_aside(folder: Path, why: str) -> None:

@@ -8,9 +8,8 @@ checkpoint; the former folder is renamed, never removed. A run has the same bits
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
@@ -18,18 +17,16 @@ import pandas as pd
 import yaml
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.engines.own_folder import remove_dead
-from fedbn_flwr.errors import ConfigError, EngineError, FedBNError, RunFailedError
+from fedbn_flwr.errors import ConfigError, FedBNError, RunFailedError
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.files import STUDY_FILE
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, lock_folder, writing
 from fedbn_flwr.lab.output.recorder import OnRound
 from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.run import Engine
 from fedbn_flwr.lab.runs.start_checks import check
 from fedbn_flwr.lab.studies.one_run import changed, do_cell, finished, is_done, summary_of
-from fedbn_flwr.lab.studies.results import StudyResults, write_results
+from fedbn_flwr.lab.studies.results import write_results
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.lab.studies.study_checks import EVERYTHING, Selection
 from fedbn_flwr.lab.studies.tuning import tuned, tuning_markdown
@@ -38,7 +35,7 @@ __all__ = ["Follower", "LogFollower", "Runner", "in_series", "sweep"]
 
 logger = logging.getLogger("flwr")
 
-_BETWEEN_TABLES = 30.0  # seconds: tables are for readers, and drawing them takes time from the runs
+_AGAIN = "give the same command again"
 
 
 class Follower(Protocol):
@@ -61,7 +58,7 @@ class LogFollower:
         """Do nothing."""
 
     def begin(self, cell: Cell) -> OnRound | None:
-        """Return None."""
+        """Do nothing."""
         return None
 
     def end(self, cell: Cell, error: str) -> None:
@@ -82,13 +79,13 @@ def sweep(
     follower: Follower | None = None,
     selection: Selection = EVERYTHING,
 ) -> pd.DataFrame:
-    """Do the unfinished runs of a study, write its table and curves, and return the table.
+    """Do the unfinished runs of a study, write its table and return it.
 
     Args:
         study: the grid. Its trials, if it has ``tune``, are done first; ``tuning.md`` shows them.
         out: folder of all runs; ``write_results`` names the files of results. ``study.yaml`` is the study with the
             settings of the command and the tuned ones.
-        runner: does the runs; ``in_series()`` by default, ``parallel.in_parallel`` on several cores.
+        runner: does the runs; ``in_series`` by default, ``parallel.in_parallel`` on several cores.
         follower: is told what happens; by default a ``LogFollower``.
         selection: the runs to do now. The tables show all that the folder has.
 
@@ -100,10 +97,9 @@ def sweep(
             "stop". All other runs are finished, and the error holds the table. The same call tries the failed ones
             again.
     """
-    runner, follower = runner or in_series(), follower or LogFollower()
+    runner, follower = runner or in_series, follower or LogFollower()
     selection.check(study)
     _log_dropped(study, selection)
-    remove_dead()  # the simulation of a killed sweep may still write to the folder of a run
     with lock_folder(out, "study"):
         _refuse_folder_of_another(study, out)
         _check_before(study, out, selection)
@@ -113,20 +109,12 @@ def sweep(
             (out / "tuning.md").unlink(missing_ok=True)
         _write(study, out)
         cells = [cell for cell in study.cells() if cell in selection]
-        results = StudyResults(study, out)
-        if (out / "table.md").exists():  # perhaps of other settings
-            _tables_now(results)
-        _do_all(cells, out, runner, follower, lambda: _tables_now(results))
-        with _writing(out):
-            table = write_results(results)
-    if former := [cell.name for cell in study.cells() if cell not in selection and _is_former(cell, out)]:
-        logger.warning(
-            "%d finished runs have other settings than the study, and the tables leave them out: %s. Give the command "
-            "without --method, --split and --seed to repeat them.",
-            len(former),
-            ", ".join(former),
-        )
-    if absent := results.absent_metrics():
+        with writing(out, _AGAIN):
+            write_results(study, out)  # a sweep that is stopped leaves no tables of other settings
+        _do_all(cells, out, runner, follower)
+        with writing(out, _AGAIN):
+            table = write_results(study, out)
+    if absent := _absent_metrics(study, out):
         logger.warning("metrics: no run of this study has %s", ", ".join(absent))
     if failed := [cell.name for cell in cells if _failed(cell, out)]:
         message = f"{len(failed)} of {len(cells)} runs failed or diverged: {', '.join(failed)}"
@@ -142,11 +130,6 @@ def _log_dropped(study: Study, selection: Selection) -> None:
             dropped |= {(cell.method, cell.split, key): why for key, why in cell.dropped.items()}
     for (method, split, key), why in dropped.items():
         logger.warning("%s/%s: %s of base is left out: %s", method, split, key, why)
-
-
-def _is_former(cell: Cell, out: Path) -> bool:
-    """Return whether the run is finished, with other settings than the study's."""
-    return finished(cell.folder(out)) and not is_done(cell, out)
 
 
 def _check_before(study: Study, out: Path, selection: Selection) -> None:
@@ -167,62 +150,43 @@ def _tune(study: Study, trials: Sequence[Cell], out: Path, runner: Runner, follo
     """
     if not (out / STUDY_FILE).exists():  # a former one has the settings that its tables are of
         _write(study, out)
-    _do_all(trials, out, runner, follower, lambda: None)
+    _do_all(trials, out, runner, follower)
     _refuse_lost(trials, out)
     results, chosen = tuned(study, out)
-    with _writing(out):
+    with writing(out, _AGAIN):
         write_atomically(out / "tuning.md", tuning_markdown(study.name, results))
     return study.with_chosen(chosen)
 
 
-def in_series(engine: Engine = "in-process") -> Runner:
-    """Return a runner that does one run after another, in this process."""
-
-    def runner(cells: Sequence[Cell], out: Path, follower: Follower) -> Generator[Outcome]:
-        for cell in cells:
-            yield cell, do_cell(cell, out, engine, follower.begin(cell))
-
-    return runner
+def in_series(cells: Sequence[Cell], out: Path, follower: Follower) -> Generator[Outcome]:
+    """Do one run after another, in this process."""
+    for cell in cells:
+        yield cell, do_cell(cell, out, follower.begin(cell))
 
 
-def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower, after: Callable[[], object]) -> None:
-    """Do the runs that are left; call ``after`` now and then."""
+def _do_all(cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower) -> None:
+    """Do the runs that are left."""
     left = [cell for cell in cells if not is_done(cell, out)]
     for cell in left:
-        if _is_former(cell, out):
-            logger.warning(
-                "%s is repeated, its settings are not the study's: %s",
-                cell.name,
-                changed(cell.config, cell.folder(out)),
-            )
+        if finished(folder := cell.folder(out)):
+            other = changed(cell.config, folder)
+            logger.warning("%s is repeated, its settings are not the study's: %s", cell.name, other)
     follower.plan(cells, left)
-    if not left:
-        return
-    last = time.monotonic()
-    with closing(runner(left, out, follower)) as outcomes:  # ends the other runs if something fails here
-        for cell, error in outcomes:
-            follower.end(cell, error)
-            if time.monotonic() - last > _BETWEEN_TABLES:
-                after()
-                last = time.monotonic()
+    if left:
+        with closing(runner(left, out, follower)) as outcomes:  # ends the other runs if something fails here
+            for cell, error in outcomes:
+                follower.end(cell, error)
 
 
 def _write(study: Study, out: Path) -> None:
-    with _writing(out):
+    with writing(out, _AGAIN):
         write_atomically(out / STUDY_FILE, yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True))
 
 
-def _writing(out: Path) -> AbstractContextManager[None]:
-    return writing(out, "give the same command again")
-
-
-def _tables_now(results: StudyResults) -> None:
-    """Write the tables while runs go on; a full disk does not end the runs."""
-    try:
-        with _writing(results.out):
-            write_results(results)
-    except EngineError as error:
-        logger.warning("%s", error)
+def _absent_metrics(study: Study, out: Path) -> list[str]:
+    """Return the metrics that the study asks for and that no finished run has."""
+    finals = [summary_of(cell.folder(out)).get("final", {}) for cell in study.cells()]
+    return [name for name in study.metrics if not any(name in final for final in finals)]
 
 
 def _refuse_folder_of_another(study: Study, out: Path) -> None:

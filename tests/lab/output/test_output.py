@@ -34,9 +34,7 @@ def test_a_run_folder_holds_the_documented_files(tmp_path: Path) -> None:
     folder.add_round({"round": 1, "test-accuracy": 0.5, "test-loss": 1.0})
     folder.add_round({"round": 2, "test-accuracy": 0.7, "test-loss": 0.5})
     folder.finish(STATE, {"format": "pt", "affine": "global"}, {"final": {"round": 2}})
-    assert names(folder.path) == [
-        *("config.yaml", "curves.png", "metrics.csv", "metrics.jsonl", "model.safetensors", "summary.json")
-    ]
+    assert names(folder.path) == [*("config.yaml", "curves.png", "metrics.jsonl", "model.safetensors", "summary.json")]
     assert json.loads((folder.path / "summary.json").read_text()) == {"final": {"round": 2}}
     with safe_open(folder.path / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt", "affine": "global"}
@@ -129,15 +127,3 @@ def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:
     assert now(written("site-packages", "")) == "", "in the repository of something else"
     assert now(written("tracked", "x = 1")) == f"{head}.changed"
     commit_of.cache_clear()
-
-
-def test_metrics_csv_has_the_numbers_for_a_spreadsheet(tmp_path: Path) -> None:
-    first = RunFolder(tmp_path, Config.make({}))
-    first.add_round({"round": 1, "phase": "train", "exchanges": 4, "participants": [0, 1], "rejected": []})
-    line = {"round": 2, "phase": "frozen", "test-accuracy": 0.5, "exchanges": 1}
-    first.add_round({**line, "domains": {"test-accuracy": {"a,b": 0.25}}, "clients": {"0": {"own-accuracy": 0.1}}})
-    first.finish(STATE, {}, {})
-    head = 'round,phase,exchanges,test-accuracy,"test-accuracy/a,b"\r\n'
-    assert (tmp_path / "metrics.csv").read_bytes().decode() == head + "1,train,4,,\r\n2,frozen,1,0.5,0.25\r\n"
-    RunFolder(tmp_path, Config.make({}), after=1)
-    assert (tmp_path / "metrics.csv").read_bytes().decode() == "round,phase,exchanges\r\n1,train,4\r\n"

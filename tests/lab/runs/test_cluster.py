@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
-import yaml
 from typer.testing import CliRunner
 
-from fedbn_flwr.engines.own_folder import own_folder, remove_dead
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.cluster import check_cluster, check_room, cluster, user_modules
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.studies.parallel import in_parallel
-from fedbn_flwr.lab.studies.study_checks import load_study
-from fedbn_flwr.lab.studies.sweep import sweep
 from tests.support.ray_nodes import can_hide, two_nodes
 
 ABOUT = ("name", "num_classes", "mean", "std", "group_names", "class_names")
@@ -189,72 +180,3 @@ def test_a_run_on_a_cluster_has_the_bits_of_the_run_in_process(
     config = Config.make({**SMALL, "num-clients": 5, "strategy": strategy, **extra})
     expected = run(config, tmp_path / "here", workers=0)
     same_run(run(config, nodes[1] / "seen" / strategy, "simulation", ray_address=nodes[0]), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.simulation
-def test_a_sweep_on_a_cluster_gives_the_tables_of_one_in_series(
-    nodes: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address, scratch = nodes
-    write_net(scratch / "code")
-    monkeypatch.chdir(scratch / "code")
-    own = {"dataset": write_rows(scratch / "seen" / "rows.npz"), "model": "cluster_net:net"}
-    (tmp_path / "study.yaml").write_text(
-        yaml.safe_dump({"name": "small", "base": {**SMALL, **own}, "methods": {"A": {}, "B": {"strategy": "fedbn"}}})
-    )
-    study = load_study(tmp_path / "study.yaml")
-    tables = sweep(study, tmp_path / "series")
-    assert sweep(study, scratch / "seen" / "sweep", in_parallel(ray_address=address)).equals(tables)
-    if can_hide():
-        with pytest.raises(ConfigError, match=r"out='.*' is not one folder for all machines"):
-            sweep(study, scratch / "runs" / "sweep", in_parallel(ray_address=address))
-
-
-def naming(folder: Path) -> list[str]:
-    """Return the commands of the processes that have a path in the folder as an argument."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            command = (process / "cmdline").read_bytes()
-            if f"{folder}/".encode() in command:
-                found.append(command.decode(errors="replace"))
-    return found
-
-
-KILLED = """
-import time
-from fedbn_flwr.lab.runs.cluster import cluster
-with cluster([], num_cpus=1):
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
-def test_a_killed_process_leaves_nothing_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's processes and their folder outlive a SIGKILL; those of a living process and of others stay."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as temp:
-        monkeypatch.setenv("TMPDIR", temp)
-        monkeypatch.setattr(tempfile, "tempdir", None)
-        others = Path(temp, "ray-others")
-        others.mkdir()
-        killed = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
-        assert killed.stdout
-        assert killed.stdout.readline() == "ready\n"
-        (folder,) = [marker.parent for marker in Path(temp).glob("ray-*/fedbn-flwr")]
-        assert naming(folder)
-        remove_dead()
-        assert folder.exists(), "it is in use"
-        killed.kill()
-        killed.wait()
-        with own_folder("ray-") as own:
-            remove_dead()
-            assert Path(own).exists()
-            assert not folder.exists()
-            assert others.exists()
-        for _ in range(100):
-            if not naming(folder):  # a killed process is there until its parent has asked for it
-                break
-            time.sleep(0.1)
-        assert naming(folder) == []

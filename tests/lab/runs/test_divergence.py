@@ -51,9 +51,7 @@ def test_a_huge_learning_rate_fails_with_everything_written(diverge, tmp_path: P
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *(
             "config.yaml",
-            "split.json",
             "metrics.jsonl",
-            "metrics.csv",
             "summary.json",
             "model.safetensors",
             "curves.png",
