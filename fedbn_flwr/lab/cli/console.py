@@ -147,15 +147,14 @@ def interrupt(what_is_saved: Callable[[], str]) -> Iterator[None]:
 
 def report_own_data(settings: Any) -> None:
     """Print the counts of own data."""
-    from fedbn_flwr.lab.config import data_of
     from fedbn_flwr.lab.data import is_own
-    from fedbn_flwr.lab.partitioned.counts import data_counts, data_text
+    from fedbn_flwr.lab.partitioned.counts import data_text
     from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 
     if not is_own(settings.dataset) or settings.dataset.endswith(":"):
         return
     split = partitioned_data(settings, count_clients(settings))
-    say("\n".join([data_text(data_counts(split, settings)), *data_of(settings).info.notes]))
+    say(data_text(split, settings))
 
 
 class Scores:

@@ -26,9 +26,9 @@ from fedbn_flwr.lab.data.validation import split_off
 from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.data.own import OwnRows, own_info, own_rows, own_sha256
+    from fedbn_flwr.lab.data.own import is_divided, own_info, own_sha256, own_tests
 else:
-    _OF_OWN = ("OwnRows", "own_info", "own_rows", "own_sha256")
+    _OF_OWN = ("is_divided", "own_info", "own_sha256", "own_tests")
     __getattr__, __dir__ = imported_when_used(__name__, dict.fromkeys(_OF_OWN, "own"))
 
 __all__ = [
@@ -41,19 +41,19 @@ __all__ = [
     "Dataset",
     "DatasetInfo",
     "OwnData",
-    "OwnRows",
     "PartitionInfo",
     "PartitionRequest",
     "Samples",
     "Subset",
+    "is_divided",
     "is_own",
     "listed",
     "load_dataset",
     "load_local_dataset",
     "make_partition",
     "own_info",
-    "own_rows",
     "own_sha256",
+    "own_tests",
     "partition_counts",
     "partition_picture",
     "partition_table",

@@ -64,24 +64,17 @@ class Augment:
         """
         if not text.strip():
             return None
-        crop, flip, each = 0, False, set[str]()
-        for entry in (part.strip() for part in text.split(",")):
-            match = re.fullmatch(r"crop([1-9][0-9]{0,3})", entry)
-            repeated = (match is not None and crop > 0) or (entry == "flip" and flip) or entry in each
-            if repeated or (match is None and entry not in ("flip", *EACH)):
-                problem = "is there twice" if repeated else "is unknown"
+        entries = [part.strip() for part in text.split(",")]
+        crops = [entry for entry in entries if re.fullmatch(r"crop[1-9][0-9]{0,3}", entry)]
+        for entry in entries:
+            if entry not in ("flip", *EACH, *crops[:1]) or entries.count(entry) > 1:
                 raise ConfigError(
-                    f"augment={text!r}: {entry!r} {problem}. Allowed: a comma list with at most one each of cropN "
-                    f"(zero padding of N >= 1 pixels, then a random crop), flip, {', '.join(EACH)}, e.g. 'crop4,flip', "
-                    "or '' for none."
+                    f"augment={text!r}: {entry!r} is unknown, or there twice. Allowed: a comma list with at most one "
+                    f"each of cropN (zero padding of N >= 1 pixels, then a random crop), flip, {', '.join(EACH)}, e.g. "
+                    "'crop4,flip', or '' for none."
                 )
-            if match is not None:
-                crop = int(match[1])
-            elif entry == "flip":
-                flip = True
-            else:
-                each.add(entry)
-        return cls(crop, flip, tuple(name for name in EACH if name in each))
+        crop = int(crops[0].removeprefix("crop")) if crops else 0
+        return cls(crop, "flip" in entries, tuple(name for name in EACH if name in entries))
 
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return the augmented copy of ``inputs``.

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.samples import Samples
 
 __all__ = ["Dataset"]
@@ -35,22 +32,6 @@ class Dataset:
     std: tuple[float, ...]
     group_names: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Raise DataError unless both sets have groups with names, or neither has groups."""
-        for what, samples in (("training", self.train), ("test", self.test)):
-            if (samples.groups is None) != (not self.group_names):
-                raise DataError(
-                    f"data set {self.name!r}: {len(self.group_names)} names of groups, but the {what} samples have "
-                    f"{'no' if samples.groups is None else 'some'} groups. Give both or neither."
-                )
-            if samples.groups is not None and len(samples):
-                low, high = (int(bound) for bound in torch.aminmax(samples.groups))
-                if low < 0 or high >= len(self.group_names):
-                    raise DataError(
-                        f"data set {self.name!r}: groups of the {what} samples run from {low} to {high}; "
-                        f"the {len(self.group_names)} names allow 0 to {len(self.group_names) - 1}."
-                    )
 
     @property
     def label_names(self) -> tuple[str, ...]:

@@ -64,22 +64,15 @@ _USPS_PARTS, _USPS_TEST, _SEED = (7291, 2007), 1860, 0
 def read_domains(names: Sequence[str], domains: Sequence[str], classes: Sequence[str]) -> Reader:
     """Return the reader of ``ROOT/DOMAIN.npz`` or ``ROOT/DOMAIN/CLASS/*``; ROOT is a named subfolder or the folder.
 
-    All domains and classes must be there; folders of other classes are ignored.
+    All domains are archives, or all are folders. All domains and classes must be there; folders of other classes are
+    ignored.
     """
 
     def read(folder: Path, shape: Shape) -> Loaded:
         root = root_of(folder, *names)
-        folders = [domain for domain in domains if not (root / f"{domain}.npz").is_file()]
-        files = {domain: files_of_classes(root / domain, classes) for domain in folders}
-        if len(files) == len(domains):
-            return _of_files(files, shape)
-        parts: dict[str, tuple[Samples, Samples]] = {}
-        for domain in domains:
-            if domain in files:
-                parts[domain] = read_class_folders(files[domain], shape)
-            else:
-                parts[domain] = read_archive(root / f"{domain}.npz", len(classes))
-        return merged(parts, shape)
+        if (root / f"{domains[0]}.npz").is_file():
+            return merged({name: read_archive(root / f"{name}.npz", len(classes)) for name in domains}, shape)
+        return _of_files({name: files_of_classes(root / name, classes) for name in domains}, shape)
 
     return read
 
@@ -127,11 +120,7 @@ def _split_anew(usps: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
 
 
 def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded:
-    """Return the (train, test) of all domains as one data set in the requested shape; each domain is a group.
-
-    Raises:
-        DataError: some domains stay on the disk and others are in memory.
-    """
+    """Return the (train, test) of all domains as one data set in the requested shape; each domain is a group."""
     train, test = (_joined(samples, shape) for samples in zip(*parts.values(), strict=True))
     return Loaded(train, test, tuple(parts))
 
@@ -139,11 +128,6 @@ def merged(parts: Mapping[str, tuple[Samples, Samples]], shape: Shape) -> Loaded
 def _joined(parts: Sequence[Samples], shape: Shape) -> Samples:
     """Return the samples of all domains as one; each domain is a group."""
     pieces = [reshaped(samples, shape) for samples in parts]
-    if not all(piece.in_memory for piece in pieces):
-        raise DataError(
-            "some domains are npz files and others are folders of images that stay on the disk (more than 4 GiB, or "
-            "augment has resized-crop). Use folders for all."
-        )
     sizes = torch.tensor([len(piece) for piece in pieces])
     return Samples(
         torch.cat([piece.inputs for piece in pieces]),
@@ -189,12 +173,11 @@ def read_archive(path: Path, num_classes: int) -> tuple[Samples, Samples]:
 
 
 def _checked(path: Path, images: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], num_classes: int) -> Samples:
-    if images.dtype != np.uint8 or labels.shape != images.shape[:1]:
-        raise DataError(f"{path}: {images.dtype} images {images.shape} with labels {labels.shape}; one uint8 each.")
-    if labels.dtype.kind not in "iu":
+    # Other numbers would become bytes and classes without a word.
+    if images.dtype != np.uint8 or labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
         raise DataError(
-            f"{path}: labels are {labels.dtype} ({labels[:2].tolist()}, ...); integers 0 to {num_classes - 1} needed: "
-            "the class numbers, y.astype('int64')."
+            f"{path}: {images.dtype} images {images.shape} with {labels.dtype} labels {labels.shape}; uint8 images "
+            "with an integer each needed, the class number: y.astype('int64')."
         )
     if labels.size and not 0 <= labels.min() <= labels.max() < num_classes:
         raise DataError(f"{path}: labels run from {labels.min()} to {labels.max()}; 0 to {num_classes - 1} allowed.")

@@ -55,10 +55,8 @@ def load_dataset(
     info = DATASETS[name] if isinstance(name, str) else name
     channels = info.channels if channels is None else channels
     size = info.size if size is None else size
-    if not info.input_shape and (channels not in (1, 3) or size < 1):
-        raise ConfigError(
-            f"data set {info.name!r} with {channels} channels and size {size}: allowed are 1 or 3, size >= 1."
-        )
+    if not info.input_shape and channels not in (1, 3):
+        raise ConfigError(f"data set {info.name!r} with {channels} channels: 1 or 3 are possible.")
     # The cache must not hold a second copy under other spellings of the arguments, so these get one form first.
     shape = Shape(channels, size, info.aspect * size, originals)
     with _LOADING:
@@ -74,10 +72,9 @@ def _load(info: DatasetInfo, folder: Path, shape: Shape, device: str) -> Dataset
             raise
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise DataError(
-            f"data set {info.name!r} could not be read from {folder}"
-            f"{' or downloaded to it' if info.downloads else ''}: {reason}. Expected in the folder: "
-            f"{info.files}. Put these files there, or set data-dir to the folder that holds them, or use "
-            f"dataset='digits', which is embedded."
+            f"data set {info.name!r} could not be read from {folder}: {reason}. Expected in the folder: {info.files}. "
+            "Put these files there, or set data-dir to the folder that holds them, or use dataset='digits', which is "
+            "embedded."
         ) from error
     mean, std = (per_channel(values, shape.channels) for values in (info.mean, info.std))
     train, test = (fitted(part, shape).to(device) for part in (train, test))
@@ -88,16 +85,11 @@ def _folder(info: DatasetInfo, data_dir: str | Path) -> Path:
     """Return the absolute data folder; an embedded or shared data set ignores it."""
     if not info.files:
         return Path()
-    if not str(data_dir):
-        raise DataError(
-            f"data set {info.name!r} is not embedded and data-dir is not set. Set data-dir to the folder that holds "
-            f"{info.files}{', or to one where they may be downloaded' if info.downloads else ''}; or use "
-            f"dataset='digits', which is embedded."
-        )
     folder = Path(data_dir).expanduser().resolve()
-    if not folder.is_dir():
+    if not str(data_dir) or not folder.is_dir():
         raise DataError(
-            f"data set {info.name!r}: data-dir {str(folder)!r} is not an existing folder. Create it, or set data-dir "
-            f"to the folder that holds {info.files}."
+            f"data set {info.name!r} is not embedded, and data-dir={str(data_dir)!r} is not an existing folder. Set "
+            f"data-dir to the folder that holds {info.files}, or to an empty one for torchvision to download to; or "
+            "use dataset='digits', which is embedded."
         )
     return folder

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.seeds import numpy_generator
 
@@ -36,13 +35,8 @@ def partition_test_set(
         seed: the run's seed.
         train_groups: group of each training example, int64; None where there are no groups.
         test_groups: group of each test example, int64; None where there are no groups.
-
-    Raises:
-        DataError: only one of the two groups is given.
     """
     train_labels, test_labels = np.asarray(train_labels), np.asarray(test_labels)
-    if (train_groups is None) != (test_groups is None):
-        raise DataError("partitioning the test set needs the groups of training and test examples, or neither.")
     num_cells = int(max(train_labels.max(initial=0), test_labels.max(initial=0))) + 1
     if train_groups is not None and test_groups is not None:
         train_labels, test_labels = train_labels + num_cells * train_groups, test_labels + num_cells * test_groups

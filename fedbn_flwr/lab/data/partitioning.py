@@ -21,7 +21,6 @@ from fedbn_flwr.lab.data.shards import split_shards, split_unbalanced_shards
 from fedbn_flwr.lab.data.splits import (
     Indices,
     PartitionRequest,
-    listed,
     split_classes,
     split_dirichlet,
     split_dirichlet_equal,
@@ -98,10 +97,8 @@ def make_partition(
     if name not in PARTITIONS:
         raise unknown_name("partition", name, PARTITIONS)
     labels = np.asarray(labels, dtype=np.int64)
-    if num_clients < 1:
-        raise ConfigError(f"num-clients={num_clients}: at least 1 needed.")
-    if num_clients > len(labels):
-        raise DataError(f"num-clients={num_clients}: more than the {len(labels)} training examples. Use fewer clients.")
+    if not 1 <= num_clients <= len(labels):
+        raise DataError(f"num-clients={num_clients}: 1 to {len(labels)} needed, the number of training examples.")
     request = PartitionRequest(
         labels=labels,
         num_classes=int(labels.max()) + 1 if num_classes is None else num_classes,
@@ -115,28 +112,14 @@ def make_partition(
         groups=None if groups is None else np.asarray(groups, dtype=np.int64),
         group_names=tuple(group_names),
     )
-    _check(request)
     partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
-    if empty := {client: 0 for client, part in enumerate(partition) if len(part) == 0}:
+    empty = sum(not len(part) for part in partition)
+    if empty:
         raise DataError(
-            f"partition {name!r} leaves clients without examples ({listed(empty)}; the other "
-            f"{num_clients - len(empty)} share {sum(map(len, partition))}). Use fewer clients, more classes per client "
-            "or a larger data set."
+            f"partition {name!r} leaves {empty} of {num_clients} clients without examples. Use fewer clients, more "
+            "classes per client or a larger data set."
         )
     return partition
-
-
-def _check(request: PartitionRequest) -> None:
-    """Raise ConfigError or DataError if labels, numbers of shards or groups are not possible."""
-    labels, classes, groups = request.labels, request.num_classes, request.groups
-    if labels.min() < 0 or labels.max() >= classes:
-        raise DataError(
-            f"labels run from {labels.min()} to {labels.max()}; num-classes={classes} allows 0 to {classes - 1}."
-        )
-    if request.shards_per_client < 0:
-        raise ConfigError(f"shards-per-client={request.shards_per_client}: 0 (not set) or more needed.")
-    if groups is not None and groups.shape != labels.shape:
-        raise DataError(f"groups of shape {groups.shape} for {len(labels)} training examples: one each needed.")
 
 
 def split_dataset(
@@ -158,7 +141,12 @@ def split_dataset(
         ConfigError: as ``make_partition``, or the split is by class and the images have a class for each pixel.
         DataError: as ``make_partition``.
     """
-    _refuse_without_classes(name, dataset)
+    if name in PARTITIONS and PARTITIONS[name].by_class and not dataset.train.by_class:
+        allowed = ", ".join(info.name for info in PARTITIONS.values() if not info.by_class)
+        raise ConfigError(
+            f"partition {name!r} splits by class; the examples of dataset {dataset.name!r} have no single class. Use "
+            f"one of {allowed}."
+        )
     labels, test_labels = dataset.train.labels.cpu().numpy(), dataset.test.labels.cpu().numpy()
     groups, test_groups = _array(dataset.train.groups), _array(dataset.test.groups)
     units = _array(dataset.train.units)
@@ -184,18 +172,6 @@ def split_dataset(
 
 def _array(values: Tensor | None) -> Indices | None:
     return None if values is None else values.cpu().numpy()
-
-
-def _refuse_without_classes(name: str, dataset: Dataset) -> None:
-    """Raise ConfigError if the split is by class and the examples have no single class."""
-    if name in PARTITIONS and PARTITIONS[name].by_class and not dataset.train.by_class:
-        allowed = ", ".join(info.name for info in PARTITIONS.values() if not info.by_class)
-        has = "the examples", "have no single class"
-        if dataset.train.by_pixel:
-            has = "the images", "have a class for each pixel"
-        raise ConfigError(
-            f"partition {name!r} splits by class; {has[0]} of dataset {dataset.name!r} {has[1]}. Use one of {allowed}."
-        )
 
 
 def _by_unit(units: Indices) -> tuple[Indices, list[Indices]]:

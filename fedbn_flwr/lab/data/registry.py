@@ -34,11 +34,9 @@ class DatasetInfo:
         grouped: the samples have groups (domains, cities), for the splits that need them.
         task: the learning task.
         tasks: names of other tasks that the same labels can be for; the config key ``task`` chooses one.
-        downloads: absent files are downloaded if there is a network.
         input_shape: shape of an example that is no image, such as (features,); () for images.
         class_names: names of the classes, () = numbers.
         client_names: names of the clients that own data name, or ().
-        notes: what is left out of own data, one text each.
     """
 
     name: str
@@ -55,11 +53,9 @@ class DatasetInfo:
     grouped: bool = False
     task: Task = CLASSIFICATION
     tasks: tuple[str, ...] = ()
-    downloads: bool = True
     input_shape: tuple[int, ...] = ()
     class_names: tuple[str, ...] = ()
     client_names: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -179,7 +175,6 @@ _INFOS = (
         mean=(0.5,) * 3,
         std=(0.5,) * 3,
         grouped=True,
-        downloads=False,
     ),
     DatasetInfo(
         "office-caltech10",
@@ -189,11 +184,10 @@ _INFOS = (
         summary="2,533 photographs of 10 kinds of things in 4 domains",
         source="Gong et al. 2012",
         loader=read_domains(("office_caltech10",), *OFFICE_CALTECH10),
-        files="office_caltech10/ with amazon, caltech, dslr and webcam, each as NAME.npz or NAME/CLASS/*.jpg",
+        files="office_caltech10/ with amazon, caltech, dslr and webcam, all as NAME.npz or all as NAME/CLASS/*.jpg",
         mean=(0.6747, 0.6690, 0.6653),
         std=(0.3267, 0.3280, 0.3318),
         grouped=True,
-        downloads=False,
     ),
     DatasetInfo(
         "domainnet10",
@@ -204,13 +198,12 @@ _INFOS = (
         source="Peng et al. 2019; Li et al. 2021 (FedBN)",
         loader=read_domains(("domainnet10", "domainnet"), *DOMAINNET10),
         files=(
-            "domainnet10/ or domainnet/ with clipart, infograph, painting, quickdraw, real and sketch, each as "
-            "NAME.npz or NAME/CLASS/*.jpg"
+            "domainnet10/ or domainnet/ with clipart, infograph, painting, quickdraw, real and sketch, all as "
+            "NAME.npz or all as NAME/CLASS/*.jpg"
         ),
         mean=IMAGENET[0],
         std=IMAGENET[1],
         grouped=True,
-        downloads=False,
     ),
     DatasetInfo(
         "tiny-imagenet",
@@ -223,7 +216,6 @@ _INFOS = (
         files=("tiny-imagenet-200/ with train/WNID/images/*.JPEG, val/images/*.JPEG and val/val_annotations.txt"),
         mean=(0.4802, 0.4481, 0.3975),
         std=(0.2770, 0.2691, 0.2821),
-        downloads=False,
     ),
     DatasetInfo(
         "imagenet",
@@ -236,7 +228,6 @@ _INFOS = (
         files="imagenet/ with train/WNID/*.JPEG and val/WNID/*.JPEG",
         mean=IMAGENET[0],
         std=IMAGENET[1],
-        downloads=False,
     ),
     DatasetInfo(
         "cityscapes",
@@ -255,7 +246,6 @@ _INFOS = (
         aspect=2,
         grouped=True,
         task=SEGMENTATION,
-        downloads=False,
     ),
 )
 

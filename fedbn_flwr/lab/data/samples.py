@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
@@ -16,9 +15,7 @@ from fedbn_flwr.lab.data.augment import Augment, Draw
 
 __all__ = ["LazyInputs", "Samples"]
 
-logger = logging.getLogger("flwr")
-
-_CHUNK = 4096  # examples whose inputs are float64 at the same time
+_TARGETS = (torch.int64, torch.uint8, torch.float32)
 
 
 class LazyInputs(ABC):
@@ -90,7 +87,7 @@ class Samples:
             units: see ``Samples``.
 
         Raises:
-            DataError: dtypes, shapes or devices are not as above.
+            DataError: dtypes or numbers are not as above.
         """
         self.source, self._targets, self.groups, self.units = inputs, targets, groups, units
         images = inputs.dtype == torch.uint8 and len(inputs.shape) == 4
@@ -99,17 +96,11 @@ class Samples:
                 f"sample inputs are {inputs.dtype} of shape {tuple(inputs.shape)}; uint8 (N, C, H, W) needed "
                 "for images, float32 (N, ...) for features and signals."
             )
-        if targets is not None:
-            _check_targets(targets, len(inputs), tuple(inputs.shape[2:]))
-        for what, tensor in {"targets": targets, "groups": groups, "units": units}.items():
-            if tensor is None:
-                continue
-            if what != "targets" and (tensor.dtype, tensor.shape) != (torch.int64, (len(inputs),)):
-                raise DataError(
-                    f"sample {what} are {tensor.dtype} of shape {tuple(tensor.shape)}; int64 ({len(inputs)},) needed."
-                )
-            if tensor.device != inputs.device:
-                raise DataError(f"sample inputs are on {inputs.device}, {what} on {tensor.device}.")
+        if targets is not None and (targets.dtype not in _TARGETS or len(targets) != len(inputs)):
+            raise DataError(
+                f"sample targets are {targets.dtype} of shape {tuple(targets.shape)} for {len(inputs)} inputs; int64, "
+                "float32, or uint8 for classes of pixels, one each, needed."
+            )
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -193,17 +184,3 @@ class Samples:
         if augment is not None and draw is not None:
             inputs, targets = augment.apply(inputs, targets, draw)
         return inputs, targets
-
-
-def _check_targets(targets: Tensor, count: int, pixels: tuple[int, ...]) -> None:
-    """Raise DataError unless the targets fit ``count`` examples with these sizes behind the channels."""
-    kind, shape = targets.dtype, tuple(targets.shape)
-    one_class = kind == torch.int64 and shape == (count,)
-    of_pixels = kind == torch.uint8 and len(pixels) > 1 and shape == (count, *pixels)
-    numbers = kind == torch.float32 and targets.ndim in (1, 2) and shape[0] == count
-    if not (one_class or of_pixels or numbers):
-        for_pixels = f", or uint8 {(count, *pixels)} for pixels" if len(pixels) > 1 else ""
-        raise DataError(
-            f"sample targets are {kind} of shape {shape}; int64 ({count},) needed{for_pixels}, or float32 ({count},) "
-            f"or ({count}, K)."
-        )

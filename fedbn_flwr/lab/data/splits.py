@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Indices",
     "PartitionRequest",
-    "listed",
     "split_classes",
     "split_dirichlet",
     "split_dirichlet_equal",
@@ -84,12 +83,10 @@ def split_dirichlet(request: PartitionRequest) -> list[Indices]:
         except ValueError as error:
             if "max number of attempts" not in str(error):  # flwr-datasets has no error of its own for it
                 raise
-    sizes = [len(part) for part in _drawn(request, 0, 0)]  # no minimum: this is the first draw that failed
-    small = {client: size for client, size in enumerate(sizes) if size < request.min_size}
     raise DataError(
         f"partition 'dirichlet' with partition-alpha={request.alpha} and num-clients={request.num_clients}: in each of "
-        f"{_DIRICHLET_SEEDS * _DRAWS_PER_SEED} draws some client had fewer than {request.min_size} examples (in one: "
-        f"{listed(small)}). Use a larger partition-alpha or fewer clients."
+        f"{_DIRICHLET_SEEDS * _DRAWS_PER_SEED} draws some client had fewer than {request.min_size} examples. Use a "
+        "larger partition-alpha or fewer clients."
     )
 
 
@@ -176,10 +173,3 @@ def split_classes(request: PartitionRequest) -> list[Indices]:
             for holder, part in zip(holders, np.array_split(shuffled, len(holders)), strict=True):
                 holder.append(part)
     return [np.concatenate(part) for part in parts]
-
-
-def listed(sizes: dict[int, int]) -> str:
-    """Return 'partition 3: 0 examples, ...' for the first five partitions."""
-    first, more = list(sizes.items())[:5], len(sizes) - 5
-    text = ", ".join(f"partition {client}: {size} examples" for client, size in first)
-    return f"{text} and {more} more" if more > 0 else text

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.samples import Samples
 
@@ -44,20 +43,9 @@ class Subset:
                 other inputs are taken as they are.
             std: divisor per channel or feature, above 0; or ().
             augment: ``batch`` applies it if it gets a generator.
-
-        Raises:
-            DataError: indices are not a vector of integers within the samples, or mean and std do not fit.
         """
-        channels = samples.shape[0]
-        allowed = (channels,) if samples.as_bytes else (0, channels)
-        if len(mean) != len(std) or len(mean) not in allowed or not all(value > 0 for value in std):
-            what = f"images of {channels} channels" if samples.as_bytes else f"inputs of shape {samples.shape}"
-            raise DataError(
-                f"mean {tuple(mean)} and std {tuple(std)} do not fit {what}: "
-                "one number per channel needed, std above 0."
-            )
         self._samples, self._augment = samples, augment
-        self._indices = None if indices is None else _checked(torch.as_tensor(indices), len(samples)).to(samples.device)
+        self._indices = None if indices is None else torch.as_tensor(indices, device=samples.device)
         self._mean, self._std = (
             torch.tensor(values, dtype=torch.float32, device=samples.device).view(-1, *[1] * len(samples.shape[1:]))
             for values in (mean, std)
@@ -158,18 +146,3 @@ def _blocks(positions: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
         block.append(batch)
     if block:
         yield block
-
-
-def _checked(indices: Tensor, count: int) -> Tensor:
-    """Return ``indices`` as int64 after checking that they are integers (n,) in 0..count-1."""
-    if indices.ndim != 1 or indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
-        raise DataError(
-            f"indices of a subset are {indices.dtype} of shape {tuple(indices.shape)}; a vector of integers needed."
-        )
-    indices = indices.to(torch.int64)
-    if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= count):
-        raise DataError(
-            f"indices of a subset run from {int(indices.min())} to {int(indices.max())}; "
-            f"the samples have 0 to {count - 1}."
-        )
-    return indices

@@ -7,11 +7,10 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,13 +18,12 @@ from fedbn_flwr.batchnorm.reestimation import load_statistics, reestimate_statis
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import FUNCTION, Dataset, OwnData, OwnRows, Subset, is_own, own_rows
-from fedbn_flwr.lab.data.splits import Indices
+from fedbn_flwr.lab.data import FUNCTION, Dataset, OwnData, Subset, is_divided, is_own, own_tests
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.partitioned.counts import has_other_data
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, partitioned_data
+from fedbn_flwr.lab.partitioned.partitioned_data import load_data
 from fedbn_flwr.lab.setup import on_device
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION, LabelTask, RegressionTask, Task
@@ -118,7 +116,7 @@ def evaluate_run(
         files = {"metrics.json": _json(about, rows)}
         if outputs:
             columns = predictions(torch.cat(outputs), examples.all.targets, task, saved.description.classes)
-            files["predictions.csv"] = _csv(examples.order, examples.where, columns)
+            files["predictions.csv"] = _csv(examples.where, columns)
         _write(out, files)
     return Evaluation(what, rows)
 
@@ -135,7 +133,7 @@ def _load(run: Path, bn: str, state_dir: Path | None) -> SavedModel:
     return load_model(run, Choice(client=int(client[1]), state_dir=state_dir))
 
 
-def _adapt(model: nn.Module, data: Subset | _Joined, task: Task, saved: SavedModel) -> None:
+def _adapt(model: nn.Module, data: Subset, task: Task, saved: SavedModel) -> None:
     """Give the model the BN statistics of these inputs.
 
     Raises:
@@ -175,48 +173,18 @@ def _config(saved: SavedModel, data: Mapping[str, Any]) -> Config:
     return Config.make_of_shared(shared, settings)[0]
 
 
-class _Joined:
-    """Several subsets as one, in order."""
-
-    def __init__(self, subsets: Sequence[Subset]) -> None:
-        self._subsets = subsets
-
-    def __len__(self) -> int:
-        return sum(map(len, self._subsets))
-
-    @property
-    def targets(self) -> Tensor:
-        """The targets of all examples."""
-        return torch.cat([subset.targets for subset in self._subsets])
-
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return the examples at ascending positions."""
-        inputs, targets, start = [], [], 0
-        for subset in self._subsets:
-            inside = positions[(positions >= start) & (positions < start + len(subset))]
-            if len(inside):
-                of_subset = subset.batch(inside - start, generator)
-                inputs.append(of_subset[0])
-                targets.append(of_subset[1])
-            start += len(subset)
-        return torch.cat(inputs), torch.cat(targets)
-
-
-@dataclass(frozen=True)
-class _Examples:
+class _Examples(NamedTuple):
     """The examples of a test.
 
     Attributes:
         all: all of them.
         groups: those of each group (domain) by name; empty if the data have none.
-        order: their order in the user's data, and in ``predictions.csv``.
         where: the first columns of ``predictions.csv``: where each example is in the user's data.
         notes: what a reader of the results must know of them.
     """
 
-    all: Subset | _Joined
-    groups: Mapping[str, Subset | _Joined]
-    order: Indices
+    all: Subset
+    groups: Mapping[str, Subset]
     where: Mapping[str, Sequence[Any]]
     notes: Sequence[str]
 
@@ -229,61 +197,32 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
     """
     taken = saved.description
     _refuse_other_task(taken, config)  # without the data, which may be large
-    data = partitioned_data(config, 1, taken.shape if len(taken.shape) == 3 else ())
-    notes = _refuse_unfit(taken, data.dataset, config.dataset)
-    data = replace(data, dataset=replace(data.dataset, mean=taken.mean, std=taken.std))
+    which = "on the test examples"
+    if is_own(config.dataset) and not is_divided(data_of(config).own):
+        if _place(config) != _place(saved.config):
+            config, which = config.model_copy(update={"test_share": 1.0}), "on all examples"
+        elif has_other_data(saved.run, config):
+            raise ConfigError(
+                f"dataset={config.dataset!r} has changed since the run, or is divided in another way (test-share), so "
+                "its test examples may be training examples of the run. Restore the data and the settings, or put the "
+                "examples that the run has not seen into a folder of their own."
+            )
+    data = load_data(config, taken.shape if len(taken.shape) == 3 else ())
+    notes = _refuse_unfit(taken, data, config.dataset)
 
-    rows = own_rows(data_of(config).own) if is_own(config.dataset) else None
-    undivided = rows is not None and not rows.divided
-    of_the_run = _place(config) == _place(saved.config)
-    if undivided and of_the_run and has_other_data(saved.run, config):
-        raise ConfigError(
-            f"dataset={config.dataset!r} has changed since the run, or is divided in another way (test-share), so its "
-            "test examples may be training examples of the run. Restore the data and the settings, or put the examples "
-            "that the run has not seen into a folder of their own."
-        )
-    pieces = [data]
-    if undivided and not of_the_run:
-        pieces = [replace(data, dataset=replace(data.dataset, test=data.dataset.train)), data]
-    which = "on all examples" if len(pieces) > 1 else "on the test examples"
+    def view(indices: Tensor | None = None) -> Subset:
+        return Subset(data.test, indices, mean=taken.mean, std=taken.std)
 
-    groups: dict[str, list[Subset]] = {}
-    for piece in pieces:
-        for name, view in piece.domain_views().items():
-            groups.setdefault(name, []).append(view)
-    order, where = _where(data, rows, both=len(pieces) > 1)
-    return _Examples(
-        _joined([piece.test_view() for piece in pieces]),
-        {name: _joined(views) for name, views in groups.items()},
-        order,
-        where,
-        [*notes, which],
-    )
-
-
-def _joined(subsets: Sequence[Subset]) -> Subset | _Joined:
-    return subsets[0] if len(subsets) == 1 else _Joined(subsets)
-
-
-def _where(data: PartitionedData, rows: OwnRows | None, both: bool) -> tuple[Indices, dict[str, list[Any]]]:
-    """Return the order of the examples in the user's data, and the columns that say where each example is.
-
-    Args:
-        data: the data.
-        rows: where the examples of own data are in the user's files; None for a data set by name.
-        both: whether the training examples come first, and the test examples follow.
-    """
-    if rows is not None:
-        numbers = np.concatenate([rows.train, rows.test]) if both else rows.test
-        columns = {rows.column: rows.names, **rows.beside}
-        where = {name: [values[number] for number in numbers] for name, values in columns.items()}
-        return np.argsort(numbers), where
-    numbers = np.arange(len(data.dataset.test))
-    where = {"index": numbers.tolist()}
-    groups = data.dataset.test.groups
-    if groups is not None:
-        where["group"] = [data.dataset.group_names[group] for group in groups.tolist()]
-    return numbers, where
+    where: dict[str, Sequence[Any]] = {"index": range(len(data.test))}
+    groups = {}
+    numbers = data.test.groups
+    if numbers is not None:
+        where["group"] = [data.group_names[number] for number in numbers.tolist()]
+        for number in torch.unique(numbers).tolist():
+            groups[data.group_names[number]] = view(torch.nonzero(numbers == number).flatten())
+    if is_own(config.dataset) and not data_of(config).by_function:
+        where = {**own_tests(data_of(config).own)}
+    return _Examples(view(), groups, where, [*notes, which])
 
 
 def _place(config: Config) -> tuple[str, Path | str]:
@@ -374,10 +313,10 @@ def predictions(outputs: Tensor, targets: Tensor, task: Task, classes: Sequence[
     return columns
 
 
-def _csv(order: Indices, where: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[float]]) -> str:
+def _csv(where: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[float]]) -> str:
     import pandas as pd
 
-    table = pd.DataFrame({**where, **columns}).iloc[order]
+    table = pd.DataFrame({**where, **columns})
     text: str = table.to_csv(index=False, float_format="%.9g", na_rep="nan")  # float32, to be read again
     return text
 

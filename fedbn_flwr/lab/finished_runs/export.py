@@ -26,6 +26,7 @@ from fedbn_flwr.lab.export import (
     run_onnx,
     run_torch_export,
 )
+from fedbn_flwr.lab.export.folding import folded_at
 from fedbn_flwr.lab.export.formats import check_onnx_is_installed
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, SavedModel, load_model
 from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
@@ -125,7 +126,7 @@ def export(run: Path, out: Path, format: Format, choice: Choice | None = None, *
         "model": saved.config.model,
         "what": saved.what,
         MODEL_DESCRIPTION: saved.description.to_json(),
-        _FOLDED: json.dumps(bool(folding and (folding.folded or folding.baked))),
+        _FOLDED: json.dumps(folding and folding.folded),
     }
     content = _encode(format, model, normalise, inputs[:2], about)
     try:
@@ -157,8 +158,9 @@ def load_exported(path: str | Path) -> nn.Module:
     if changed := taken.code_changed():
         logger.warning("%s: %s", path, changed)
     model = taken.model()
-    if about[_FOLDED] == "true":
-        model, _ = fold(model, torch.zeros(2, *taken.shape))
+    folded = json.loads(about[_FOLDED])
+    if folded is not None:
+        model = folded_at(model, folded)
     model.load_state_dict(state)
     return normalised_inside(model, taken.normalise())
 

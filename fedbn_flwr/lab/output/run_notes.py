@@ -6,7 +6,7 @@ import logging
 
 from torch import nn
 
-from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.models import InitReport
 from fedbn_flwr.lab.output.folder import RunFolder
@@ -28,10 +28,9 @@ def report_data(folder: RunFolder, config: Config, data: PartitionedData | None)
         logger.warning("%s", line)
     if not is_own(config.dataset):
         return
-    counts, notes = data_counts(data, config), data_of(config).info.notes
-    logger.info("%s", "\n".join([data_text(counts), *notes]))
-    of_data = {"sha256": sha256_of_data(config), "notes": notes, "warnings": warnings}
-    folder.save("data.json", {**counts, **of_data})
+    logger.info("%s", data_text(data, config))
+    of_data = {"dataset": config.dataset, "examples": data_counts(data), "sha256": sha256_of_data(config)}
+    folder.save("data.json", {**of_data, "warnings": warnings})
 
 
 def log_feature_norm(model: nn.Module) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,6 @@ from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 
 __all__ = [
-    "HELD_OUT_CLIENTS",
-    "TRAINING_BY_CLASS",
     "client_names",
     "data_counts",
     "data_text",
@@ -27,55 +24,34 @@ __all__ = [
     "sha256_of_data",
 ]
 
-TRAINING_BY_CLASS = "training examples by class"
-"""The key of ``data.json`` with the counts of each client."""
-HELD_OUT_CLIENTS = "held-out clients"
-"""The key of ``data.json`` with the examples of each client that never trains."""
 _MOST = 20  # clients and classes that the text shows
 
 
-def data_counts(split: PartitionedData, config: Config) -> dict[str, Any]:
-    """Return the counts of own data by part, client and class: the content of ``data.json``."""
-    data, names = split.dataset, client_names(split)
-    counts: dict[str, Any] = {
-        "dataset": config.dataset,
-        "task": data_of(config).task.name,
-        "shape": list(data.train.shape),
-        "outputs": data.num_classes,
-        "classes": list(data.label_names) if data.train.by_class else [],
-        "examples": {
-            "training": sum(map(len, split.train)),
-            "validation": sum(map(len, split.validation)),
-            "test": sum(map(len, split.test)),
-        },
-        "training examples by client": {name: len(part) for name, part in zip(names, split.train, strict=True)},
-        "test examples by client": {name: len(part) for name, part in zip(names, split.test, strict=True)},
-    }
-    for name, (train, test) in zip(split.held_out_names, split.held_out, strict=True):
-        counts.setdefault(HELD_OUT_CLIENTS, {})[name] = {"inputs": len(train), "test": len(test)}
-    if data.train.by_class:
-        by_class = partition_counts(split.train, data.train.labels.cpu().numpy(), len(data.label_names))
-        counts[TRAINING_BY_CLASS] = {name: row.tolist() for name, row in zip(names, by_class, strict=True)}
-    return counts
+def data_counts(split: PartitionedData) -> dict[str, int]:
+    """Return the number of training, validation and test examples."""
+    parts = {"training": split.train, "validation": split.validation, "test": split.test}
+    return {name: sum(map(len, of_clients)) for name, of_clients in parts.items()}
 
 
-def data_text(counts: dict[str, Any]) -> str:
-    """Return counts as text, several lines."""
-    parts = ", ".join(f"{number:,} {part}" for part, number in counts["examples"].items() if number)
-    lines = [f"{counts['dataset']}: {counts['task']}, {parts} examples of shape {tuple(counts['shape'])}"]
-    by_class = counts.get(TRAINING_BY_CLASS, {})
-    if by_class and len(by_class) <= _MOST and len(counts["classes"]) <= _MOST:
-        lines += [TRAINING_BY_CLASS, partition_table(np.array(list(by_class.values())), tuple(counts["classes"]))]
-        named = [f"client {at} is {name}" for at, name in enumerate(by_class) if name != str(at)]
+def data_text(split: PartitionedData, config: Config) -> str:
+    """Return the counts of own data by part, client and class as text, several lines."""
+    data, names = split.dataset.train, client_names(split)
+    parts = ", ".join(f"{number:,} {part}" for part, number in data_counts(split).items() if number)
+    lines = [f"{config.dataset}: {data_of(config).task.name}, {parts} examples of shape {data.shape}"]
+    classes = split.dataset.label_names
+    if data.by_class and len(names) <= _MOST and len(classes) <= _MOST:
+        counts = partition_counts(split.train, data.labels.cpu().numpy(), len(classes))
+        lines += ["training examples by class", partition_table(counts, classes)]
+        named = [f"client {at} is {name}" for at, name in enumerate(names) if name != str(at)]
         lines += [", ".join(named)] if named else []
-    for name, held in counts.get(HELD_OUT_CLIENTS, {}).items():
-        lines.append(f"held out: {name}, {held['inputs']:,} inputs, {held['test']:,} test examples")
+    for name, (train, test) in zip(split.held_out_names, split.held_out, strict=True):
+        lines.append(f"held out: {name}, {len(train):,} inputs, {len(test):,} test examples")
     return "\n".join(lines)
 
 
 def data_warnings(split: PartitionedData, config: Config) -> list[str]:
     """Return what looks wrong in a split: clients without examples, classes without a client."""
-    warnings = _unused_classes(split, config)
+    warnings = _unused_classes(split)
     if not is_own(config.dataset):
         return warnings
     names = client_names(split)
@@ -90,7 +66,7 @@ def data_warnings(split: PartitionedData, config: Config) -> list[str]:
     return warnings
 
 
-def _unused_classes(split: PartitionedData, config: Config) -> list[str]:
+def _unused_classes(split: PartitionedData) -> list[str]:
     """Return a line if the split leaves out classes that the data have."""
     train = split.dataset.train
     if not train.by_class:
@@ -102,14 +78,10 @@ def _unused_classes(split: PartitionedData, config: Config) -> list[str]:
     if not len(lacking):
         return []
     shown = ", ".join(names[number] for number in lacking[:5]) + (", ..." if len(lacking) > 5 else "")
-    line = (
+    return [
         f"{len(lacking)} of {len(names)} classes have no client ({shown}): their {total[lacking].sum()} training "
-        "examples are not used, and no model learns them."
-    )
-    if data_of(config).split_name == "classes":
-        needed = -(-len(names) // (len(split.train) + len(split.held_out)))
-        line += f" Set classes-per-client to {needed} or more, or use more clients."
-    return [line]
+        "examples are not used, and no model learns them. Use more clients, or a larger classes-per-client."
+    ]
 
 
 def sha256_of_data(config: Config) -> str | None:
@@ -145,15 +117,10 @@ def refuse_no_tests(split: PartitionedData, config: Config) -> None:
     """Raise DataError if own data have no test examples: the run would end without results."""
     if not is_own(config.dataset) or len(split.dataset.test):
         return
-    if data_of(config).by_function:
-        raise DataError(
-            f"dataset={config.dataset!r}: the function returns no example for the part 'test' of any site, and a run "
-            "without them has no results."
-        )
     raise DataError(
-        f"dataset={config.dataset!r}: 0 of the {len(split.dataset.train)} examples are test examples (test-share="
-        f"{config.test_share:g}), and a run without them has no results. Use a larger test-share, or data that say "
-        "which are test examples."
+        f"dataset={config.dataset!r}: no example is a test example (test-share={config.test_share:g}), and a run "
+        "without them has no results. Use a larger test-share, or data that say which are test examples; a function "
+        "returns them for the part 'test'."
     )
 
 

@@ -225,7 +225,7 @@ def node_report(config: Config, context: Context) -> str:
     Raises:
         DataError: they cannot be used, or do not fit the run's model.
     """
-    from fedbn_flwr.lab.partitioned.counts import data_counts, data_text
+    from fedbn_flwr.lab.partitioned.counts import data_text
 
     if DATA_PATH in context.node_config or (data_of(config).by_function and on_network_node()):
         split, config = _own_data(config, context)
@@ -234,7 +234,7 @@ def node_report(config: Config, context: Context) -> str:
         split = partitioned_data(config, num_clients)
         mine = slice(client, client + 1)
         split = replace(split, train=split.train[mine], test=split.test[mine], validation=split.validation[mine])
-    return data_text(data_counts(split, config))
+    return data_text(split, config)
 
 
 def _check_fit(config: Config, here: Config) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment
-from fedbn_flwr.lab.data.dataset import Dataset
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape, reshaped
 from fedbn_flwr.lab.data.subset import Subset
@@ -47,27 +44,6 @@ def test_without_groups_there_are_none() -> None:
     assert Subset(samples, torch.tensor([0]), **STATS).groups is None
 
 
-@pytest.mark.parametrize("groups", [torch.zeros(3, dtype=torch.int64), torch.zeros(2), torch.zeros(2, 1).long()])
-def test_groups_are_one_integer_each(groups: Tensor) -> None:
-    with pytest.raises(DataError, match=r"sample groups are .*; int64 \(2,\) needed"):
-        Samples(images(2), torch.arange(2), groups)
-
-
-def test_groups_and_names_belong_together_and_every_group_has_a_name() -> None:
-    plain, with_groups = Samples(images(2), torch.arange(2)), grouped([0, 1])
-    assert Dataset("x", with_groups, grouped([1]), 2, (0.5,), (0.5,), ("a", "b")).group_names == ("a", "b")
-    assert Dataset("x", plain, plain, 2, (0.5,), (0.5,)).group_names == ()
-    for train, test, names, fact in (
-        (plain, plain, ("a",), "1 names"),
-        (with_groups, plain, ("a", "b"), "2 names"),
-        (with_groups, grouped([0]), (), "0 names"),
-        (with_groups, grouped([0, 2]), ("a", "b"), "test samples .* 0 to 2; .* 0 to 1"),
-        (with_groups, grouped([-1, 1]), ("a", "b"), "test samples .* -1 to 1"),
-    ):
-        with pytest.raises(DataError, match=fact):
-            Dataset("x", train, test, 2, (0.5,), (0.5,), names)
-
-
 def test_classes_of_pixels_are_bytes_in_memory_and_integers_in_a_batch() -> None:
     samples = segmented()
     inputs, targets = Subset(samples, torch.tensor([1, 0]), **STATS).batch(torch.tensor([0]))
@@ -78,13 +54,6 @@ def test_classes_of_pixels_are_bytes_in_memory_and_integers_in_a_batch() -> None
     assert inputs.shape == (1, 1, 4, 6)
     assert samples.labels.tolist() == [0, 0]
     assert samples.labels.dtype == torch.int64
-
-
-def test_pixel_targets_need_the_size_of_their_images() -> None:
-    with pytest.raises(DataError, match=r"uint8 \(2, 4, 6\) for pixels"):
-        Samples(images(2, 4, 6), torch.zeros(2, 6, 4, dtype=torch.uint8))
-    with pytest.raises(DataError, match=r"torch.int64 of shape"):
-        Samples(images(2, 4, 6), torch.zeros(2, 4, 6, dtype=torch.int64))
 
 
 def test_augmentation_moves_image_and_classes_alike_and_pads_with_255() -> None:

@@ -258,7 +258,6 @@ def test_the_registry_is_complete() -> None:
         ({"name": "cifar"}, ConfigError, "'cifar10'"),
         ({"name": "digits", "channels": 2, "size": 8}, ConfigError, "2 channels"),
         ({"name": "digits", "channels": 0, "size": 8}, ConfigError, "0 channels"),
-        ({"name": "digits", "channels": 1, "size": 0}, ConfigError, "size 0"),
         ({"name": "mnist"}, DataError, "'mnist'.*data-dir.*MNIST/raw/.*digits"),
         ({"name": "svhn", "data_dir": "/absent"}, DataError, "'svhn'.*'/absent'.*train_32x32.mat"),
     ],
@@ -276,7 +275,6 @@ def test_absent_files_without_a_network_are_explained(name: str, tmp_path: Path)
     assert f"data set {name!r}" in message
     assert str(tmp_path) in message
     assert DATASETS[name].files in message
-    assert ("no network" in message) == ("or downloaded to it" in message) == DATASETS[name].downloads
     assert "\n" not in message
     assert "set data-dir" in message
 

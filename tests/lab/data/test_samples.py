@@ -96,27 +96,6 @@ def test_positions_outside_the_subset_are_an_error(samples: Samples) -> None:
 
 
 @pytest.mark.parametrize(
-    ("indices", "problem"),
-    [
-        (np.array([0, 50]), "0 to 49"),
-        (np.array([-1, 3]), "0 to 49"),
-        (np.zeros((2, 2), np.int64), "int64"),
-        (np.zeros(3), "float64"),
-        (np.zeros(50, dtype=bool), "bool"),
-    ],
-)
-def test_indices_are_a_vector_of_integers_within_the_samples(samples, indices: np.ndarray, problem: str) -> None:
-    with pytest.raises(DataError, match=problem):
-        Subset(samples, indices, mean=MEAN, std=STD)
-
-
-@pytest.mark.parametrize(("mean", "std"), [((0.5,), STD), (MEAN, (0.5,)), (MEAN, (0.5, 0.0, 0.5))])
-def test_mean_and_std_must_fit_the_channels(samples: Samples, mean: tuple[float], std: tuple[float]) -> None:
-    with pytest.raises(DataError, match="do not fit images of 3 channels"):
-        Subset(samples, None, mean=mean, std=std)
-
-
-@pytest.mark.parametrize(
     ("inputs", "targets", "message"),
     [
         (torch.zeros(2, 1, 3, 3).double(), torch.zeros(2, dtype=torch.int64), "inputs are torch.float64"),

@@ -116,7 +116,6 @@ def test_unbalanced_shards_within_any_bounds(clients: int, most: int, data: st.D
     ("name", "examples", "clients", "options", "numbers"),
     [
         ("shards", 100, 4, {"shards_per_client": 99}, "396 shards, more than the 100 "),
-        ("shards", 100, 4, {"shards_per_client": -2}, "shards-per-client=-2"),
         ("unbalanced-shards", 5000, 3, {}, "100 shards .* 3 clients, 1 to 30 each"),
         ("unbalanced-shards", 5000, 101, {}, "100 shards .* 101 clients"),
         ("unbalanced-shards", 350, 2, {"shards_per_client": 3}, "7 shards .* 1 to 3 each"),

@@ -14,11 +14,11 @@ import torch
 
 from fedbn_flwr.lab.data.image_files.decoding import Bytes
 from fedbn_flwr.lab.data.image_files.files import ImageFiles
-from fedbn_flwr.lab.data.image_files.inspection import look_at_files, refuse_damaged
+from fedbn_flwr.lab.data.image_files.inspection import refuse_damaged_files
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.shapes import Shape
 
-__all__ = ["MAX_BYTES", "ImageFiles", "hold", "look_at_files"]
+__all__ = ["MAX_BYTES", "ImageFiles", "hold"]
 
 MAX_BYTES = 4 * 2**30
 """Image files with more decoded bytes stay on the disk."""
@@ -33,7 +33,6 @@ def hold(
     centre: bool = False,
     masks: Sequence[Path] = (),
     mask_table: Bytes | None = None,
-    checked: bool = False,
 ) -> list[Samples]:
     """Return the images of each part, in the requested shape and in the order of ``paths``.
 
@@ -45,11 +44,10 @@ def hold(
         centre: cut out the central square before resizing; else the whole image is resized to the shape.
         masks: files with the class of each pixel, one for each image.
         mask_table: 256 bytes, the class of each value in the masks.
-        checked: the files have been looked at already, see ``look_at_files``.
 
     Raises:
         DataError: files are damaged; the message names them. Of a set that stays on the disk headers and ends are
-            looked at, see ``look_at_files``.
+            looked at.
     """
     options: dict[str, Any] = {"centre": centre, "mask_table": mask_table}
     numbers = torch.split(torch.arange(len(paths)), list(parts))
@@ -60,8 +58,7 @@ def hold(
         if of_pixels is None:
             return [Samples(inputs[part], classes[part]) for part in numbers]
         return [Samples(inputs[part], of_pixels[part], classes[part]) for part in numbers]
-    if not checked:
-        refuse_damaged(look_at_files(paths))
+    refuse_damaged_files(paths)
     samples = []
     for part in numbers:
         of_part = [paths[number] for number in part.tolist()]

@@ -13,13 +13,13 @@ from fedbn_flwr.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.data.own.description import own_info
-    from fedbn_flwr.lab.data.own.reading import OwnRows, own_rows, own_sha256
+    from fedbn_flwr.lab.data.own.reading import is_divided, own_sha256, own_tests
 else:
     _WHERE = {
-        "OwnRows": "reading",
+        "is_divided": "reading",
         "own_info": "description",
-        "own_rows": "reading",
         "own_sha256": "reading",
+        "own_tests": "reading",
     }
     __getattr__, __dir__ = imported_when_used(__name__, _WHERE)
 
@@ -28,9 +28,9 @@ __all__ = [
     "FUNCTION_FORM",
     "KINDS",
     "OwnData",
-    "OwnRows",
+    "is_divided",
     "is_own",
     "own_info",
-    "own_rows",
     "own_sha256",
+    "own_tests",
 ]

@@ -15,7 +15,7 @@ from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.registry import IMAGENET, DatasetInfo
 from fedbn_flwr.lab.data.shapes import Shape, per_channel
-from fedbn_flwr.training.tasks import Task
+from fedbn_flwr.training.tasks import TASKS
 
 __all__ = ["own_info"]
 
@@ -58,18 +58,25 @@ def _info(request: OwnData, stamp: tuple[int, ...]) -> DatasetInfo:
         std=std,
         grouped=records.clients is not None,
         task=records.task,
-        downloads=False,
         input_shape=() if channels else shape,
         class_names=records.class_names,
         client_names=records.client_names,
-        notes=records.notes,
     )
 
 
 @functools.lru_cache(maxsize=8)
 def _info_of_nodes(request: OwnData) -> DatasetInfo:
     """Return the description of images that only the nodes have; the config must say what the model needs."""
-    task = _checked_task(request)
+    needed = ["image-size", "task"]
+    if request.task not in ("binary", "regression"):
+        needed.append("num-classes")
+    missing = [key for key in needed if not getattr(request, key.replace("-", "_"))]
+    if missing:
+        raise ConfigError(
+            f"dataset={request.name!r} without a path: only the nodes have the data, so the config must say what the "
+            f"model needs: {', '.join(missing)}. Rows of a table come from a function, dataset=module:function."
+        )
+    task = chosen_task(request, "", tuple(TASKS))
     return DatasetInfo(
         request.name,
         num_classes=1 if task.name == "binary" else request.num_classes or 1,
@@ -82,22 +89,7 @@ def _info_of_nodes(request: OwnData) -> DatasetInfo:
         mean=IMAGENET[0],
         std=IMAGENET[1],
         task=task,
-        downloads=False,
     )
-
-
-def _checked_task(request: OwnData) -> Task:
-    """Return the task, if the config says all that the model needs."""
-    task = chosen_task(request, "classification", (request.task or "classification",))
-    needed = {"image-size": request.image_size > 0, "task": bool(request.task)}
-    if task.name not in ("binary", "regression"):
-        needed["num-classes"] = bool(request.num_classes)
-    if problems := [f"{key} is not set" for key, is_set in needed.items() if not is_set]:
-        raise ConfigError(
-            f"dataset={request.name!r} without a path: only the nodes have the data, so the config must say what the "
-            f"model needs; {', '.join(problems)}. Rows of a table come from a function, dataset=module:function."
-        )
-    return task
 
 
 def _nothing(folder: Path, shape: Shape) -> Loaded:

@@ -38,7 +38,7 @@ from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
-__all__ = ["function_info", "function_rows", "function_sha256"]
+__all__ = ["function_info", "function_sha256"]
 
 _PARTS = ("train", "test")
 _MOST = 1000  # values of the targets that are classes
@@ -85,14 +85,11 @@ def _site(name: str, function: Callable[..., Any], site: int | str, part: str) -
     what = f"dataset={name!r}, site {site}, part {part!r}"
     data = _called(what, function, site, part)
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise DataError(
-            f"{what}: the function returned a {type(data).__name__}; a torch Dataset with a length needed, whose items "
-            "are pairs of input and target."
-        )
-    groups, classes = _values(what, data, "groups"), _values(what, data, "targets")
+        raise DataError(f"{what}: the function returned a {type(data).__name__}; a torch Dataset with a length needed.")
+    classes = _values(what, data, "targets")
     if classes is not None and not all(type(value) is int for value in classes):
         classes = None  # numbers or masks: they come with the examples
-    return Site(what, data, groups, classes)
+    return Site(what, data, _values(what, data, "groups"), classes)
 
 
 def _values(what: str, data: Any, attribute: str) -> tuple[Any, ...] | None:
@@ -129,15 +126,8 @@ def _example(site: Site, at: int, task: Task | None, shape: tuple[int, ...], cla
         DataError: the example cannot be read, or does not fit.
     """
     where = f"{site.name}, example {at}"
-    pair = _called(where, site.data.__getitem__, at)
-    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-        raise DataError(f"{where} is a {type(pair).__name__}; a pair of input and target needed.")
-    try:
-        given = [value if isinstance(value, Tensor) else torch.from_numpy(np.array(value)) for value in pair]
-    except (TypeError, ValueError) as error:  # texts, lists of lists of other lengths
-        raise DataError(f"{where} is no pair of tensors or arrays of numbers: {error}") from error
-    inputs, target = (value.as_subclass(Tensor).detach() for value in given)  # also of a library's own tensors
-    if inputs.dtype == torch.uint8 or inputs.is_complex() or not 1 <= inputs.ndim <= 4:
+    inputs, target = _called(where, _as_pair, site.data, at)
+    if inputs.dtype == torch.uint8 or not 1 <= inputs.ndim <= 4:
         raise DataError(
             f"{where} has inputs {inputs.dtype} of shape {tuple(inputs.shape)}; numbers as the model takes them needed "
             "(images: image.float() / 255), (features,), (channels, length), (channels, height, width) or (channels, "
@@ -149,37 +139,44 @@ def _example(site: Site, at: int, task: Task | None, shape: tuple[int, ...], cla
             f"{where} has inputs of shape {tuple(inputs.shape)}; those of the run have {shape}. The function must "
             "return one shape at all sites: crop, pad or resample there."
         )
-    if not bool(inputs.isfinite().all()):
+    if not inputs.isfinite().all():
         raise DataError(f"{where} has inputs that are NaN or infinite: fill them in in the function.")
-    return inputs, target if task is None else _target(where, target, task, inputs.shape[1:], classes)
+    return inputs, target if task is None else _target(where, target, task, tuple(inputs.shape[1:]), classes)
 
 
-def _target(where: str, target: Tensor, task: Task, pixels: Sequence[int], classes: int) -> Tensor:
+def _as_pair(data: Any, at: int) -> tuple[Tensor, Tensor]:
+    """Return input and target of an example as plain tensors, also those of a library's own kind."""
+    example = data[at]
+    if not isinstance(example, (tuple, list)) or len(example) != 2:
+        raise TypeError(f"a {type(example).__name__}; a pair of input and target needed")
+    inputs, target = (value if isinstance(value, Tensor) else torch.from_numpy(np.array(value)) for value in example)
+    return inputs.as_subclass(Tensor).detach(), target.as_subclass(Tensor).detach()
+
+
+def _target(where: str, target: Tensor, task: Task, pixels: tuple[int, ...], classes: int) -> Tensor:
     """Return a target in the dtype of ``Samples``."""
-    whole = not target.is_floating_point() and not target.is_complex()
+    shape: tuple[int, ...] = ()
+    dtype, limit = torch.int64, classes or _MOST
     if task.by_pixel:
-        target = target[0] if tuple(target.shape) == (1, *pixels) else target
-        whole = whole or bool((target == target.round()).all())
-        known = target[target != IGNORED_PIXEL]
-        in_range = not len(known) or (int(known.min()) >= 0 and int(known.max()) < classes)
-        if whole and in_range and tuple(target.shape) == tuple(pixels):
-            return target.to(torch.uint8)
-        needed = f"a class, 0 to {classes - 1}, for each pixel or voxel, {tuple(pixels)}; {IGNORED_PIXEL} = ignored"
-    elif task.name in ("classification", "binary"):
-        limit = 2 if task.name == "binary" else classes or _MOST
-        if whole and target.numel() == 1 and 0 <= int(target) < limit:
-            return target.reshape(()).to(torch.int64)
-        needed = f"a whole number, 0 to {limit - 1}"
-    else:
+        shape, dtype = pixels, torch.uint8
+    elif task.name == "binary":
+        limit = 2
+    elif task.name != "classification":
         columns = task.outputs(classes)
-        if target.numel() == columns and target.ndim <= 1:
-            return target.to(torch.float32).reshape(() if columns == 1 and task.name == "regression" else (columns,))
-        needed = f"{columns} numbers; num-classes states how many"
-    values = f", {target.min()} to {target.max()}" if target.numel() else ""
-    raise DataError(
-        f"{where} has a target {target.dtype} of shape {tuple(target.shape)}{values}; for task {task.name} {needed} "
-        "needed."
-    )
+        shape = () if columns == 1 and task.name == "regression" else (columns,)
+        dtype, limit = torch.float32, 0
+    fits = tuple(target.shape) in (shape, (1, *shape))
+    if limit:
+        known = target[target != IGNORED_PIXEL] if task.by_pixel else target
+        fits = fits and bool(((known == known.long()) & (known >= 0) & (known < limit)).all())
+    if not fits:
+        values = f", {target.min()} to {target.max()}" if target.numel() else ""
+        needed = f"classes 0 to {limit - 1}" if limit else "numbers"
+        raise DataError(
+            f"{where} has a target {target.dtype} of shape {tuple(target.shape)}{values}; for task {task.name} "
+            f"{needed} of shape {shape} needed."
+        )
+    return target.reshape(shape).to(dtype)
 
 
 @functools.lru_cache(maxsize=8)
@@ -215,7 +212,6 @@ def function_info(request: OwnData) -> DatasetInfo:
         std=(),
         grouped=True,
         task=task,
-        downloads=False,
         input_shape=shape,
         client_names=site_names(request),
     )
@@ -245,9 +241,9 @@ def _classes_of(site: Site, classes: int) -> Sequence[int]:
     """Return the class of each example; the examples are read where the data set does not say them."""
     if site.classes is None:
         return [int(_example(site, at, CLASSIFICATION, (), classes)[1]) for at in range(len(site))]
-    limit = classes or _MOST
-    if wrong := sorted({value for value in site.classes if not 0 <= value < limit}):
-        raise DataError(f"{site.name}: its targets have {wrong[:5]}; classes 0 to {limit - 1} needed.")
+    if site.classes:
+        for value in (min(site.classes), max(site.classes)):
+            _target(site.name, torch.tensor(value), CLASSIFICATION, (), classes)
     return site.classes
 
 
@@ -306,16 +302,3 @@ def function_sha256(request: OwnData) -> str:
         for site in sites:
             digest.update(f"{part} {len(site)} {site.groups} {site.classes}\n".encode())
     return digest.hexdigest()
-
-
-def function_rows(request: OwnData) -> tuple[list[str], int, dict[str, Sequence[str]]]:
-    """Return the names of all examples, SITE:PART:NUMBER, the number of training examples, and what is beside them."""
-    parts, known = sites_of(request.path, request.sites), site_names(request)
-    names, clients, groups = list[str](), list[str](), list[str]()
-    for part in _PARTS:
-        for name, site in zip(known, parts[part], strict=True):
-            names += [f"{name}:{part}:{at}" for at in range(len(site))]
-            clients += [name] * len(site)
-            groups += map(str, site.groups or [""] * len(site))
-    beside: dict[str, Sequence[str]] = {"client": clients, **({"group": groups} if any(groups) else {})}
-    return names, sum(map(len, parts["train"])), beside

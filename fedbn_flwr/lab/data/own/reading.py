@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data.image_files import hold
 from fedbn_flwr.lab.data.own.arrays import read_arrays
 from fedbn_flwr.lab.data.own.folder import read_folder
-from fedbn_flwr.lab.data.own.function import function_rows, function_sha256
+from fedbn_flwr.lab.data.own.function import function_sha256
 from fedbn_flwr.lab.data.own.records import Records
 from fedbn_flwr.lab.data.own.request import FUNCTION, OwnData
 from fedbn_flwr.lab.data.readers import Loaded
@@ -25,7 +24,7 @@ from fedbn_flwr.lab.data.shapes import Shape
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.data.validation import split_off
 
-__all__ = ["OwnRows", "load", "own_rows", "own_sha256", "read", "stamp_of"]
+__all__ = ["is_divided", "load", "own_sha256", "own_tests", "read", "stamp_of"]
 
 _READERS: dict[str, Callable[[OwnData], Records]] = {
     "folder": read_folder,
@@ -81,7 +80,7 @@ def _examples(records: Records, parts: Sequence[Indices], shape: Shape) -> Seque
         return [Samples(inputs[part], targets[part]) for part in parts]
     order = np.concatenate(parts)
     paths, lengths = [inputs[at] for at in order.tolist()], [len(part) for part in parts]
-    return hold(paths, targets[order].tolist(), lengths, shape, checked=True)
+    return hold(paths, targets[order].tolist(), lengths, shape)
 
 
 def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
@@ -91,6 +90,8 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
         ConfigError: the units of one patient are on both sides of the split that the data have.
     """
     everything, tests = np.arange(len(records), dtype=np.int64), records.tests
+    if tests is None and request.test_share == 1:
+        return everything[:0], everything
     if tests is not None:
         both = () if records.units is None else np.intersect1d(records.units[tests], records.units[~tests])
         if len(both):
@@ -107,50 +108,30 @@ def parts_of(request: OwnData, records: Records) -> tuple[Indices, Indices]:
     return split_off(everything, cells, request.test_share, _TEST_SEED, records.units)
 
 
-@dataclass(frozen=True, eq=False)
-class OwnRows:
-    """Where the examples are in the user's files.
-
-    Attributes:
-        column: "file" for image files, else "row".
-        names: of all rows in their order: paths below the folder, or numbers from 0; of a function SITE:PART:NUMBER.
-        train: the row of each training example.
-        test: the row of each test example.
-        divided: whether the data themselves say which are test examples.
-        beside: the client and the unit (patient) of each row, by these names.
-    """
-
-    column: str
-    names: Sequence[int | str]
-    train: Indices
-    test: Indices
-    divided: bool
-    beside: Mapping[str, Sequence[str]]
+def is_divided(request: OwnData) -> bool:
+    """Return whether the data themselves say which are test examples."""
+    return request.kind == FUNCTION or read(request, stamp_of(request)).tests is not None
 
 
-def own_rows(request: OwnData) -> OwnRows:
-    """Return where the training and test examples of own data are in the files.
+def own_tests(request: OwnData) -> dict[str, list[int | str]]:
+    """Return where each test example is in files of the user: its file or row, its client and its group.
 
     Raises:
         ConfigError: keys do not fit the data.
         DataError: the data cannot be used.
     """
-    if request.kind == FUNCTION:
-        of_all, tests, known_beside = function_rows(request)
-        every = np.arange(len(of_all), dtype=np.int64)
-        return OwnRows("row", of_all, every[:tests], every[tests:], True, known_beside)
     records = read(request, stamp_of(request))
-    column, names = "row", list[int | str](range(len(records)))
-    if not isinstance(records.inputs, Tensor):
-        column, names = "file", list(_relative(request, records.inputs))
-    beside = dict[str, Sequence[str]]()
-    for header, numbers, known in (
-        ("client", records.clients, records.client_names),
-        ("group", records.units, records.unit_names),
-    ):
-        if numbers is not None:
-            beside[header] = [known[number] for number in numbers]
-    return OwnRows(column, names, *parts_of(request, records), records.tests is not None, beside)
+    tests = parts_of(request, records)[1]
+    if isinstance(records.inputs, Tensor):
+        columns: dict[str, list[int | str]] = {"row": tests.tolist()}
+    else:
+        names = _relative(request, records.inputs)
+        columns = {"file": [names[at] for at in tests]}
+    if records.clients is not None:
+        columns["client"] = [records.client_names[at] for at in records.clients[tests]]
+    if records.units is not None:
+        columns["group"] = [records.unit_names[at] for at in records.units[tests]]
+    return columns
 
 
 def _relative(request: OwnData, paths: Sequence[Path]) -> list[str]:

@@ -29,7 +29,6 @@ class Records:
         clients: client of each example, (N,), and ``client_names``; None if the data have no clients.
         units: unit (patient) of each example, (N,), or None, and ``unit_names``.
         tests: whether each example is a test example, bool (N,); None if the data do not say.
-        notes: what is left out, such as files and arrays.
     """
 
     inputs: Tensor | Sequence[Path]
@@ -43,7 +42,6 @@ class Records:
     units: npt.NDArray[np.int64] | None = None
     unit_names: tuple[str, ...] = ()
     tests: npt.NDArray[np.bool_] | None = None
-    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of examples."""

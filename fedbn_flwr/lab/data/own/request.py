@@ -42,7 +42,7 @@ class OwnData:
         task: name of the task; "" = the one that the targets show.
         num_classes: number of classes; 0 = those found.
         image_size: height and width of the images; 0 = those of the first image (``npz``: of all).
-        test_share: share of the examples that are test examples, where the data do not say.
+        test_share: share of the examples that are test examples, where the data do not say; 1 = all.
         sites: ``FUNCTION``: the sites that are asked for, by number or by a node's ``data-path``.
     """
 
@@ -90,11 +90,9 @@ class OwnData:
             DataError: nothing is there.
         """
         path = Path(self.path)
-        if path.exists():
+        if self.path and (path.is_dir() if self.kind == "folder" else path.is_file()):
             return path
-        parent = path.parent
-        beside = f" {parent} has {shown(sorted(os.listdir(parent)))}." if parent.is_dir() else ""
-        raise self.problem(f"there is no such file or folder.{beside}")
+        raise self.problem(f"there is no such {'folder' if self.kind == 'folder' else 'file'}.")
 
 
 def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
