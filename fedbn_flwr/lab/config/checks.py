@@ -5,7 +5,7 @@ What needs the registries, own data or the methods is in ``run_checks.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -138,18 +138,22 @@ def _of_privacy(config: Fields) -> Iterator[Problem]:
 # --- keys without effect ----------------------------------------------------------------------------------------------
 def has_no_effect(config: Fields) -> dict[str, str]:
     """Return the keys that are set and that this run cannot use, each with what it needs."""
-    used: dict[str, str] = {}
-    set_ = {key: value for key, value in values_of(config).items() if value != defaults_of(type(config))[key]}
-    of_run = {name for method in config.method_names for name in config_fields(PARAMS.get(method, PARAMS["fedavg"]))}
-    for key in set_:
+    unused: dict[str, str] = {}
+    defaults, methods = defaults_of(type(config)), config.method_names
+    of_run = {name for method in methods if method in PARAMS for name in config_fields(PARAMS[method])}
+    misspelt = any(method not in PARAMS and method != CENTRALIZED for method in methods)
+    for key, value in values_of(config).items():
+        if value == defaults[key]:
+            continue
         name = key.replace("-", "_")
+        users = methods_with(name)
         if key in _OF_A_FEDERATION and config.strategy == CENTRALIZED:
-            used[key] = "strategy=centralized has no clients"
-        elif (users := methods_with(name)) and name not in of_run:
-            used[key] = f"it is for {', '.join(users)}"
-        elif needs := _unmet(config, key):
-            used[key] = needs
-    return used
+            unused[key] = "strategy=centralized has no clients"
+        elif users and name not in of_run and not misspelt:
+            unused[key] = f"it is for {', '.join(users)}"
+        elif needs := _unmet(config, key, defaults):
+            unused[key] = needs
+    return unused
 
 
 def values_of(config: Fields) -> dict[str, Any]:
@@ -157,18 +161,18 @@ def values_of(config: Fields) -> dict[str, Any]:
     return {field.alias or name: getattr(config, name) for name, field in type(config).model_fields.items()}
 
 
-def _unmet(config: Fields, key: str) -> str:
+def _unmet(config: Fields, key: str, defaults: Mapping[str, Any]) -> str:
     """Return what a key needs to have an effect; "" if it has one."""
     conditions = only_if_of(type(config), key)
-    if all(_is_met(config, other, values) for other, values in conditions.items()):
-        return ""
-    return f"it is for {in_words(conditions)}"
+    for other, values in conditions.items():
+        value = getattr(config, other.replace("-", "_"))
+        met = value != defaults[other] if values == SET else _is_one_of(value, values)
+        if not met:
+            return f"it is for {in_words(conditions)}"
+    return ""
 
 
-def _is_met(config: Fields, key: str, values: Any) -> bool:
-    value = getattr(config, key.replace("-", "_"))
-    if values == SET:
-        return bool(value != defaults_of(type(config))[key])
+def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
     return any(value == one or (str(one).endswith(":") and str(value).startswith(one)) for one in values)
 
 
@@ -176,6 +180,9 @@ def in_words(conditions: Mapping[str, Any]) -> str:
     """Return conditions as text: "train-only, with norm=batch and batch-renorm"."""
     words = []
     for key, values in conditions.items():
+        if values == SET:
+            words.append(key)
+            continue
         shown = [str(value).lower() if isinstance(value, bool) else value for value in values if value != ""]
-        words.append(key if values == SET else f"{key}={' and '.join(shown)}")
+        words.append(f"{key}={' and '.join(shown)}")
     return ", with ".join(words)

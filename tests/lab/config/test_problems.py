@@ -69,6 +69,7 @@ FIRST = {
         {"strategy": "fedbnn", "norm": "bach", "dataset": "x", "partition": "x", "eval-on": "x", "task": "x"},
         [("unknown-name", key) for key in ("strategy", "norm", "dataset", "partition", "task", "eval-on")],
     ),
+    "a method misspelt, and its key": ({"strategy": "fixbnn", "freeze-at": 5}, [("unknown-name", "strategy")]),
     "a method that has no such role": ({"server-step": "fedprox"}, [("unknown-name", "server-step")]),
     "a method twice": ({"strategy": "fixbn", "client-hooks": "fixbn"}, [("conflict", "strategy")]),
     "two lengths": ({"local-steps": 3, "local-epochs": 2}, [("conflict", "local-steps")]),

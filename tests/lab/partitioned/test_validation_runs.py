@@ -92,13 +92,14 @@ def test_the_main_metric_drives_the_result_and_early_stopping(quick_run) -> None
         assert summary["best"][f"test-{metric}"] == choose(line[f"test-{metric}"] for line in lines)
 
 
-def test_rows_of_one_unit_stay_together_and_a_lower_error_is_better() -> None:
+def test_rows_of_one_unit_stay_together_and_a_lower_error_is_better(monkeypatch) -> None:
     units = torch.arange(30) // 3
     samples = Samples(torch.zeros(30, 1, 1, 1, dtype=torch.uint8), torch.arange(30) % 2, None, units)
     rest, aside = put_aside(samples, np.arange(30), 0.3, 0)
     assert len(aside) == 9
     assert not set(units[rest].tolist()) & set(units[aside].tolist())
-    config = SimpleNamespace(learning_task=lambda: REGRESSION, evaluations=lambda: ("global",), early_stopping=1)
+    config = Config.make({"early-stopping": 1, "validation-share": 0.3})
+    monkeypatch.setattr("fedbn_flwr.lab.early_stopping.data_of", lambda config: SimpleNamespace(task=REGRESSION))
     lines = [{"round": i, f"validation-{REGRESSION.score}": score} for i, score in enumerate((3.0, 1.0, 2.0), start=1)]
     assert (EarlyStopping(config, lines).best(), EarlyStopping(config, lines).stops) == (2, True)
 
