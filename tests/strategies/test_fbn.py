@@ -22,7 +22,7 @@ from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.messages.records import tensors, to_record
 from fedbn_flwr.server.method import RunSettings
 from fedbn_flwr.strategies import FBN, HBN, FedAvg, FixBN
-from fedbn_flwr.strategies.fbn import GlobalStatistics, trimmed
+from fedbn_flwr.strategies.fbn import GlobalStatistics, Pooled, trimmed
 from tests.support.bad_replies import spoiling
 
 SIZES = (6, 13, 9)
@@ -343,6 +343,13 @@ def test_a_run_with_trimmed_statistics_leaves_false_ones_out_or_says_that_it_lea
     hidden = mlp()[0](data.inputs).detach()
     np.testing.assert_allclose(ends["trimmed-mean:0.3"]["1.running_mean"], hidden.mean(0), rtol=1e-12)
     assert (ends["mean"]["1.running_mean"] > 1e5).all()
+
+
+@pytest.mark.parametrize(("last", "phases"), [(None, 3), (2, 2), (0, 0)])
+def test_the_warm_up_has_its_last_round(last: int | None, phases: int) -> None:
+    (method,) = FBN().methods
+    told = [method.phase(Pooled(warmed_up_after=last), number) for number in (1, 2, 3)]
+    assert told == ["warm-up"] * phases + [""] * (3 - phases)
 
 
 @pytest.mark.parametrize("method", [FBN, HBN])

@@ -12,7 +12,19 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.server.travels import model_needs
-from fedbn_flwr.strategies import MTFL, STRATEGIES, FedAvg, FedBN, FedTAN, FedTAN2, FedWon, FixBN, SiloBN, StaticBN
+from fedbn_flwr.strategies import (
+    MTFL,
+    STRATEGIES,
+    FedAvg,
+    FedBN,
+    FedTAN,
+    FedTAN2,
+    FedWon,
+    FixBN,
+    SiloBN,
+    Standalone,
+    StaticBN,
+)
 
 
 def net(convolution: bool = False, **options: bool) -> nn.Module:
@@ -80,6 +92,8 @@ def test_a_method_that_still_has_something_to_do_is_not_refused() -> None:
     cases: list[tuple[type[FedAvg], dict[str, Any]]] = [(FedBN, UNTRACKED), (FedBN, PLAIN), (MTFL, UNTRACKED)]
     for method, options in [*cases, (SiloBN, PLAIN), (FedTAN, UNTRACKED | PLAIN)]:
         accepted(method(parts=split_state(net(**options))), net(**options))
+    for method in (FedAvg, Standalone):
+        accepted(method(parts=split_state(bare())), bare())
 
 
 def test_fedwon_refuses_batchnorm_and_a_model_without_convolutions() -> None:
