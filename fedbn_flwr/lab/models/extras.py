@@ -11,13 +11,15 @@ The functions import the packages, which need not be installed.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, install_extra, unknown_name
+from fedbn_flwr.errors import ConfigError, install_extra
 from fedbn_flwr.lab.models.info import ModelInfo
 
 __all__ = ["SMP_PREFIX", "TIMM_PREFIX", "published_smp", "published_timm", "smp_info", "timm_info"]
@@ -52,68 +54,45 @@ def smp_info(name: str) -> ModelInfo:
 def published_timm(name: str, channels: int) -> dict[str, Tensor]:
     """Return the published weights of timm's network, adapted by timm to the channels; downloads them."""
     with torch.random.fork_rng(devices=[]):
-        model = _timm(name).create_model(name, pretrained=True, in_chans=channels)
+        model = _imported("timm", "timm").create_model(name, pretrained=True, in_chans=channels)
     state: dict[str, Tensor] = model.state_dict()
     return state
 
 
 def published_smp(name: str, channels: int) -> dict[str, Tensor]:
     """Return the published ImageNet weights of a network's encoder, adapted by smp to the channels; downloads them."""
-    smp, (_, encoder) = _smp(name), _smp_names(name)
+    smp = _imported("segmentation_models_pytorch", "smp")
     with torch.random.fork_rng(devices=[]):
-        model = smp.encoders.get_encoder(encoder, in_channels=channels, weights="imagenet")
+        model = smp.encoders.get_encoder(name.partition("/")[2], in_channels=channels, weights="imagenet")
     return {f"encoder.{entry}": value for entry, value in model.state_dict().items()}
 
 
-def _timm(name: str) -> ModuleType:
-    timm = _imported("timm", "timm")
-    if not timm.is_model(name):
-        raise unknown_name("timm model", name, timm.list_models())
-    return timm
-
-
 def _build_timm(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
-    model: nn.Module = _timm(name).create_model(name, pretrained=False, num_classes=num_classes, in_chans=channels)
-    return model
+    create = _imported("timm", "timm").create_model
+    return _built(f"timm:{name}", create, name, pretrained=False, num_classes=num_classes, in_chans=channels)
+
+
+def _build_smp(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
+    create = _imported("segmentation_models_pytorch", "smp").create_model
+    options = {"encoder_weights": None, "in_channels": channels, "classes": num_classes}
+    architecture, _, encoder = name.partition("/")
+    return _built(f"smp:{name}", create, architecture, encoder, **options)
+
+
+def _built(name: str, create: Callable[..., nn.Module], *names: str, **options: Any) -> nn.Module:
+    try:
+        return create(*names, **options)
+    except Exception as error:  # the packages' own errors name what they know
+        raise ConfigError(f"model {name!r} cannot be built: {error}") from error
 
 
 def _timm_shape(name: str, channels: int, size: int) -> tuple[int, int]:
-    published = _timm(name).get_pretrained_cfg(name.partition(".")[0])
+    published = _imported("timm", "timm").get_pretrained_cfg(name.partition(".")[0])
     fixed = published is not None and published.fixed_input_size
     return channels, published.input_size[1] if fixed else max(size, SMALLEST)
 
 
-def _smp(name: str) -> ModuleType:
-    smp = _imported("segmentation_models_pytorch", "smp")
-    architecture, encoder = _smp_names(name)
-    names = {kind.__name__.lower(): kind.__name__ for kind in smp.MODEL_ARCHITECTURES_MAPPING.values()}
-    if architecture.lower() not in names:
-        raise unknown_name(f"architecture in model 'smp:{name}':", architecture, names.values())
-    if not encoder.startswith("tu-") and encoder not in (known := smp.encoders.get_encoder_names()):
-        raise unknown_name(f"encoder in model 'smp:{name}':", encoder, known)
-    return smp
-
-
-def _smp_names(name: str) -> tuple[str, str]:
-    architecture, _, encoder = name.partition("/")
-    if not architecture or not encoder:
-        raise ConfigError(f"model 'smp:{name}' must be smp:ARCHITECTURE/ENCODER, e.g. smp:DeepLabV3Plus/mobilenet_v2.")
-    return architecture, encoder
-
-
-def _build_smp(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
-    smp, (architecture, encoder) = _smp(name), _smp_names(name)
-    try:
-        model: nn.Module = smp.create_model(
-            architecture, encoder, encoder_weights=None, in_channels=channels, classes=num_classes
-        )
-    except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
-        raise ConfigError(f"model 'smp:{name}' cannot be built: {error}") from error
-    return model
-
-
 def _smp_shape(name: str, channels: int, size: int) -> tuple[int, int]:
-    _smp(name)
     return channels, -(-max(size, SMALLEST) // MULTIPLE) * MULTIPLE
 
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["ModelInfo", "always", "at_least"]
+__all__ = ["SIZES", "ModelInfo", "always", "at_least"]
+
+SIZES = {
+    "rows": ("features",),
+    "signals": ("channels", "length"),
+    "build": ("channels", "size"),
+    "volumes": ("channels", "depth", "height", "width"),
+}
+"""The sizes of an example that a model is built from, by the field of ``ModelInfo`` for such examples."""
 
 Rule = Callable[[int, int], tuple[int, int]]
 """From the (channels, size) of a data set's images to those that a model takes."""

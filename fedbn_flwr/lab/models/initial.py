@@ -10,8 +10,7 @@ names and shapes, but they scale other values.
 from __future__ import annotations
 
 import pickle
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,8 +108,6 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
     """
     given, at = _chosen(init, _read(init, name, channels))
     state = model.state_dict()
-    strange = [n for n, value in given.items() if value.is_quantized or value.is_meta or value.layout != torch.strided]
-    _refuse(init, "are quantised, sparse or without values", strange)
     names = _renamed(given, state)
     batchnorm = _batchnorm_on_one_side(model, names)
     source = {here: there for there, here in names.items() if here in state and _layer_of(here) not in batchnorm}
@@ -121,7 +118,7 @@ def load_initial(model: nn.Module, init: str, name: str, channels: int) -> InitR
     if not any(entry in loaded for entry, _ in model.named_parameters(remove_duplicate=False)):
         raise ConfigError(
             f"init={init}: no parameter of model {name!r} has an entry of the same name and shape. The first names "
-            f"there: {', '.join(list(given)[:3])}; here: {', '.join(list(state)[:3])}.{_hint(given, state)}"
+            f"there: {', '.join(list(given)[:3])}; here: {', '.join(list(state)[:3])}."
         )
     _refuse_values(init, loaded, state)
     load_state(model, {**state, **loaded})
@@ -150,37 +147,13 @@ def _chosen(init: str, content: Any) -> tuple[dict[str, Tensor], str]:
     return opened.entries, opened.at
 
 
-def _hint(given: Mapping[str, Tensor], state: Mapping[str, Any]) -> str:
-    """Return which parts of a larger model would fit entries of the model; "" without any."""
-    leads = Counter[str]()
-    for name in given:
-        steps = name.split(".")
-        leads.update(".".join(steps[:at]) for at in range(1, len(steps)) if ".".join(steps[at:]) in state)
-    most = max(leads.values(), default=0)
-    fitting = [f"{lead}. fits {count}" for lead, count in leads.most_common(3) if 2 * count > most]
-    if not fitting:
-        return ""
-    return f" {' entries, '.join(fitting)} entries: save that part, under names without what stands before them."
-
-
 def _refuse_values(init: str, loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError if values cannot be those of the model's entries."""
-    floating = {here: value for here, value in loaded.items() if state[here].is_floating_point()}
-    integers = [f"{here} ({value.dtype})" for here, value in floating.items() if not value.is_floating_point()]
-    _refuse(init, "are no floating-point numbers", integers)
-    # In the model's dtype, in which large numbers become infinite.
-    _refuse(
-        init,
-        "are not finite (NaN or infinity)",
-        [here for here, value in loaded.items() if not bool(torch.isfinite(value.to(state[here].dtype)).all())],
-    )
-    variances = {here: value for here, value in loaded.items() if here.endswith("running_var")}
-    _refuse(init, "are negative variances", [here for here, value in variances.items() if bool((value < 0).any())])
-
-
-def _refuse(init: str, what: str, names: Sequence[str]) -> None:
-    if names:
-        raise ConfigError(f"init={init}: entries {what}: {', '.join(names[:_SHOWN])}.")
+    """Raise ConfigError if values cannot be those of the model's entries, in whose dtype large ones are infinite."""
+    for name, value in loaded.items():
+        if state[name].is_floating_point() and not value.is_floating_point():
+            raise ConfigError(f"init={init}: {name} ({value.dtype}) has no floating-point numbers.")
+        if not torch.isfinite(value.to(state[name].dtype)).all():
+            raise ConfigError(f"init={init}: {name} is not finite (NaN or infinity).")
 
 
 def _layer_of(entry: str) -> str:
@@ -214,22 +187,34 @@ def _read(init: str, name: str, channels: int) -> Any:
     """Return what a file holds, or the tensors that a publisher has."""
     if init.endswith(FILES):
         return _read_file(Path(init))
-    publisher, _, which = init.partition(":")
-    if publisher == "torchvision":
-        return _of_torchvision(init, which, name)
-    if publisher in _EXTRAS and not which:
-        return _of_extra(publisher, name, channels)
-    raise ConfigError(
-        f"init={init!r} is neither a file ({', '.join(FILES[:-1])} or {FILES[-1]}) nor torchvision, torchvision:NAME, "
-        "timm or smp."
-    )
+    publisher, _, network = init.partition(":")
+    prefixes = _PUBLISHERS.get(publisher, ())
+    of_model = next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), "")
+    named = bool(network) and publisher == "torchvision"
+    if not named and (network or not of_model):
+        raise ConfigError(
+            f"init={init!r} is neither a file ({', '.join(FILES)}) nor a publisher of model {name!r}: torchvision for "
+            "torchvision:NAME and torchvision-seg:NAME, timm for timm:NAME, smp for smp:ARCHITECTURE/ENCODER, or "
+            "torchvision:NAME for the weights of that network."
+        )
+    try:
+        if publisher == "torchvision":
+            return _of_torchvision(network or of_model)
+        return published_timm(of_model, channels) if publisher == "timm" else published_smp(of_model, channels)
+    except ConfigError:
+        raise
+    except Exception as error:  # the packages fetch in ways of their own
+        raise ConfigError(
+            f"init={init}: the weights could not be fetched: {error}. Fetch them where there is a network, and write "
+            "init=/the/absolute/path/of/the/file."
+        ) from error
 
 
 def _read_file(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"init={str(path)!r} is not a file. Write the absolute path of a {' or '.join(FILES)} file.")
     try:
-        content = load_file(path)
+        return load_file(path)
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"init={str(path)!r} holds more than tensors, and reading it could run code from the file. Save the "
@@ -237,53 +222,21 @@ def _read_file(path: Path) -> Any:
         ) from error
     except Exception as error:  # a damaged file may raise anything in these readers
         raise ConfigError(f"init={str(path)!r} could not be read: {error}") from error
-    return content
 
 
-def _of_torchvision(init: str, which: str, name: str) -> dict[str, Tensor]:
+def _of_torchvision(which: str) -> Any:
     import torchvision.models
 
-    if not which and not name.startswith((PREFIX, SEGMENTATION_PREFIX)):
-        raise ConfigError(
-            f"init={init}: model {name!r} has no published weights in torchvision. Use model=torchvision:NAME, name "
-            "the network (init=torchvision:NAME), or give a file."
-        )
-    network, _, version = (which or name.partition(":")[2]).partition(".")
-    if network not in torchvision.models.list_models():
-        raise unknown_name(f"network of torchvision in init={init}:", network, torchvision.models.list_models())
+    network, _, version = which.partition(".")
     known = torchvision.models.get_model_weights(network)
-    if version and version not in known.__members__:
+    if (version or "DEFAULT") not in known.__members__:
         raise unknown_name(f"weights of torchvision:{network}", version, known.__members__)
-    if not version and not known.__members__:
-        raise ConfigError(f"init={init}: torchvision publishes no weights of {network!r}.")
-    weights = known[version or "DEFAULT"]
-    try:
-        state: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-    except (OSError, RuntimeError) as error:
-        raise _not_fetched(init, error) from error
-    return state
+    return known[version or "DEFAULT"].get_state_dict(progress=False, check_hash=True, weights_only=True)
 
 
-def _of_extra(publisher: str, name: str, channels: int) -> dict[str, Tensor]:
-    prefix, form, published = _EXTRAS[publisher]
-    if not name.startswith(prefix):
-        raise ConfigError(f"init={publisher} is for models {prefix}{form}, not for {name!r}.")
-    try:
-        return published(name.removeprefix(prefix), channels)
-    except ConfigError:
-        raise
-    except Exception as error:  # the packages fetch in ways of their own
-        raise _not_fetched(publisher, error) from error
-
-
-_EXTRAS = {
-    "timm": (TIMM_PREFIX, "NAME", published_timm),
-    "smp": (SMP_PREFIX, "ARCHITECTURE/ENCODER", published_smp),
+_PUBLISHERS = {
+    "torchvision": (PREFIX, SEGMENTATION_PREFIX),
+    "timm": (TIMM_PREFIX,),
+    "smp": (SMP_PREFIX,),
 }
-
-
-def _not_fetched(init: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"init={init}: the weights could not be fetched: {error}. Fetch them where there is a network, and write "
-        "init=/the/absolute/path/of/the/file."
-    )
+"""The prefixes of the models of each publisher."""

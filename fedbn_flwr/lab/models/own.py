@@ -11,6 +11,7 @@ need defaults. A class of
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 
@@ -19,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import own_code
-from fedbn_flwr.lab.models.info import ModelInfo
+from fedbn_flwr.lab.models.info import SIZES, ModelInfo, at_least
 
 __all__ = ["OWN", "code_changed", "code_sha256", "is_own", "own_info", "own_module"]
 
@@ -38,13 +39,10 @@ def own_info(name: str) -> ModelInfo:
         "your own model, e.g. my_models:small_net; a function of num_classes, channels, size (rows: features; signals: "
         "channels, length; volumes: channels, depth, height, width)",
         "yours",
-        partial(_build, name),
-        _any_shape,
+        shape=at_least(1),
         per_pixel=None,
         smallest=1,
-        rows=partial(_build_of_rows, name),
-        signals=partial(_build_of_signals, name),
-        volumes=partial(_build_of_volumes, name),
+        **{kind: partial(_call, name, sizes) for kind, sizes in SIZES.items()},
     )
 
 
@@ -69,48 +67,25 @@ def code_changed(name: str, sha256: str) -> str:
     )
 
 
-def _any_shape(channels: int, size: int) -> tuple[int, int]:
-    return channels, size
-
-
-def _build(name: str, num_classes: int, channels: int, size: int) -> nn.Module:
-    return _call(name, {"num_classes": num_classes, "channels": channels, "size": size})
-
-
-def _build_of_rows(name: str, num_classes: int, features: int) -> nn.Module:
-    return _call(name, {"num_classes": num_classes, "features": features})
-
-
-def _build_of_signals(name: str, num_classes: int, channels: int, length: int) -> nn.Module:
-    return _call(name, {"num_classes": num_classes, "channels": channels, "length": length})
-
-
-def _build_of_volumes(name: str, num_classes: int, channels: int, depth: int, height: int, width: int) -> nn.Module:
-    sizes = {"channels": channels, "depth": depth, "height": height, "width": width}
-    return _call(name, {"num_classes": num_classes, **sizes})
-
-
-def _call(name: str, known: dict[str, int]) -> nn.Module:
+def _call(name: str, sizes: Sequence[str], *values: int) -> nn.Module:
+    """Return the model of the number of classes and of these sizes of an example."""
     function = own_code.own_function("model", name, PUBLISHERS)
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if unknown := [parameter for parameter in needed if parameter not in known]:
-        raise ConfigError(
-            f"model {name!r} needs {', '.join(unknown)}. For these data its function may take {', '.join(known)}, by "
-            "these names; give other parameters a default."
-        )
+    known = dict(zip(("num_classes", *sizes), values, strict=True))
     try:
-        model = function(**{p.name: known[p.name] for p in named if p.name in known})
+        taken = inspect.signature(function).parameters
+        model = function(**{key: value for key, value in known.items() if key in taken})
     except FedBNError:
         raise
     except Exception as error:  # the user's code
-        raise ConfigError(f"model {name!r}: its function raised {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"model {name!r}: its function raised {type(error).__name__}: {error}. For these data it may take "
+            f"{', '.join(known)}, by these names; give other parameters a default."
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {name!r}: its function returned a {type(model).__name__}; a torch.nn.Module needed.")
-    if lazy := [path for path, entry in (*model.named_parameters(), *model.named_buffers()) if is_lazy(entry)]:
+    if any(is_lazy(entry) for entry in (*model.parameters(), *model.buffers())):
         raise ConfigError(
-            f"model {name!r}: {', '.join(lazy)} have no shape yet. Give the layers their sizes (nn.Linear in place of "
+            f"model {name!r}: some layers have no shape yet. Give them their sizes (nn.Linear in place of "
             "nn.LazyLinear), or pass a batch through the model in its function."
         )
     return model

@@ -143,19 +143,14 @@ def input_shape(name: str, channels: int, size: int, *, asked: bool = False) -> 
     Raises:
         ConfigError: the model is unknown, or channels or size are below 1.
     """
-    _at_least_one(channels=channels, size=size)
+    if channels < 1 or size < 1:
+        raise ConfigError(f"images of {channels} channels and {size} pixels: at least 1 needed.")
     info = model_info(name)
     taken, default = info.shape(channels, size)
     return taken, max(size, info.smallest) if asked and info.smallest else default
 
 
-# By the dimensions of an example: the field of ``ModelInfo``, and the names of the numbers.
-_KINDS = {
-    1: ("rows", ("features",)),
-    2: ("signals", ("channels", "length")),
-    3: ("build", ("channels", "size")),
-    4: ("volumes", ("channels", "depth", "height", "width")),
-}
+_KINDS = {1: "rows", 2: "signals", 3: "build", 4: "volumes"}  # by the dimensions of an example: the field of ModelInfo
 _image_input = input_shape  # an argument of ``build_model`` has its name
 
 
@@ -197,7 +192,6 @@ def build_model(
         ConfigError: a name is unknown, a number is below 1, or the model does not take such inputs.
         NormLayerError: the norm does not fit the model's layers, or the model has no linear classifier to normalise.
     """
-    _at_least_one(num_classes=num_classes)
     if norm not in NORMS:
         raise unknown_name("norm", norm, NORMS)
     build = _builder(name, num_classes, tuple(input_shape) or (channels, size, size))
@@ -205,9 +199,8 @@ def build_model(
         model = build()
     options = {"groups": norm_groups, **(norm_options or {})}
     known = {option for info in NORMS.values() for option in info.options}
-    for option in options:
-        if option not in known:
-            raise unknown_name("option of a norm", option, known)
+    for option in options.keys() - known:
+        raise unknown_name("option of a norm", option, known)
     taken = {option: value for option, value in options.items() if option in NORMS[norm].options}
     model = replace_norm(model, norm, **taken)[0]
     return use_feature_norm(model, feature_norm, num_classes)[0] if feature_norm else model
@@ -215,39 +208,13 @@ def build_model(
 
 def _builder(name: str, num_classes: int, shape: tuple[int, ...]) -> Callable[[], nn.Module]:
     """Return the function that builds the model for inputs of this shape."""
-    info = model_info(name)
-    if len(shape) not in _KINDS:
+    kind = _KINDS.get(len(shape), "")
+    build: Callable[..., nn.Module] | None = getattr(model_info(name), kind or "build")
+    if not kind or build is None or min(num_classes, *shape) < 1:
+        fitting = [key for key, other in MODELS.items() if getattr(other, kind or "build") and key != OWN]
         raise ConfigError(
-            f"input_shape {shape} is neither (features,), (channels, length), (channels, height, width) nor (channels, "
-            "depth, height, width)."
+            f"model {name!r} does not take examples of shape {shape} in {num_classes} classes: rows are (features,), "
+            "signals (channels, length), images (channels, height, width), volumes (channels, depth, height, width). "
+            f"Use {', '.join([*fitting, 'your own model (module:function)'])}."
         )
-    kind, names = _KINDS[len(shape)]
-    _at_least_one(**dict(zip(names, shape, strict=False)))
-    build: Callable[..., nn.Module] | None = getattr(info, kind)
-    if build is None:
-        raise _other_inputs(name, kind, shape)
     return partial(build, num_classes, *(_image_input(name, *shape[:2]) if kind == "build" else shape))
-
-
-def _other_inputs(name: str, kind: str, shape: tuple[int, ...]) -> ConfigError:
-    """Return the error of a model that does not take such inputs."""
-    words = {"build": "images", "rows": "rows of numbers", "signals": "signals", "volumes": "volumes"}
-    given = {
-        "rows": "rows of {} features",
-        "signals": "signals of {} channels and {} steps",
-        "build": "images",
-        "volumes": "volumes of {} channels and {} x {} x {} voxels",
-    }
-    takes = [word for field, word in words.items() if getattr(model_info(name), field)]
-    fitting = [key for key, other in MODELS.items() if getattr(other, kind) and key != OWN]
-    others = f"{', '.join(fitting)}, or " if fitting else ""
-    return ConfigError(
-        f"model {name!r} takes {' and '.join(takes)}, and the examples are {given[kind].format(*shape)}. Use "
-        f"{others}your own model (module:function)."
-    )
-
-
-def _at_least_one(**values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1.")

@@ -61,14 +61,14 @@ def test_batchnorm_with_its_activation_inside_is_refused_by_name(norm: str) -> N
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("timm:resnet81", r"unknown timm model 'resnet81'. Did you mean 'resnet18'\?"),
-        ("smp:DeepLabV3Plus", "must be smp:ARCHITECTURE/ENCODER"),
-        ("smp:DeepLab/resnet18", r"architecture in model 'smp:DeepLab/resnet18': 'DeepLab'. Did you mean 'DeepLabV3'"),
-        ("smp:Unet/resnet17", r"'resnet17'. Did you mean 'resnet\d+'"),
+        ("timm:resnet81", r"cannot be built: .*resnet81"),
+        ("smp:DeepLabV3Plus", "cannot be built"),
+        ("smp:DeepLab/resnet18", "cannot be built: .*DeepLab"),
+        ("smp:Unet/resnet17", "cannot be built: .*resnet17"),
         ("smp:DPT/resnet18", "cannot be built: Only Timm encoders"),
     ],
 )
-def test_unknown_names_name_the_nearest(name: str, problem: str) -> None:
+def test_unknown_names_are_refused_by_the_packages(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         build(name)
 

@@ -97,16 +97,6 @@ def test_several_states_are_refused_with_their_keys(tmp_path: Path, trained: Sta
         read_state_file(tmp_path / "a.pt")
 
 
-def test_the_parts_of_a_larger_model_that_fit_are_named(tmp_path: Path, trained: State) -> None:
-    path = str(tmp_path / "a.pt")
-    parts = {"encoder_q": trained, "encoder_k": lenet().state_dict()}
-    names = {f"module.{part}.{name}": value for part, state in parts.items() for name, value in state.items()}
-    torch.save({"state_dict": names, "optimizer": OPTIMIZER}, path)
-    hint = r"module\.encoder_q\. fits (\d+) entries, module\.encoder_k\. fits \1 entries: save that part"
-    with pytest.raises(ConfigError, match=hint):
-        load_initial(lenet(), path, "lenet", 1)
-
-
 def test_another_head_stays_as_it_was_and_is_named(tmp_path: Path, trained: State) -> None:
     del trained["norm2.running_var"]
     torch.save({**trained, "aux.weight": torch.ones(2)}, tmp_path / "a.pt")
@@ -135,12 +125,10 @@ def test_batchnorm_on_one_side_has_no_place_in_another_norm(tmp_path: Path, trai
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: (10 * v).to(torch.int8), r"no floating-point numbers: conv1.weight \(torch.int8\)"),
-        (lambda v: v.double() * 1e60, "not finite .*conv1.weight"),
-        (lambda v: v.to_sparse(), "sparse or without values: conv1.weight"),
-        (lambda v: torch.quantize_per_tensor(v, 0.1, 0, torch.qint8), "quantised, sparse .*conv1.weight"),
+        (lambda v: (10 * v).to(torch.int8), r"conv1.weight \(torch.int8\) has no floating-point"),
+        (lambda v: v.double() * 1e60, "conv1.weight is not finite"),
     ],
-    ids=["int8", "too large", "sparse", "quantised"],
+    ids=["int8", "too large"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_values_that_cannot_be_weights_are_refused(tmp_path: Path, trained: State, change, message: str) -> None:
@@ -180,10 +168,10 @@ def test_published_weights_of_torchvision_from_its_cache(tmp_path: Path, monkeyp
         ("{}/object.pt", r"torch\.save\(model\.state_dict\(\)"),
         ("{}/noise.safetensors", "could not be read"),
         ("{}/other.pt", r"blocks\.0.*conv1\.weight"),
-        ("{}/nan.pt", r"not finite.*conv1\.weight"),
+        ("{}/nan.pt", r"conv1\.weight is not finite"),
         ("{}/empty.pt", "holds no tensors"),
         ("torchvision", "'lenet'"),
-        ("torchvision:resnet81", "'resnet18'"),
+        ("torchvision:resnet81", "resnet81"),
         ("torchvision:resnet18.V9", "IMAGENET1K_V1"),
         ("timm", "timm:NAME"),
         ("smp", "smp:ARCHITECTURE/ENCODER"),
