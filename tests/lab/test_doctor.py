@@ -31,6 +31,7 @@ from tests.support.versioned import Versioned
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
+QUICK = {"num-clients": 3, "batch-size": 8}
 FEW = {
     "label skew, E = 1": {"num-server-rounds": 20, "eval-every": 20},
     "feature-shifted domains": {"num-server-rounds": 1, "eval-every": 1, "local-steps": 10},
@@ -230,55 +231,61 @@ def test_an_unfinished_run_whose_clients_keep_batchnorm(tmp_path: Path, quick_co
     assert any("average of 3 clients was used" in note for note in found.notes)
 
     run(quick_config(**settings, resume=True), tmp_path / "run", workers=0)
-    file = tmp_path / "run/clients/client-1.safetensors"
-    save_file({**load_file(file), "norm.running_var": torch.full((30,), -1.0)}, file, {"format": "pt", "client": "1"})
+    change(tmp_path / "run/clients/client-1.safetensors", norm__running_var=torch.full((30,), -1.0))
     found = diagnose_run(tmp_path / "run", 100)
     assert any(f.what.startswith("Client 1: the state holds running variances below 0") for f in found.findings)
 
 
-def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(tmp_path: Path, quick_config) -> None:
-    """FedBN is no remedy for them: the client is tested with its own running statistics."""
+@pytest.fixture(scope="module")
+def personal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of FedBN whose clients are alike."""
     settings = {"strategy": "fedbn", "partition": "iid", "num-server-rounds": 4, "local-steps": 20}
-    run(quick_config(**settings), tmp_path / "run", workers=0)
+    return start(tmp_path_factory.mktemp("personal") / "run", **{**QUICK, **settings})
+
+
+def change(file: Path, **entries: Any) -> None:
+    """Write other values of some entries; a function makes one of the value that is there."""
+    with safe_open(file, "pt") as opened:
+        about = opened.metadata()
+    state = load_file(file)
+    for name, new in entries.items():
+        path = name.replace("__", ".")
+        state[path] = new(state) if callable(new) else new
+    save_file(state, file, about)
+
+
+def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(personal: Path, tmp_path: Path) -> None:
+    """FedBN is no remedy for them: the client is tested with its own running statistics."""
     own = "running statistics do not fit the client's own model"
-    assert not any(own in finding.what for finding in diagnose_run(tmp_path / "run", 200).findings)
+    assert not any(own in finding.what for finding in diagnose_run(personal, 200).findings)
+    folder = Path(shutil.copytree(personal, tmp_path / "run"))
+
+    def far(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        return state["norm.running_mean"] + 5 * state["norm.running_var"].sqrt()
+
     for k in (0, 2):
-        file = tmp_path / f"run/clients/client-{k}.safetensors"
-        with safe_open(file, "pt") as opened:
-            about = opened.metadata()
-        entries = load_file(file)
-        entries["norm.running_mean"] += 5 * entries["norm.running_var"].sqrt()
-        save_file(entries, file, about)
-    found = [finding for finding in diagnose_run(tmp_path / "run", 200).findings if own in finding.what]
+        change(folder / f"clients/client-{k}.safetensors", norm__running_mean=far)
+    found = [finding for finding in diagnose_run(folder, 200).findings if own in finding.what]
     assert [finding.what for finding in found] == [f"Clients 0, 2: the {own}."]
     assert found[0].evidence[0].startswith("Client 0, its own model on its own test examples: Accuracy ")
 
 
-def test_a_client_that_keeps_batchnorm_is_scored_with_its_own_model(tmp_path: Path, quick_config) -> None:
+def test_a_client_that_keeps_batchnorm_is_scored_with_its_own_model(personal: Path, tmp_path: Path) -> None:
     """Opposite faults of two clients cancel in the average, which no client uses."""
-    settings = {"strategy": "fedbn", "partition": "iid", "num-server-rounds": 4, "local-steps": 20}
-    run(quick_config(**settings), tmp_path / "run", workers=0)
-    for k, sign in ((0, 1), (2, -1)):
-        file = tmp_path / f"run/clients/client-{k}.safetensors"
-        with safe_open(file, "pt") as opened:
-            about = opened.metadata()
-        entries = load_file(file)
-        entries["norm.running_mean"] += sign * 8 * (-1) ** torch.arange(30)
-        save_file(entries, file, about)
-    found = diagnose_run(tmp_path / "run", 200).measures
+    folder = Path(shutil.copytree(personal, tmp_path / "run"))
+    fault = 8 * (-1.0) ** torch.arange(30)
+    change(folder / "clients/client-0.safetensors", norm__running_mean=lambda s: s["norm.running_mean"] + fault)
+    change(folder / "clients/client-2.safetensors", norm__running_mean=lambda s: s["norm.running_mean"] - fault)
+    found = diagnose_run(folder, 200).measures
     assert found["train-test-mismatch"]["running_accuracy"] > 0.8
     assert max(found["accuracy"][0], found["accuracy"][2]) < 0.6 < 0.8 < found["accuracy"][1]
 
 
 def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(tmp_path: Path, quick_config) -> None:
     run(quick_config(strategy="silobn", partition="iid"), tmp_path / "run", workers=0)
-    faults = {"model": {"norm.weight": torch.zeros(30)}}
-    faults |= {f"clients/client-{k}": {"norm.running_var": torch.full((30,), -1.0)} for k in (1, 2)}
-    for name, entries in faults.items():
-        file = tmp_path / f"run/{name}.safetensors"
-        with safe_open(file, "pt") as opened:
-            about = opened.metadata()
-        save_file({**load_file(file), **entries}, file, about)
+    change(tmp_path / "run/model.safetensors", norm__weight=torch.zeros(30))
+    for k in (1, 2):
+        change(tmp_path / f"run/clients/client-{k}.safetensors", norm__running_var=torch.full((30,), -1.0))
     found = [f.what for f in diagnose_run(tmp_path / "run", 100).findings]
     unusable = "the state holds running variances below 0, or values that are not finite."
     assert [what for what in found if what.startswith("Client")] == [f"Clients 1, 2: {unusable}"]

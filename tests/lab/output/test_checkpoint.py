@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,23 @@ def start(out: Path, resume: bool = False, **settings: object) -> dict[str, obje
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> str:
-    return str(start(tmp_path_factory.mktemp("whole") / "run", strategy="fedbn")["sha256"])
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of rounds 4 and 5."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    start(folder, strategy="fedbn")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(finished: Path) -> str:
+    """The hash of its model."""
+    return str(json.loads((finished / "summary.json").read_text())["sha256"])
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """A run with checkpoints of rounds 4 and 5."""
-    start(tmp_path / "run", strategy="fedbn")
-    return tmp_path / "run"
+def out(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def checkpoints(out: Path) -> list[str]:
