@@ -17,7 +17,6 @@ comparable by it; ``mean`` and ``variance`` have no unit. Both variances must be
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs, merge
 from fedbn_flwr.doctor.clients import ClientData
+from fedbn_flwr.training.batches import join_last
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import holds_eval, left_in_eval
 from fedbn_flwr.training.memory_format import inputs_for
@@ -37,14 +37,12 @@ __all__ = [
     "Distance",
     "Statistics",
     "batch_moments",
-    "deviation",
     "distance",
     "held_layers",
     "layers_of",
     "noise",
     "normalising_by_batch",
     "pooled",
-    "splits",
 ]
 
 
@@ -114,32 +112,26 @@ def normalising_by_batch(model: nn.Module) -> nn.Module:
     return working
 
 
-def splits(model: nn.Module, data: ClientData, batch_size: int) -> list[Tensor]:
-    """Return the positions of each batch; a last batch of one example joins another if BatchNorm cannot use it."""
-    batches = list(torch.split(torch.arange(len(data)), batch_size))
-    if len(batches) > 1 and len(batches[-1]) == 1 and not takes_one_example(model, inputs_for(model)(data.inputs[:1])):
-        *batches, before, last = batches
-        batches.append(torch.cat([before, last]))
-    return batches
-
-
 def batch_moments(model: nn.Module, data: ClientData) -> BatchMoments:
     """Return the moments of the client's batches, of the loader's size; of 2 examples for a loader of batches of 1.
 
-    A batch that is too small for BatchNorm is left out. Several calls of a layer in a pass are one batch. A layer that
-    is not called has no moments; without a usable batch there are no layers.
+    A last batch of one example joins another. Several calls of a layer in a pass are one batch. A layer that is not
+    called has no moments; a client of one example that BatchNorm cannot use has no layers.
     """
     working = normalising_by_batch(model)
     layers = layers_of(working)
     prepared = inputs_for(working)
     # Before the hooks: counting the values of a batch of one is a pass, too.
-    batches = splits(working, data, max(2, data.batch_size))
-    usable = [b for b in batches if len(b) > 1 or takes_one_example(working, prepared(data.inputs[b]))]
-    by_path: dict[str, list[Moments]] = {path: [] for path in layers if usable}
+    if len(data) == 1 and not takes_one_example(working, prepared(data.inputs)):
+        return {}
+    by_path: dict[str, list[Moments]] = {path: [] for path in layers}
+    batches = list(torch.split(data.inputs, max(2, data.batch_size)))
+    if len(batches) > 1 and len(batches[-1]) == 1:
+        batches = join_last(batches)
     with torch.no_grad():
-        for positions in usable:
+        for batch in batches:
             with gathered_inputs(layers.values()) as sums:
-                working(prepared(data.inputs[positions]))
+                working(prepared(batch))
             for path, moments in sums.by_path(working).items():
                 if path in by_path:  # a shared layer has several paths
                     by_path[path].append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
@@ -152,24 +144,11 @@ def pooled(moments: Sequence[Moments]) -> Statistics:
     return Statistics(total.mean, total.m2 / max(total.count - 1, 1))
 
 
-def deviation(moments: Sequence[Moments], reference: Statistics, eps: float) -> Distance:
-    """Return the distance of a batch's statistics from the reference, the mean over the batches: FixBN, Fig. 3 (a).
-
-    NaN without a batch.
-    """
-    rows = [distance(Statistics(m.mean, m.variance), reference, eps) for m in moments if m.count > 1]
-    if not rows:
-        return Distance(math.nan, math.nan, math.nan)
-    return Distance(*(sum(values) / len(rows) for values in zip(*rows, strict=True)))
-
-
-def noise(moments: Sequence[Moments], eps: float) -> float | None:
+def noise(moments: Sequence[Moments], eps: float) -> float:
     """Return how much a batch's mean varies within the client, in standard deviations of the layer's input.
 
     It is std_B(mu_B) / sqrt(var + eps), averaged over the channels; about 1 / sqrt(batch size) for inputs (N, C), less
-    for images, whose pixels count too. None for fewer than two batches.
+    for images, whose pixels count too. It needs two batches.
     """
-    if len(moments) < 2:
-        return None
     means = torch.stack([m.mean for m in moments])
     return float((means.std(0) / (pooled(moments).variance + eps).sqrt()).mean())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Literal
+from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,9 @@ __all__ = [
     "ClientData",
     "Loaders",
     "classes_of",
-    "examples_a_pass",
     "inputs_at",
+    "mixed_batches",
     "outputs_of",
-    "parts",
     "read_clients",
 ]
 
@@ -31,67 +30,40 @@ Loaders = Mapping[Any, Iterable[Any]] | Sequence[Iterable[Any]]
 
 # Values of the inputs of a pass without gradient: 16 MiB, and a few times as much in a layer of a network.
 _VALUES = 2**22
-_FEWEST = 32  # examples, for statistics of a batch
+_FEWEST, _LARGEST = 32, 256  # examples, for statistics of a batch
 
 
 @dataclass(frozen=True)
 class ClientData:
-    """Examples of one client; it is a data set for training and evaluation (``Batches``).
+    """Examples of one client.
 
     Attributes:
         name: the client.
         inputs: (N, ...).
         targets: (N, ...).
         batch_size: examples in the largest batch of its training: the loader's, unless another is known.
-        left_out: "" if these are all examples of the loader; else "drawn" at random from all, or its "first".
-        repeats: whether the loader's sampler repeats examples; here each is once.
+        first_only: whether these are the first examples of a longer loader, in its order.
     """
 
     name: str
     inputs: Tensor
     targets: Tensor
     batch_size: int
-    left_out: Literal["", "drawn", "first"] = ""
-    repeats: bool = False
+    first_only: bool = False
 
     def __len__(self) -> int:
         """Return N."""
         return len(self.inputs)
 
-    def batch(self, positions: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets) at the positions."""
-        return self.inputs[positions], self.targets[positions]
-
-    @property
-    def not_finite(self) -> int:
-        """The number of examples whose input has NaN or infinity."""
-        return int((~self.inputs.isfinite()).flatten(1).any(1).sum()) if self.inputs.dim() > 1 else 0
-
-    @property
-    def binary(self) -> bool:
-        """Whether the targets are one 0 or 1 an example."""
-        return self.targets.numel() == len(self) and bool(((self.targets == 0) | (self.targets == 1)).all())
-
-    @property
-    def rows(self) -> bool:
-        """Whether the targets are a row of 0 and 1 an example."""
-        return (
-            self.targets.dim() == 2
-            and self.targets.shape[1] > 1
-            and bool(((self.targets == 0) | (self.targets == 1)).all())
-        )
-
     @property
     def classes(self) -> Tensor | None:
-        """The class of each example, int64 (N,); None if the targets are not one class an example.
-
-        A class is an integer, a 0 or 1, or a row with a single 1.
-        """
-        if self.rows and bool((self.targets.sum(1) == 1).all()):
-            return self.targets.long().argmax(1)
-        if self.targets.numel() != len(self):
+        """The class of each example, int64 (N,); None if the targets are not one integer, or 0 or 1, an example."""
+        targets = self.targets
+        if targets.numel() != len(self):
             return None
-        return self.targets.reshape(len(self)).long() if self.binary or not self.targets.is_floating_point() else None
+        if targets.is_floating_point() and not bool(((targets == 0) | (targets == 1)).all()):
+            return None
+        return targets.reshape(len(self)).long()
 
 
 def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
@@ -100,8 +72,8 @@ def classes_of(clients: Sequence[ClientData]) -> Tensor | None:
     return torch.cat(known) if len(known) == len(clients) else None
 
 
-def read_clients(loaders: Loaders, max_examples: int, empty: list[str] | None = None) -> list[ClientData]:
-    """Return the data of each client; a client without examples is left out, and its name added to ``empty``.
+def read_clients(loaders: Loaders, max_examples: int) -> list[ClientData]:
+    """Return the data of each client with examples.
 
     The default random generators are seeded while the loaders shuffle and augment, and restored afterwards, as are the
     loaders' own generators.
@@ -110,15 +82,12 @@ def read_clients(loaders: Loaders, max_examples: int, empty: list[str] | None = 
         DataError: a loader yields no pairs of tensors, or batches that cannot be joined.
     """
     named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
-    clients: list[ClientData] = []
-    without = [] if empty is None else empty
+    clients = []
     with seeded(0):
         for name, loader in named:
             with _own_generators_kept(loader):
                 client = _read_loader(str(name), loader, max_examples)
-            if client is None:
-                without.append(str(name))
-            else:
+            if client is not None:
                 clients.append(client)
     return clients
 
@@ -140,37 +109,24 @@ def _own_generators_kept(loader: Iterable[Any]) -> Iterator[None]:
 def _read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientData | None:
     """Return up to ``max_examples`` examples of a loader; None if it has none.
 
-    Of more examples they are drawn at random, since a loader may be sorted, by class say; where that needs a pass over
-    all data, which has no indices, they are the first, in whole batches. An example that the sampler repeats is used
-    once: repeated ones are no independent examples.
+    Of more examples they are drawn at random, since a loader may be sorted, by class say; where the data set has no
+    indices they are the first, in whole batches. An example that the sampler repeats is used once.
     """
     inputs, targets, largest, count = list[Tensor](), list[Tensor](), 0, 0
-    left_out: Literal["", "drawn", "first"] = ""
-    repeats = False
-    if (epoch := _epoch(loader)) is not None:
-        order = [index for batch in epoch for index in batch]
-        first: dict[Any, Any] = {}
-        for index in order:
-            first.setdefault(_hashable(index), index)
-        distinct = [*first.values()]
-        repeats = len(distinct) < len(order)
-        if len(distinct) > max_examples:
-            distinct = [distinct[place] for place in torch.randperm(len(distinct))[:max_examples].tolist()]
-            left_out = "drawn"
-        if repeats or left_out:
-            largest = max(map(len, epoch))
-            loader = _over(loader, [distinct[start : start + largest] for start in range(0, len(distinct), largest)])
+    first_only = False
+    epoch = _epoch(loader)
+    if epoch is not None:
+        largest = max(map(len, epoch), default=0)
+        loader = _drawn(loader, list(dict.fromkeys(chain(*epoch))), max_examples, max(1, largest))
     for batch in loader:
         if count >= max_examples:
-            left_out = "first"
+            first_only = True
             break
         if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
-            remedy = "Wrap it in a generator that does."
-            if isinstance(batch, Tensor):
-                remedy += " If you passed one loader, pass a list of loaders, one for each client: [loader]."
             raise DataError(
-                f"the loader of client {name} yields {_shape_of(batch)}; it must yield (inputs, targets), two tensors. "
-                f"{remedy}"
+                f"the loader of client {name} yields {type(batch).__name__}; it must yield (inputs, targets), two "
+                "tensors. Wrap it in a generator that does. If you passed one loader, pass a list of loaders, one for "
+                "each client: [loader]."
             )
         inputs.append(batch[0].detach().cpu())
         targets.append(batch[1].detach().cpu())
@@ -178,39 +134,32 @@ def _read_loader(name: str, loader: Iterable[Any], max_examples: int) -> ClientD
     if not count:
         return None
     try:
-        return ClientData(name, torch.cat(inputs), torch.cat(targets), largest, left_out, repeats)
+        return ClientData(name, torch.cat(inputs), torch.cat(targets), largest, first_only)
     except RuntimeError as error:
-        shapes = sorted({str(tuple(batch.shape)) for batch in inputs})
         raise DataError(
-            f"the loader of client {name} yields batches that cannot be joined, inputs of {', '.join(shapes)}: "
-            f"{error} Pad or crop the examples to one shape."
+            f"the loader of client {name} yields batches that cannot be joined: {error} Pad or crop the examples to "
+            "one shape."
         ) from error
 
 
-def _epoch(loader: Iterable[Any]) -> list[list[Any]] | None:
-    """Return the indices of each batch of an epoch.
-
-    None if the examples have no indices: a stream, another class with its own iteration.
-    """
+def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
+    """Return the indices of each batch of an epoch; None if the examples are not read by whole numbers."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return None
     data, sampler = loader.dataset, loader.batch_sampler
     if sampler is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         return None
-    return [list(batch) for batch in islice(sampler, len(data))]  # a sampler may be endless
+    epoch = [list(batch) for batch in islice(sampler, len(data))]  # a sampler may be endless
+    return epoch if all(isinstance(index, int) for index in chain(*epoch)) else None
 
 
-def _hashable(index: Any) -> Any:
-    """Return an index as a key: samplers may give tensors, or lists such as [index, size]."""
-    index = index.tolist() if isinstance(index, Tensor) else index
-    return tuple(map(_hashable, index)) if isinstance(index, (list, tuple)) else index
-
-
-def _over(loader: Any, batches: list[list[Any]]) -> DataLoader[Any]:
-    """Return the loader with other batches of indices."""
+def _drawn(loader: Any, order: list[int], max_examples: int, size: int) -> DataLoader[Any]:
+    """Return the loader with each index once, and at most so many of them, drawn at random."""
+    if len(order) > max_examples:
+        order = [order[place] for place in torch.randperm(len(order))[:max_examples].tolist()]
     return DataLoader(
         loader.dataset,
-        batch_sampler=batches,
+        batch_sampler=[order[start : start + size] for start in range(0, len(order), size)],
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         worker_init_fn=loader.worker_init_fn,
@@ -226,39 +175,25 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
     outputs = model(inputs)
     if not isinstance(outputs, Tensor):
         raise DataError(
-            f"the model returns {_shape_of(outputs)}, not one tensor. Wrap it in a module that returns the one for the "
-            "loss."
+            f"the model returns {type(outputs).__name__}, not one tensor. Wrap it in a module that returns the one for "
+            "the loss."
         )
     return outputs
 
 
-def _shape_of(batch: Any) -> str:
-    kind = type(batch).__name__
-    return (
-        f"{kind} of {len(batch)} ({', '.join(type(b).__name__ for b in batch)})" if kind in ("tuple", "list") else kind
-    )
+def mixed_batches(clients: Sequence[ClientData], generator: torch.Generator) -> list[Tensor]:
+    """Return the places of each batch among all clients' examples, mixed at random; batches of nearly equal size.
 
-
-def examples_a_pass(clients: Sequence[ClientData], most: int) -> int:
-    """Return the number of examples of a pass: ``most``, fewer of large examples, but 32."""
-    return min(most, max(_FEWEST, _VALUES // _size(clients)))
-
-
-def parts(order: Tensor, size: int) -> list[Tensor]:
-    """Return parts of nearly equal size of the positions: a last one of one example fails in BatchNorm."""
+    A pass has 256 examples, fewer of large ones.
+    """
+    size = min(_LARGEST, max(_FEWEST, _VALUES // max(1, clients[0].inputs[:1].numel())))
+    order = torch.randperm(sum(map(len, clients)), generator=generator)
     return list(order.tensor_split(-(-len(order) // size)))
 
 
-def inputs_at(clients: Sequence[ClientData], positions: Tensor) -> Tensor:
-    """Return the inputs at positions of all clients' examples, counted through in order."""
+def inputs_at(clients: Sequence[ClientData], places: Tensor) -> Tensor:
+    """Return the inputs at these places of all clients' examples, counted through in order, without joining them."""
     ends = torch.tensor([len(client) for client in clients]).cumsum(0)
-    owners = torch.searchsorted(ends, positions, right=True)
-    inputs = torch.empty((len(positions), *clients[0].inputs.shape[1:]), dtype=clients[0].inputs.dtype)
-    for k in torch.unique(owners).tolist():
-        of_client = owners == k
-        inputs[of_client] = clients[k].inputs[positions[of_client] - (int(ends[k]) - len(clients[k]))]
-    return inputs
-
-
-def _size(clients: Sequence[ClientData]) -> int:
-    return max(1, clients[0].inputs[:1].numel())
+    owners = torch.searchsorted(ends, places, right=True).tolist()
+    within = [place - int(ends[k]) for k, place in zip(owners, places.tolist(), strict=True)]  # from the client's end
+    return torch.stack([clients[k].inputs[n] for k, n in zip(owners, within, strict=True)])

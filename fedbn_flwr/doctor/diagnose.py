@@ -10,19 +10,17 @@ from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, split_state
 from fedbn_flwr.doctor.by_batch import held_layers, layers_of
-from fedbn_flwr.doctor.clients import ClientData, Loaders, classes_of, read_clients
-from fedbn_flwr.doctor.data_rules import remarks, unanswered
+from fedbn_flwr.doctor.clients import ClientData, Loaders, read_clients
+from fedbn_flwr.doctor.data_rules import clients_named
 from fedbn_flwr.doctor.findings import Diagnosis, listed, number_of
 from fedbn_flwr.doctor.measured import Measured, Training
 from fedbn_flwr.doctor.measuring import Measuring
-from fedbn_flwr.doctor.mismatch import LogitLoss, Loss, RowLoss, default_loss
+from fedbn_flwr.doctor.mismatch import Loss, default_loss
 from fedbn_flwr.doctor.rules import findings
 from fedbn_flwr.doctor.state import (
-    all_untrained,
     averaged_counters,
     missed_entries,
     named,
-    tiny_gammas,
     unmoved,
     unusable_statistics,
     variance_extremes,
@@ -67,31 +65,38 @@ def diagnose(
         client_loaders: a loader of training data for each client, in order or by name; it yields (inputs, targets).
         test_loaders: the same of test data; without them the mismatch of training and test is measured on training
             data, and a note says so.
-        loss: returns the mean loss of a batch, from outputs and targets; by default cross-entropy for classes, binary
-            cross-entropy for one logit and targets 0 and 1, mean squared error for numbers.
+        loss: returns the mean loss of a batch, from outputs and targets; by default cross-entropy for classes.
         training: E, the batch size, the method, as far as you know them: the remedies depend on it.
         state: a state dict as saved, which may hold what loading hides, float counters say; None = the model's.
         local_keys: names of the entries that stay with the client in your own FedBN.
         shared_keys: in place of ``local_keys``, the names of those that are sent.
         max_examples: examples of each client to use. Of more they are drawn at random, if the loader is a
-            ``DataLoader`` of a data set with indices; else they are the first of the loader, and a note says so.
+            ``DataLoader`` of a data set with numbered examples; else they are the first of the loader, and a note
+            says so.
         seed: of the groups of examples.
 
     Raises:
-        DataError: a loader yields no pairs of tensors, or no loss is known for the targets.
+        DataError: a loader yields no pairs of tensors.
         ConfigError: there is no client with examples, or ``max_examples`` is below 1.
         StateError: the state does not fit the model.
     """
     if max_examples < 1:
         raise ConfigError(f"max_examples={max_examples}: it must be at least 1.")
-    empty, untested = list[str](), list[str]()
-    clients = read_clients(client_loaders, max_examples, empty)
-    tests = read_clients(test_loaders, max_examples, untested)
-    notes = [*_notes_of_empty("loader", empty), *_notes_of_empty("test loader", untested)]
-    if size := training.batch_size:
-        clients = [replace(c, batch_size=size if c.left_out else min(size, len(c))) for c in clients]
+    clients = read_clients(client_loaders, max_examples)
+    tests = read_clients(test_loaders, max_examples)
     if not clients:
         raise ConfigError("client_loaders yield no examples. Give a loader for each client.")
+    notes = []
+    left_out = [len(loaders) - len(read) for loaders, read in ((client_loaders, clients), (test_loaders, tests))]
+    if any(left_out):
+        notes.append(f"{number_of(sum(left_out), 'loader')} without examples: left out.")
+    if ordered := [client.name for client in clients if client.first_only]:
+        notes.append(
+            f"{clients_named(ordered)}: the first examples of the loader were used. If they come in an order, by class "
+            "say, clients seem to differ that do not: shuffle them."
+        )
+    if size := training.batch_size:
+        clients = [replace(c, batch_size=size if len(c) >= max_examples else min(size, len(c))) for c in clients]
     return diagnose_clients(
         model,
         clients,
@@ -102,30 +107,8 @@ def diagnose(
         local_keys=local_keys,
         shared_keys=shared_keys,
         seed=seed,
-        notes=[*notes, *_notes_of_reading(clients, max_examples)],
+        notes=notes,
     )
-
-
-def _notes_of_empty(what: str, empty: Sequence[str]) -> list[str]:
-    return [f"{_of_clients(empty)}: its {what} yields no examples; it is left out."] if empty else []
-
-
-def _notes_of_reading(clients: Sequence[ClientData], max_examples: int) -> list[str]:
-    """Return which clients' examples were not used as their loader yields them."""
-    notes = []
-    if repeating := [c.name for c in clients if c.repeats]:
-        notes.append(
-            f"{_of_clients(repeating)}: its sampler repeats examples; each was used once. The batches of its training "
-            "may have another class mix."
-        )
-    if drawn := [c.name for c in clients if c.left_out == "drawn"]:
-        notes.append(f"{_of_clients(drawn)}: {number_of(max_examples, 'example')} were drawn at random.")
-    if first := [c for c in clients if c.left_out == "first"]:
-        notes.append(
-            f"{_of_clients([c.name for c in first])}: the first {len(first[0]):,} examples of its loader were used. If "
-            "they come in an order, by class say, clients seem to differ that do not: shuffle them."
-        )
-    return notes
 
 
 def diagnose_clients(
@@ -149,7 +132,6 @@ def diagnose_clients(
     plain = unwrap(model)
     m = _of_state(plain, _as_of(plain, state), training, local_keys, shared_keys)
     m.training_layers = [p for p, layer in layers_of(plain, every_path=True).items() if layer.training]
-    m.not_finite = {c.name: (c.not_finite, len(c)) for c in [*clients, *tests] if c.not_finite}
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
     sizes = {"BatchNorm layer": m.num_layers, "client": len(clients), "example": sum(map(len, clients))}
     about = f"{', '.join(number_of(count, what) for what, count in sizes.items())}."
@@ -158,43 +140,32 @@ def diagnose_clients(
     seen = layers_of(plain, every_path=True)
     scripted = [layer.path for layer in split_state(plain).layers if layer.path not in seen]
     lacking = [f"all that needs data, in {listed(scripted)}: {_SCRIPTED}"] if scripted else []
-    if not seen:
-        return Diagnosis(about, findings(m)[0], {"layers": _counts(m)}, lacking)
-    loss = _chosen_loss(loss, [*clients, *tests])
+    not_finite = [c.name for c in [*clients, *tests] if not bool(c.inputs.isfinite().all())]
+    if not_finite:
+        lacking.append(f"all that needs data: inputs hold NaN or infinity ({clients_named(not_finite)}).")
+    if not_finite or not seen:
+        return Diagnosis(about, findings(m)[0], {}, lacking)
     measuring = Measuring(plain, clients, tests or clients, loss, seed, m, own or {})
     with seeded(seed):  # a forward pass may draw
-        measures = measuring.everything()
-    for path, counts in _counts(m).items():
-        measures["layers"].setdefault(path, {}).update(counts)
-    notes = [*notes, *_notes_of_loss(loss)]
+        measuring.everything()
+    notes = [*notes]
     if not tests:
         notes.append("training and test were compared on training examples: pass test_loaders for others.")
-    of_rules, handled = findings(m)
-    lacking += [*measuring.lacking, *unanswered(m)]
-    return Diagnosis(about, of_rules, measures, lacking, [*notes, *handled, *remarks(m)])
-
-
-def _chosen_loss(loss: Loss, clients: Sequence[ClientData]) -> Loss:
-    """Return the loss for the targets of the clients, unless the user gave one."""
-    if loss is default_loss and all(c.binary for c in clients):
-        return LogitLoss()
-    if loss is default_loss and all(c.rows for c in clients):
-        return RowLoss(one_hot=classes_of(clients) is not None)
-    return loss
-
-
-def _notes_of_loss(loss: Loss) -> list[str]:
-    """Return which loss was taken, where another one is possible."""
-    notes = []
-    if isinstance(loss, LogitLoss) and loss.used:
+    if m.held:
         notes.append(
-            "the model has one output an example, and targets are 0 and 1: it was taken for a logit, with binary "
-            "cross-entropy as loss. Pass loss= if it is another."
+            f"{len(m.held)} of {m.num_layers} BatchNorm layers are held in eval mode ({listed(m.held)}): in training "
+            "they normalise by fixed statistics, so what is said of batches and of clients leaves them out."
         )
-    if isinstance(loss, RowLoss):
-        kind = "cross-entropy" if loss.one_hot else "binary cross-entropy of each output"
-        notes.append(f"targets are rows of 0 and 1: {kind} was taken as loss. Pass loss= if it is another.")
-    return notes
+    lacking += measuring.lacking
+    if m.skew is not None and m.skew.counts:
+        lacking.append("feature shift apart from label skew: the clients hold different classes.")
+        if m.shift is not None and not m.shift.counts:
+            notes.append(
+                "the clients hold different classes, but BatchNorm's statistics hardly differ with them. It is not "
+                "BatchNorm that this skew harms."
+            )
+    of_rules, handled = findings(m)
+    return Diagnosis(about, of_rules, measuring.figures, lacking, [*notes, *handled])
 
 
 def diagnose_state(
@@ -205,7 +176,7 @@ def diagnose_state(
     shared_keys: Collection[str] | None = None,
     training: Training = Training(),  # noqa: B008  it is frozen
 ) -> Diagnosis:
-    """Return what a state dict alone shows: counters, running variances, gammas, and a split by names.
+    """Return what a state dict alone shows: counters, running statistics, and a split by names.
 
     Args:
         state: the state dict.
@@ -224,17 +195,7 @@ def diagnose_state(
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
     about = f"{number_of(m.num_layers, 'BatchNorm layer')} in a state of {len(state)} entries."
-    return Diagnosis(about, findings(m)[0], {"layers": _counts(m)}, lacking)
-
-
-def _counts(m: Measured) -> dict[str, dict[str, int]]:
-    """Return the figures of the state by layer: channels with an extreme variance or gamma; no other layer."""
-    counts: dict[str, dict[str, int]] = {}
-    for path, (low, high, _) in m.extremes.items():
-        counts[path] = {"variances-below-eps": low, "variances-above-1e8": high}
-    for path, (zero, _) in m.gammas.items():
-        counts.setdefault(path, {})["gammas-of-0"] = zero
-    return counts
+    return Diagnosis(about, findings(m)[0], {}, lacking)
 
 
 def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
@@ -250,10 +211,6 @@ def _as_of(model: nn.Module, state: Mapping[str, Tensor] | None) -> Mapping[str,
             "batch through it first."
         )
     return entries if state is None else named(tensors_by_name(state), entries)
-
-
-def _of_clients(names: Sequence[str]) -> str:
-    return f"client {names[0]}" if len(names) == 1 else f"each of {len(names)} clients ({listed(names)})"
 
 
 def _of_state(
@@ -274,8 +231,6 @@ def _of_state(
     m.unusable = unusable_statistics(parts, state, [name for name in state if name in weights or name in statistics])
     m.diverged = any(name not in statistics for name in m.unusable)
     m.extremes = variance_extremes(parts, state, {path: layer.eps for path, layer in layers.items()})
-    m.gammas = tiny_gammas(parts, state)
-    m.fresh = all_untrained(parts, state)
     m.unmoved = unmoved(parts, state)
     m.held = [] if model is None else held_layers(model)
     m.momenta = {path: layer.momentum for path, layer in layers.items() if path not in m.held}

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs
 from fedbn_flwr.doctor.by_batch import layers_of, pooled
 from fedbn_flwr.doctor.clients import ClientData
-from fedbn_flwr.doctor.thresholds import CERTAIN, GROUPS, MIN_SKEW
+from fedbn_flwr.doctor.thresholds import CERTAIN, GROUPS, MIN_SHIFT, MIN_SKEW
 from fedbn_flwr.errors import DataError, needs_package
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.memory_format import inputs_for
@@ -34,7 +35,6 @@ __all__ = [
     "degrees",
     "group_means",
     "groups_of",
-    "overlap",
     "shift",
     "total_variation",
     "units",
@@ -44,24 +44,23 @@ Layers = Mapping[str, Sequence[Moments]]
 """By path, the moments of a layer's inputs in each group."""
 
 
-@dataclass
-class Groups:
+class Groups(NamedTuple):
     """What BatchNorm sees of groups of examples.
 
     Attributes:
         layers: by path; a layer that is not called in every group is left out.
         owner: index of each group's client, (R,).
-        uncalled: paths of the layers that are left out.
-        blocked: the first layer with the same input for all examples, in every channel, although the model's inputs
-            differ; "" = none.
-        same_output: whether the model's output is the same for all examples, although its inputs differ.
     """
 
-    layers: dict[str, list[Moments]]
+    layers: Layers
     owner: Tensor
-    uncalled: list[str] = field(default_factory=list)
-    blocked: str = ""
-    same_output: bool = False
+
+    def of(self, clients: Sequence[int]) -> Groups:
+        """Return the groups of these clients, which are numbered anew."""
+        chosen = torch.isin(self.owner, torch.tensor(clients))
+        places = torch.nonzero(chosen).flatten().tolist()
+        layers = {path: [moments[at] for at in places] for path, moments in self.layers.items()}
+        return Groups(layers, torch.unique(self.owner[chosen], return_inverse=True)[1])
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,6 @@ class Shift:
         by_chance: the same for clients that differ by chance alone.
         excess: of all layers together, what is above chance: sqrt(mean square - mean square by chance).
         p_value: of the analysis of variance over all layers.
-        peak_p_value: of the layer that is furthest above chance, times the number of layers.
         distances: of each client the root mean square over layers and channels of its deviation.
     """
 
@@ -107,7 +105,6 @@ class Shift:
     by_chance: dict[str, float]
     excess: float
     p_value: float
-    peak_p_value: float
     distances: Sequence[float] = ()
 
     @property
@@ -115,9 +112,10 @@ class Shift:
         """The layer that is furthest above chance."""
         return max(self.layers, key=lambda path: self.layers[path] ** 2 - self.by_chance[path] ** 2)
 
-    def excess_in(self, path: str) -> float:
-        """Return what is above chance in one layer; a mean over many layers hides it."""
-        return math.sqrt(max(0.0, self.layers[path] ** 2 - self.by_chance[path] ** 2))
+    @property
+    def counts(self) -> bool:
+        """Whether the clients differ: beyond chance, and by as much as harms BatchNorm."""
+        return self.p_value <= CERTAIN and self.excess >= MIN_SHIFT
 
 
 def groups_of(model: nn.Module, clients: Sequence[ClientData], generator: torch.Generator) -> Groups:
@@ -129,48 +127,19 @@ def groups_of(model: nn.Module, clients: Sequence[ClientData], generator: torch.
     layers, prepared = layers_of(working), inputs_for(working)
     seen: dict[str, list[Moments]] = {path: [] for path in layers}
     size = max(2, -(-sum(map(len, clients)) // GROUPS))
-    owner, inputs, outputs = list[int](), _Same(), _Same()
+    owner = list[int]()
     with torch.no_grad():
         for k, client in enumerate(clients):
             order = torch.randperm(len(client), generator=generator)
-            for positions in order.tensor_split(max(1, len(client) // size)):
-                batch = prepared(client.inputs[positions])
+            for places in order.tensor_split(max(1, len(client) // size)):
                 with gathered_inputs(layers.values()) as sums:
-                    output = working(batch)
-                inputs.add(batch)
-                outputs.add(output)
+                    working(prepared(client.inputs[places]))
                 owner.append(k)
                 for path, moments in sums.by_path(working).items():
                     if path in seen:
                         seen[path].append(Moments(moments.count, moments.mean.cpu(), moments.m2.cpu()))
     called = {path: moments for path, moments in seen.items() if len(moments) == len(owner)}
-    uncalled = [path for path in seen if path not in called]
-    constant = [path for path, moments in called.items() if _is_constant(moments)]
-    blocked = constant[0] if constant and not inputs.all else ""
-    return Groups(called, torch.tensor(owner), uncalled, blocked, outputs.all and not inputs.all)
-
-
-def _is_constant(moments: Sequence[Moments]) -> bool:
-    """Return whether no channel varies, up to rounding; NaN varies."""
-    mean, variance = pooled(moments)
-    return bool((variance <= (1e-6 * mean.abs().clamp(min=1e-6)).square()).all())
-
-
-@dataclass
-class _Same:
-    """Whether all examples of some batches have the same value: the first one's, up to rounding."""
-
-    all: bool = True
-    _first: Tensor | None = None
-
-    def add(self, values: object) -> None:
-        """Add a batch (N, *); what is no tensor of finite numbers counts as different."""
-        if not isinstance(values, Tensor) or not values.dim():
-            self.all = False
-        elif self.all:
-            rows = values.detach().float().reshape(len(values), -1)
-            self._first = rows[0] if self._first is None else self._first
-            self.all = bool(torch.isclose(rows, self._first, rtol=1e-6, atol=1e-12).all())
+    return Groups(called, torch.tensor(owner))
 
 
 def units(groups: Sequence[Moments], eps: float, mean: Tensor, variance: Tensor) -> Tensor:
@@ -192,19 +161,14 @@ def group_means(rows: Tensor, groups: Tensor) -> Tensor:
     return sums / torch.bincount(groups).clamp(min=1)[:, None].to(rows.dtype)
 
 
-def shift(layers: Layers, owner: Tensor, eps: Mapping[str, float]) -> Shift:
-    """Return how the inputs of BatchNorm differ between clients.
-
-    Args:
-        layers: by path, of one or more layers.
-        owner: the client of each group, (R,).
-        eps: of each layer.
+def shift(groups: Groups, eps: Mapping[str, float]) -> Shift:
+    """Return how the inputs of BatchNorm differ between clients, given eps of each layer.
 
     Raises:
         DataError: inputs are not finite, or there are too few groups to see how they differ within the clients.
     """
-    rows = {}
-    for path, moments in layers.items():
+    rows, owner = {}, groups.owner
+    for path, moments in groups.layers.items():
         together = pooled(moments)
         rows[path] = units(moments, eps[path], together.mean, together.variance)
     table = torch.cat(list(rows.values()), 1)
@@ -216,8 +180,7 @@ def shift(layers: Layers, owner: Tensor, eps: Mapping[str, float]) -> Shift:
     chance = {path: math.sqrt(one.chance) for path, one in by_layer.items()}
     distances = group_means(table, owner).square().mean(1).sqrt().tolist()
     excess = math.sqrt(max(0.0, whole.between - whole.chance))
-    worst = max(by_layer.values(), key=lambda one: one.between - one.chance)
-    return Shift(observed, chance, excess, whole.p_value, min(1.0, len(rows) * worst.p_value), distances)
+    return Shift(observed, chance, excess, whole.p_value, distances)
 
 
 @dataclass(frozen=True)
@@ -295,15 +258,3 @@ def class_skew(counts: Tensor) -> ClassSkew:
     by_chance = (spread * (1 / sizes - 1 / counts.sum()).clamp(min=0).sqrt()).mean()
     p_value = float(chi2_contingency(counts.numpy()).pvalue) if counts.shape[1] > 1 else 1.0
     return ClassSkew(total_variation(counts).tolist(), float(by_chance), p_value)
-
-
-def overlap(classes: Tensor, owner: Tensor) -> float:
-    """Return how much the clients' classes overlap: 0 without a shared class, 1 for equal clients with one class mix.
-
-    It is the share of pairs of one class (with repetition) whose examples are of two clients, over 1 - 1 / K, which it
-    is for K equal clients.
-    """
-    counts = class_counts(classes, owner).T
-    sizes = counts.sum(1)
-    between = sizes * (1 - (counts / sizes[:, None]).square().sum(1))
-    return float(between.sum() / sizes.sum()) / max(1 - 1 / counts.shape[1], 0.5)

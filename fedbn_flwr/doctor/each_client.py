@@ -20,32 +20,13 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.reestimation import Moments
-from fedbn_flwr.doctor.clients import ClientData
-from fedbn_flwr.doctor.differences import class_counts, class_skew, degrees, group_means
-from fedbn_flwr.doctor.thresholds import (
-    LEVEL,
-    MIN_BELOW,
-    MIN_CENTRE,
-    MIN_FACTOR,
-    MIN_LOSS_ABOVE,
-    MIN_MIX,
-    MIN_SHIFT,
-)
+from fedbn_flwr.doctor.differences import Groups, class_skew, degrees, group_means
+from fedbn_flwr.doctor.thresholds import LEVEL, MIN_BELOW, MIN_MIX, MIN_SHIFT
 
-__all__ = [
-    "Compared",
-    "EachClient",
-    "accuracies",
-    "class_mixes",
-    "input_units",
-    "losses",
-    "stand_out",
-    "statistics",
-]
+__all__ = ["Compared", "EachClient", "accuracies", "class_mixes", "stand_out", "statistics"]
 
 _SHARE_OF_CLASSES = 0.5  # of the level: counts of few examples are the least evidence
-_OTHERS = 6  # which share the rest: inputs of BatchNorm, accuracy, scale and centre of the inputs in both directions
+_OTHERS = 2  # which share the rest: inputs of BatchNorm, accuracy
 
 
 @dataclass(frozen=True)
@@ -68,32 +49,15 @@ class EachClient:
     """The measures of each client against the others; None = not measured.
 
     Attributes:
-        scale: log of the spread of a client's inputs over the usual one.
-        centre: the centre of a client's inputs minus the usual one, in usual spreads.
         mix: total variation distance of a client's class mix from the usual one.
         inputs: how far the inputs of BatchNorm are from the usual ones: root mean square over layers and channels, in
             standard deviations.
-        below: accuracy that the client's classes have elsewhere, minus the client's.
-        loss: the client's loss over the usual one, minus 1; only where there is no accuracy.
+        below: the median accuracy minus the client's.
     """
 
-    scale: Compared | None = None
-    centre: Compared | None = None
     mix: Compared | None = None
     inputs: Compared | None = None
     below: Compared | None = None
-    loss: Compared | None = None
-
-    @property
-    def other_units(self) -> list[int]:
-        """The clients whose inputs have another scale, or another centre."""
-        return sorted({*_large(self.scale, math.log(MIN_FACTOR)), *_large(self.centre, MIN_CENTRE)})
-
-    @property
-    def other_inputs(self) -> list[int]:
-        """The clients whose inputs look different to BatchNorm; where units or classes tell why they are left out."""
-        known = {*self.other_units, *self.other_mix}
-        return [k for k in _large(self.inputs, MIN_SHIFT) if k not in known]
 
     @property
     def other_mix(self) -> list[int]:
@@ -101,19 +65,23 @@ class EachClient:
         return _large(self.mix, MIN_MIX)
 
     @property
+    def other_inputs(self) -> list[int]:
+        """The clients whose inputs look different to BatchNorm; where classes tell why they are left out."""
+        return [k for k in _large(self.inputs, MIN_SHIFT) if k not in self.other_mix]
+
+    @property
     def worse(self) -> list[int]:
-        """The clients that are far below the others in accuracy, or above in loss, without a cause that is seen."""
-        far = [*_large(self.below, MIN_BELOW), *_large(self.loss, MIN_LOSS_ABOVE)]
-        return [k for k in far if k not in {*self.other_units, *self.other_inputs}]
+        """The clients that are far below the others in accuracy, without a cause that is seen."""
+        return [k for k in _large(self.below, MIN_BELOW) if k not in self.apart]
 
     @property
     def apart(self) -> list[int]:
-        """The clients with a finding of their own: what is said of all clients leaves them out."""
-        return sorted({*self.other_units, *self.other_inputs, *self.other_mix})
+        """The clients with another cause of their own: what is said of all clients leaves them out."""
+        return sorted({*self.other_inputs, *self.other_mix})
 
 
 def _large(compared: Compared | None, least: float) -> list[int]:
-    return [] if compared is None else [k for k in compared.odd if abs(compared.values[k]) >= least]
+    return [] if compared is None else [k for k in compared.odd if compared.values[k] >= least]
 
 
 def stand_out(values: Tensor, errors: Tensor) -> Tensor:
@@ -134,32 +102,6 @@ def _bound(clients: int, share: float) -> float:
 def _compared(values: Tensor, scores: Tensor) -> Compared:
     bound = _bound(len(values), (1 - _SHARE_OF_CLASSES) / _OTHERS)
     return Compared(values.tolist(), scores.tolist(), torch.nonzero(scores > bound).flatten().tolist())
-
-
-def _both_ways(values: Tensor, errors: Tensor) -> Compared:
-    return _compared(values, stand_out(values, errors).abs())
-
-
-def input_units(clients: Sequence[ClientData]) -> tuple[Compared, Compared]:
-    """Return scale and centre of each client's inputs: over its examples the median of spread and mean of an example.
-
-    An order of the pixels changes neither.
-    """
-    logs, centres, log_errors, errors = (list[Tensor]() for _ in range(4))
-    for client in clients:
-        rows = client.inputs.double().flatten(1)
-        means = rows.mean(1)
-        spreads = (rows - means.median()).square().mean(1).clamp(min=1e-300).log() / 2
-        for values, of_all, of_errors in ((spreads, logs, log_errors), (means, centres, errors)):
-            middle = values.median()
-            of_all.append(middle)
-            of_errors.append(1.25 * 1.4826 * (values - middle).abs().median() / math.sqrt(len(rows)))
-    log, centre = torch.stack(logs), torch.stack(centres)
-    log, unit = log - log.median(), log.median().exp()
-    return (
-        _both_ways(log, torch.stack(log_errors)),
-        _both_ways((centre - centre.median()) / unit, torch.stack(errors) / unit),
-    )
 
 
 def class_mixes(counts: Tensor) -> Compared:
@@ -186,13 +128,13 @@ def class_mixes(counts: Tensor) -> Compared:
     return Compared(far.tolist(), scores.tolist(), odd)
 
 
-def statistics(layers: Mapping[str, Sequence[Moments]], owner: Tensor, eps: Mapping[str, float]) -> Compared:
-    """Return how far the inputs of BatchNorm are from the usual ones, of each client, given groups of its examples."""
-    rows = []
-    for path, groups in layers.items():
-        means = torch.stack([one.mean for one in groups])
+def statistics(groups: Groups, eps: Mapping[str, float]) -> Compared:
+    """Return how far the inputs of BatchNorm are from the usual ones, of each client, given eps of each layer."""
+    rows, owner = [], groups.owner
+    for path, moments in groups.layers.items():
+        means = torch.stack([one.mean for one in moments])
         usual = group_means(means, owner).median(0).values
-        square = torch.stack([one.m2 / one.count for one in groups]) + (means - usual).square()
+        square = torch.stack([one.m2 / one.count for one in moments]) + (means - usual).square()
         variance = group_means(square, owner).median(0).values + eps[path]
         rows.append(torch.cat([(means - usual) / variance.sqrt(), square / variance], 1))
     return _distances(torch.cat(rows, 1), owner)
@@ -212,29 +154,9 @@ def _distances(rows: Tensor, owner: Tensor) -> Compared:
     return _compared((squares / rows.shape[1]).sqrt(), torch.minimum(by_chance, by_design))
 
 
-def accuracies(right: Tensor, classes: Tensor, owner: Tensor) -> Compared:
-    """Return how far each client is below the accuracy that its classes have elsewhere; ``right`` is 0 or 1, (N,)."""
-    counts = class_counts(classes, owner)
-    clients, width = counts.shape
-    cells = owner * width + torch.unique(classes, return_inverse=True)[1]
-    hits = torch.bincount(cells, right.double(), minlength=clients * width).view(clients, width)
-    elsewhere = counts.sum(0) - counts
-    # A class that no other client has says nothing.
-    expected = torch.where(elsewhere > 0, counts * (hits.sum(0) - hits) / elsewhere.clamp(min=1), hits)
-    sizes = counts.sum(1)
-    # Never 0 or 1 (Agresti & Coull 1998): of the client, and of the examples elsewhere that it is compared with.
-    usual = (expected.sum(1) + 2) / (sizes + 4)
-    of_class = (hits.sum(0) - hits + 2) / (elsewhere + 4)
-    error = counts.square() * of_class * (1 - of_class) / elsewhere.clamp(min=1)
-    errors = (usual * (1 - usual) / sizes + error.sum(1) / sizes.square()).sqrt()
-    below = (expected - hits).sum(1) / sizes
-    return _compared(below, stand_out(below, errors))
-
-
-def losses(values: Tensor, owner: Tensor) -> Compared:
-    """Return how far the loss of each client is above the usual one, as a share; ``values`` is (N,)."""
-    means, sizes = group_means(values[:, None], owner)[:, 0], torch.bincount(owner).double()
-    spread = (group_means(values.square()[:, None], owner)[:, 0] - means.square()).clamp(min=0).sqrt()
-    usual = means.median().abs().clamp(min=1e-12)
-    above = (means - means.median()) / usual
-    return _compared(above, stand_out(above, spread / sizes.sqrt() / usual))
+def accuracies(values: Sequence[float], sizes: Sequence[int]) -> Compared:
+    """Return how far each client is below the median accuracy, given each client's accuracy and examples."""
+    accuracy, count = torch.tensor(values, dtype=torch.float64), torch.tensor(sizes, dtype=torch.float64)
+    usual = (accuracy.median() * count + 2) / (count + 4)  # never 0 or 1 (Agresti & Coull 1998)
+    below = accuracy.median() - accuracy
+    return _compared(below, stand_out(below, (usual * (1 - usual) / count).sqrt()))

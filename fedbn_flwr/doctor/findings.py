@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.norms.report import shown_path
@@ -76,11 +74,27 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Return the diagnosis as text of up to 100 characters a line."""
-        return self._written("", "{}. {}", "{}) {}: {}")
-
-    def markdown(self) -> str:
-        """Return the diagnosis as a page in Markdown."""
-        return "# Doctor\n\n" + self._written("## ", "## {}. {}", "{}. `{}`: {}") + "\n"
+        verdict = "Nothing found."
+        if self.not_measured:  # no finding, and no proof of health
+            verdict = (
+                f"Nothing found in what was measured. Not known: {number_of(len(self.not_measured), 'part')}, below."
+            )
+        if self.findings:
+            verdict = f"{number_of(len(self.findings), 'finding')}, the cause first."
+        blocks = [f"{self.about}\n{verdict}"]
+        for number, one in enumerate(self.findings, 1):
+            lines = [_wrapped(f"{number}. {one.what}"), *(_wrapped(f"- {text}", "  ") for text in one.evidence)]
+            if one.remedies:
+                lines.append("Try, in order:")
+            for place, remedy in enumerate(one.remedies, 1):
+                lines.append(_wrapped(f"{place}) {remedy.setting}: {remedy.text}", "   "))
+            blocks.append("\n".join(lines))
+        if table := _of_clients(self.measures):
+            blocks.append("\n".join(["Clients:", *table]))
+        for title, texts in (("Not measured", self.not_measured), ("Notes", self.notes)):
+            if texts:
+                blocks.append("\n".join([f"{title}:", *(_wrapped(f"- {text}", "  ") for text in texts)]))
+        return "\n\n".join(blocks)
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values; null for a number that is not finite."""
@@ -93,71 +107,18 @@ class Diagnosis:
         }
         return {key: _plain(value) for key, value in entries.items()}
 
-    def save(self, out: str | Path) -> list[Path]:
-        """Write ``doctor.json`` and ``doctor.md`` into a folder; return the files.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
-        files: dict[str, bytes] = {
-            "doctor.json": (json.dumps(self.to_json(), indent=2) + "\n").encode(),
-            "doctor.md": self.markdown().encode(),
-        }
-        for name, content in files.items():
-            temporary = folder / f".{name}.partial"
-            temporary.write_bytes(content)
-            temporary.replace(folder / name)
-        return [folder / name for name in files]
-
-    def _written(self, heading: str, finding: str, remedy: str) -> str:
-        """Return the diagnosis in Markdown if ``heading`` is the mark of its headings, else (no mark) as plain text."""
-        gap = "\n\n" if heading else "\n"  # Markdown needs an empty line before a list
-        number = len(self.findings)
-        verdict = "Nothing found."
-        if self.not_measured:  # no finding, and no proof of health
-            parts = "1 part" if len(self.not_measured) == 1 else f"{len(self.not_measured)} parts"
-            verdict = f"Nothing found in what was measured. Not known: {parts}, below."
-        if number:
-            verdict = f"{number} finding{'s' if number > 1 else ''}, the cause first."
-        blocks = [f"{self.about}{gap}**{verdict}**" if heading else f"{self.about}{gap}{verdict}"]
-        for index, one in enumerate(self.findings, 1):
-            title = finding.format(index, one.what)
-            pieces = [title if heading else _wrapped(title, "")]  # a heading of Markdown is one line
-            if one.evidence:
-                pieces.append(_bullets(one.evidence))
-            if one.remedies:
-                tries = [remedy.format(place, r.setting, r.text) for place, r in enumerate(one.remedies, 1)]
-                pieces += ["Try, in order:", "\n".join(_wrapped(text, "   ") for text in tries)]
-            blocks.append(gap.join(pieces))
-        if table := _of_clients(self.measures):
-            blocks.append((f"{heading}Clients" if heading else "Clients:") + gap + "\n".join(table))
-        for title, lines in (("Not measured", self.not_measured), ("Notes", self.notes)):
-            if lines:
-                blocks.append((f"{heading}{title}" if heading else f"{title}:") + gap + _bullets(lines))
-        return "\n\n".join(blocks)
-
 
 def _of_clients(measures: Mapping[str, Any]) -> list[str]:
-    """Return the table of the clients: examples, accuracy and loss on them; where they were measured."""
-    names, losses = measures.get("clients", ()), measures.get("loss", ())
-    if not losses:
+    """Return the table of the clients: examples, and accuracy on them; where it was measured."""
+    if "accuracy" not in measures:
         return []
-    accuracies = measures["accuracy"] or [math.nan] * len(names)
-    rows = zip(names, measures["examples"], accuracies, losses, strict=True)
-    shown = [f"| {k} | {n:,} | {'-' if math.isnan(a) else f'{a:.3f}'} | {loss:.4g} |" for k, n, a, loss in rows]
-    lines = ["| client | examples | accuracy | loss |", "|---|---|---|---|", *shown[:_ROWS]]
-    if len(shown) > _ROWS:
-        lines.append(f"| {len(shown) - _ROWS} more: in the JSON | | | |")
-    return lines
+    rows = zip(measures["clients"], measures["examples"], measures["accuracy"], strict=True)
+    lines = [f"| {name} | {count:,} | {accuracy:.3f} |" for name, count, accuracy in rows]
+    more = [f"| {len(lines) - _ROWS} more: in the JSON | | |"] if len(lines) > _ROWS else []
+    return ["| client | examples | accuracy |", "|---|---|---|", *lines[:_ROWS], *more]
 
 
-def _bullets(lines: Sequence[str]) -> str:
-    return "\n".join(_wrapped(f"- {line}", "  ") for line in lines)
-
-
-def _wrapped(text: str, indent: str) -> str:
+def _wrapped(text: str, indent: str = "") -> str:
     return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 

@@ -45,10 +45,8 @@ class Measured:
         unusable: see ``state.unusable_statistics``.
         diverged: whether a weight is not finite.
         extremes: see ``state.variance_extremes``.
-        gammas: see ``state.tiny_gammas``.
         unmoved: see ``state.unmoved``.
         momenta: momentum of the layers that training moves, by path; None = a mean over all batches.
-        fresh: see ``state.all_untrained``.
         missed: see ``state.missed_entries``.
         held: BatchNorm layers that are kept in eval mode in training, too: the rules for batches and clients leave
             them out.
@@ -57,22 +55,15 @@ class Measured:
         untracked: BatchNorm layers without running statistics.
         num_layers: BatchNorm layers.
         first_layer: the first of them in the state.
-        blocked: see ``differences.Groups``.
-        same_output: see ``differences.Groups``.
-        not_finite: by client, its examples with NaN or infinity, and all examples.
         noise: by layer, the noise of a batch, mean over the clients.
         each: each client against the others.
         accuracy: of each client on its own training examples; empty where targets are no classes.
-        loss: the same of its loss.
         apart: names of the clients that ``skew`` and ``shift`` leave out, see ``EachClient.apart``.
         rest: names of the other clients.
-        has_classes: whether the targets are one class an example.
         skew: how classes differ.
         shift: how the inputs of BatchNorm differ.
         gap: the mismatch of training and test.
-        sorted_accuracy: see ``mismatch.accuracy_by_class``.
         running: by layer, distance of running statistics from those of all clients' batches.
-        in_data: by layer, channels whose variance over all clients' batches is near zero, and those where it explodes.
     """
 
     training: Training = field(default_factory=Training)
@@ -82,10 +73,8 @@ class Measured:
     unusable: Mapping[str, str] = field(default_factory=dict)
     diverged: bool = False
     extremes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
-    gammas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     unmoved: Mapping[str, int] = field(default_factory=dict)
     momenta: Mapping[str, float | None] = field(default_factory=dict)
-    fresh: bool = False
     missed: Missed | None = None
     held: Collection[str] = ()
     corrected: Collection[str] = ()
@@ -93,19 +82,12 @@ class Measured:
     untracked: Sequence[str] = ()
     num_layers: int = 0
     first_layer: str = ""
-    blocked: str = ""
-    same_output: bool = False
-    not_finite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
     each: EachClient = field(default_factory=EachClient)
     accuracy: Sequence[float] = ()
-    loss: Sequence[float] = ()
     apart: Sequence[str] = ()
     rest: Sequence[str] = ()
-    has_classes: bool = False
     skew: ClassSkew | None = None
     shift: Shift | None = None
     gap: Mismatch | None = None
-    sorted_accuracy: float | None = None
     running: dict[str, Distance] = field(default_factory=dict)
-    in_data: dict[str, tuple[int, int]] = field(default_factory=dict)

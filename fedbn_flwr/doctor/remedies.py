@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from fedbn_flwr.doctor.findings import Remedy
 from fedbn_flwr.doctor.situations import FEDBN, FIXBN, GROUP
-from fedbn_flwr.doctor.thresholds import MOMENTA
 
 __all__ = [
     "CLIENTS_DIFFER",
     "CLIENT_BELOW",
     "CLIENT_INPUTS",
-    "CLIENT_UNITS",
     "COUNTERS",
-    "DEAD_LAYER",
     "DIVERGED",
     "EXTREME_INSIDE",
     "EXTREME_VARIANCE",
     "MISMATCH",
-    "MISMATCH_OF_LAST",
     "MISMATCH_OF_UNMOVED",
     "NAME_FILTER",
     "NOTHING_KEPT",
-    "NOT_FINITE",
     "NO_RUNNING_STATISTICS",
     "TRAIN_MODE",
     "UNMOVED",
     "UNMOVED_BY_MOMENTUM",
     "UNUSABLE",
-    "WRONG_VARIANCE",
-    "mismatch",
 ]
 
 _RECALIBRATE = Remedy(
     "recalibrate=true", "statistics are re-estimated from the clients' data, under fixed weights, before each test"
 )
-
-
-def mismatch(unmoved: bool, momenta: Collection[float | None]) -> list[Remedy]:
-    """Return the remedies, given whether the statistics never moved, and the momentum of each layer, if known."""
-    if unmoved:
-        return MISMATCH_OF_UNMOVED
-    known = [momentum for momentum in momenta if momentum is not None]
-    if known and max(known) >= MOMENTA[1]:
-        return MISMATCH_OF_LAST
-    return [remedy for remedy in MISMATCH if remedy is not _FASTER or not known or max(known) < MOMENTA[0]]
 
 
 CLIENTS_DIFFER = [
@@ -55,13 +36,8 @@ CLIENTS_DIFFER = [
 ]
 _LOOK = Remedy(
     "look at the client's examples",
-    "the order of its features or pixels, their channels and device, what was done to them, and how it labels",
+    "their units, the order of features or pixels, channels and device, what was done to them, and how it labels",
 )
-CLIENT_UNITS = [
-    Remedy("the same units at every client", "and the same preprocessing: this is the cause, and all else treats it"),
-    Remedy("scale the features at each client", "each with its own mean and standard deviation, before the model"),
-    FEDBN,
-]
 CLIENT_INPUTS = [_LOOK, FEDBN]
 CLIENT_BELOW = [
     _LOOK,
@@ -75,14 +51,7 @@ NO_RUNNING_STATISTICS = [
     Remedy("track_running_stats=True", "the layers then keep running statistics, and a test no longer sees its batch"),
     Remedy("strategy=staticbn", "trains without running statistics and re-estimates them before each test"),
 ]
-_FASTER = Remedy(
-    "bn-momentum=0.3", "running statistics follow the weights faster, with more noise; and train for more rounds"
-)
-_STEADIER = Remedy(
-    "bn-momentum=0.1", "running statistics are then a mean over many batches, not mostly those of the last ones"
-)
-MISMATCH = [_RECALIBRATE, _FASTER, FIXBN]
-MISMATCH_OF_LAST = [_RECALIBRATE, _STEADIER, FIXBN]
+MISMATCH = [_RECALIBRATE, FIXBN]
 MISMATCH_OF_UNMOVED = [_RECALIBRATE]
 UNMOVED_BY_MOMENTUM = [
     Remedy("bn-momentum=0.1", "with momentum 0 no batch moves the running statistics"),
@@ -112,9 +81,6 @@ _NO_STEPS = Remedy(
 )
 UNUSABLE = [_NO_STEPS, _RECALIBRATE, _FINITE_BEFORE]
 DIVERGED = [_FINITE_BEFORE, Remedy("agc=0.1", "limits single steps"), _NO_STEPS]
-NOT_FINITE = [
-    Remedy("inputs.isfinite()", "finds the examples: repair or remove them; missing=mean fills gaps of own tables")
-]
 NAME_FILTER = [
     Remedy(
         "fedbn_flwr.split_state(model)",
@@ -128,20 +94,10 @@ NOTHING_KEPT = [
         "As it is, this FedBN is FedAvg",
     )
 ]
-DEAD_LAYER = [
-    Remedy(
-        "learning-rate ten times lower",
-        "and start again from a state in which the layer lived, or with gamma = 1 and beta = 0: no gradient revives a "
-        "channel behind a ReLU",
-    ),
-    Remedy("agc=0.1", "limits the step that throws gamma and beta so far"),
-    Remedy("weight-decay=0.0", "for gamma near 0: weight decay on gamma pulls it there"),
-]
 _SMALLER_STEPS = (
     Remedy("learning-rate ten times lower", "activations that explode come from steps that are too large"),
     Remedy("agc=0.1", "limits single steps"),
 )
 _SCALE = Remedy("scale the inputs", "rows and signals to (x - mean) / std; drop features that are constant")
 EXTREME_VARIANCE = [_SCALE, *_SMALLER_STEPS]
-EXTREME_INSIDE = [*_SMALLER_STEPS, _SCALE]
-WRONG_VARIANCE = [_RECALIBRATE, *_SMALLER_STEPS]
+EXTREME_INSIDE = [_RECALIBRATE, *_SMALLER_STEPS, _SCALE]

@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from fedbn_flwr.doctor import client_rules, data_rules, remedies
+from fedbn_flwr.doctor import data_rules, remedies
 from fedbn_flwr.doctor.findings import Finding, listed
 from fedbn_flwr.doctor.measured import Measured
-from fedbn_flwr.doctor.thresholds import DEAD_SHARE
+from fedbn_flwr.doctor.thresholds import EXTREME_SHARE
 from fedbn_flwr.norms.report import shown_path
 
 __all__ = [
     "RULES",
     "averaged_counters",
-    "dead_layers",
     "extreme_variance",
     "findings",
     "name_filter",
@@ -70,8 +69,6 @@ def name_filter(m: Measured) -> Finding | None:
             f"A filter `{missed.by_letters!r} in name` keeps exactly the other layers: names do not tell a layer's "
             "type. A layer in a Sequential has a number, torchvision's shortcut is called downsample.1."
         )
-    if missed.others:
-        evidence.append(f"It also keeps {len(missed.others)} entries that are no BatchNorm ({missed.others[0]}, ...).")
     kept = missed.kept_layers
     return Finding(
         "name-filter",
@@ -100,13 +97,12 @@ def tested_by_batch(m: Measured) -> Finding | None:
     else:
         evidence.append("The run's first test is global-batch-statistics: it normalises by the test batch.")
     numbers: dict[str, object] = {"layers": [*layers]}
-    if m.gap and m.gap.running_accuracy is not None and m.sorted_accuracy is not None:
+    if m.gap and m.gap.running_accuracy is not None:
         evidence.append(
-            f"The same examples, accuracy with all BatchNorm layers in train mode: {m.gap.batch_accuracy:.3f} in mixed "
-            f"batches, {m.sorted_accuracy:.3f} if they come sorted by class"
-            + ("." if m.untracked else f", {m.gap.running_accuracy:.3f} in eval mode in any order.")
+            f"The same examples: accuracy {m.gap.batch_accuracy:.3f} by the statistics of mixed batches, "
+            f"{m.gap.running_accuracy:.3f} in eval mode."
         )
-        numbers |= {"mixed": m.gap.batch_accuracy, "sorted": m.sorted_accuracy, "eval": m.gap.running_accuracy}
+        numbers |= {"mixed": m.gap.batch_accuracy, "eval": m.gap.running_accuracy}
     chosen = remedies.TRAIN_MODE if m.training_layers or not layers else remedies.NO_RUNNING_STATISTICS
     return Finding(
         "tested-with-batch-statistics",
@@ -117,63 +113,19 @@ def tested_by_batch(m: Measured) -> Finding | None:
     )
 
 
-def dead_layers(m: Measured) -> Finding | None:
-    """Layers of which half of the gammas are 0, or a dead layer of another kind."""
-    by_gamma = {path: counts for path, counts in m.gammas.items() if counts[0] >= DEAD_SHARE * counts[1]}
-    if not by_gamma:
-        return _dead_elsewhere(m)
-    evidence = [f"{path}: gamma of {zero} of {all_} channels is 0." for path, (zero, all_) in _first(by_gamma)]
-    layers = sorted(by_gamma)
-    what = "A BatchNorm layer is dead." if len(layers) == 1 else f"{len(layers)} BatchNorm layers are dead."
-    return Finding("dead-layer", what, evidence, {"layers": layers}, remedies.DEAD_LAYER)
-
-
-def _dead_elsewhere(m: Measured) -> Finding | None:
-    """A layer is dead behind BatchNorm, or of another kind: behind it all examples are the same."""
-    same_output = m.same_output and not m.fresh
-    if not m.blocked and not same_output:
-        return None
-    evidence = []
-    if m.blocked:
-        evidence.append(
-            f"The examples differ, but the input of {shown_path(m.blocked)} is the same for all of them, in every "
-            "channel. A layer in front of it lets nothing through, such as a ReLU whose inputs are all negative."
-        )
-    if same_output:
-        evidence.append("The model has the same output for all examples.")
-    what = f"A layer in front of {shown_path(m.blocked)} is dead." if m.blocked else "The last layers are dead."
-    return Finding("dead-layer", what, evidence, {"layers": [], "in-front-of": m.blocked}, remedies.DEAD_LAYER)
-
-
 def extreme_variance(m: Measured) -> Finding | None:
     """Running variances near zero in half of a layer, or above 1e8 in any channel."""
-    extreme = {path: c for path, c in m.extremes.items() if c[1] or c[0] >= DEAD_SHARE * c[2]}
+    extreme = {path: c for path, c in m.extremes.items() if c[1] or c[0] >= EXTREME_SHARE * c[2]}
     if not extreme:
         return None
-
-    def seen(path: str, kind: int) -> str:
-        return f" ({m.in_data[path][kind]} in the data)" if path in m.in_data else ""
-
-    # Where the data are not extreme, it is the statistics that are wrong.
-    of_data = [path for path in extreme if path not in m.in_data or any(m.in_data[path])]
+    evidence = [
+        f"{path}: of {all_} channels {low} have a variance below eps, {high} one above 1e8."
+        for path, (low, high, all_) in _first(extreme)
+    ]
     # Behind a first layer that is sound, the scale of the inputs is not the cause.
-    if m.first_layer in of_data:
-        chosen = remedies.EXTREME_VARIANCE
-    elif of_data:
-        chosen = remedies.EXTREME_INSIDE
-    else:
-        chosen = remedies.WRONG_VARIANCE
-    return Finding(
-        "extreme-variance",
-        "Running variances are near zero or explode.",
-        [
-            f"{shown_path(path)}: of {all_} channels {low} have a variance below eps{seen(path, 0)}, {high} one above "
-            f"1e8{seen(path, 1)}."
-            for path, (low, high, all_) in list(extreme.items())[:3]
-        ],
-        {"layers": {path: {"near-zero": c[0], "exploding": c[1], "channels": c[2]} for path, c in extreme.items()}},
-        chosen,
-    )
+    chosen = remedies.EXTREME_VARIANCE if m.first_layer in extreme else remedies.EXTREME_INSIDE
+    what = "Running variances are near zero or explode."
+    return Finding("extreme-variance", what, evidence, {"layers": extreme}, chosen)
 
 
 def _first(by_path: Mapping[str, V]) -> list[tuple[str, V]]:
@@ -182,21 +134,18 @@ def _first(by_path: Mapping[str, V]) -> list[tuple[str, V]]:
 
 RULES: tuple[Callable[[Measured], Finding | None], ...] = (
     unusable_statistics,
-    data_rules.inputs_not_finite,
     averaged_counters,
     name_filter,
     tested_by_batch,
     data_rules.unmoved_statistics,
     data_rules.small_batch,
-    dead_layers,
     extreme_variance,
-    client_rules.client_units,
-    client_rules.client_inputs,
-    client_rules.client_classes,
+    data_rules.client_inputs,
+    data_rules.client_classes,
     data_rules.label_skew,
     data_rules.feature_shift,
     data_rules.clients_differ,
-    client_rules.client_below,
+    data_rules.client_below,
     data_rules.train_test_mismatch,
 )
 """Each rule returns a finding, or None."""

@@ -1,4 +1,4 @@
-"""What a state dict alone shows: counters, running variances, gammas, and which entries a split keeps local.
+"""What a state dict alone shows: counters, running statistics, and which entries a split keeps local.
 
 It may be read from a file: ``.safetensors``, ``.pt`` and ``.pth`` of torch, ``.npz`` of NumPy. Flower's own projects
 save a state dict (``arrays.to_torch_state_dict()``), or a list of arrays without names
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.parts import BatchNormLayer, Part, Parts
-from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, NO_VARIANCE, TINY_GAMMA
+from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, NO_VARIANCE
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.training.state_file import load_file, open_state
 from fedbn_flwr.training.wrappers import wrapper_prefix
@@ -25,13 +25,10 @@ __all__ = [
     "STATE_FILES",
     "Missed",
     "TensorState",
-    "all_untrained",
     "averaged_counters",
-    "extremes",
     "missed_entries",
     "named",
     "read_state_file",
-    "tiny_gammas",
     "unmoved",
     "unusable_statistics",
     "variance_extremes",
@@ -131,7 +128,8 @@ def unusable_statistics(parts: Parts, state: TensorState, names: Collection[str]
 def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]) -> dict[str, tuple[int, int, int]]:
     """Return, by layer, how many channels have a running variance near zero, above 1e8, and how many there are.
 
-    Layers with neither are left out.
+    Layers with neither are left out. Below eps BatchNorm divides by sqrt(eps), which no longer depends on the data. A
+    large eps is a choice of the model.
 
     Args:
         parts: the split of the state.
@@ -142,32 +140,10 @@ def variance_extremes(parts: Parts, state: TensorState, eps: Mapping[str, float]
     for layer in parts.layers:
         if "running_var" in layer.entries:
             values = state[layer.entries["running_var"]].double()
-            low, high = extremes(values, eps.get(layer.path, NO_VARIANCE))
+            near_zero = (values >= 0) & (values < min(eps.get(layer.path, NO_VARIANCE), NO_VARIANCE))
+            low, high = int(near_zero.sum()), int((values > EXPLODING_VARIANCE).sum())
             if low or high:
                 by_layer[layer.path] = (low, high, values.numel())
-    return by_layer
-
-
-def extremes(variances: Tensor, eps: float) -> tuple[int, int]:
-    """Return how many of the variances are near zero, below eps and 1e-5, and how many are above 1e8.
-
-    Below eps BatchNorm divides by sqrt(eps), which no longer depends on the data. A large eps is a choice of the model.
-    """
-    low = (variances >= 0) & (variances < min(eps, NO_VARIANCE))
-    return int(low.sum()), int((variances > EXPLODING_VARIANCE).sum())
-
-
-def tiny_gammas(parts: Parts, state: TensorState) -> dict[str, tuple[int, int]]:
-    """Return, by layer, how many gammas are 0 (abs below 1e-4), and how many there are; layers with none are left out.
-
-    A layer that has not seen a batch is left out, too: some networks start their last BatchNorm of a block at 0.
-    """
-    by_layer = {}
-    for layer in parts.layers:
-        if "weight" in layer.entries and not _untrained(layer, state):
-            gamma = state[layer.entries["weight"]].double().abs()
-            if zero := int((gamma < TINY_GAMMA).sum()):
-                by_layer[layer.path] = (zero, gamma.numel())
     return by_layer
 
 
@@ -178,27 +154,13 @@ def unmoved(parts: Parts, state: TensorState) -> dict[str, int]:
     """
     by_layer = {}
     for layer in parts.layers:
-        entries = layer.entries
-        if not {"running_mean", "running_var", "num_batches_tracked"} <= {*entries}:
+        names = [layer.entries.get(name) for name in ("running_mean", "running_var", "num_batches_tracked")]
+        if None in names:
             continue
-        at_first = bool((state[entries["running_mean"]] == 0).all()) and bool(
-            (state[entries["running_var"]] == 1).all()
-        )
-        count = float(state[entries["num_batches_tracked"]])
-        if at_first and count > 0:
-            by_layer[layer.path] = round(count)
+        mean, variance, counter = (state[name] for name in names if name)
+        if int(counter) > 0 and bool((mean == 0).all() and (variance == 1).all()):
+            by_layer[layer.path] = round(float(counter))
     return by_layer
-
-
-def all_untrained(parts: Parts, state: TensorState) -> bool:
-    """Return whether no layer has seen a batch, as far as counters tell: some networks start with a last layer of 0."""
-    counting = [layer for layer in parts.layers if "num_batches_tracked" in layer.entries]
-    return bool(counting) and all(_untrained(layer, state) for layer in counting)
-
-
-def _untrained(layer: BatchNormLayer, state: TensorState) -> bool:
-    name = layer.entries.get("num_batches_tracked")
-    return name is not None and float(state[name]) == 0
 
 
 @dataclass(frozen=True)
@@ -211,7 +173,6 @@ class Missed:
         num_layers: BatchNorm layers of the model.
         kept_layers: those of which the split keeps an entry.
         by_letters: the letters ("bn", "norm") of a filter on names that keeps exactly these layers; "" if none does.
-        others: kept entries that are no part of BatchNorm.
     """
 
     entries: list[str]
@@ -219,7 +180,6 @@ class Missed:
     num_layers: int
     kept_layers: int
     by_letters: str
-    others: list[str]
 
 
 def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
@@ -238,10 +198,5 @@ def missed_entries(parts: Parts, local: Collection[str]) -> Missed:
     missed = {*entries}
     layers = [layer.path for layer in parts.layers if missed & {*layer.entries.values()}]
     with_any = [layer.path for layer in parts.layers if kept & {*layer.entries.values()}]
-    letters = []
-    for text in ("bn", "norm", "BatchNorm"):
-        named_so = {layer.path for layer in parts.layers if text in layer.path}
-        if named_so == {*with_any}:
-            letters.append(text)
-    others = [name for name in local if parts.part_of.get(name) is Part.REST]
-    return Missed(entries, layers, len(parts.layers), len(with_any), letters[0] if letters and layers else "", others)
+    letters = [text for text in ("bn", "norm") if with_any == [p.path for p in parts.layers if text in p.path]]
+    return Missed(entries, layers, len(parts.layers), len(with_any), letters[0] if letters and layers else "")

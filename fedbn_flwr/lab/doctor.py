@@ -18,9 +18,9 @@ from fedbn_flwr.checked_file import read_checked, write_atomically
 from fedbn_flwr.client.saved_state import ABSENT, read_state
 from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData
-from fedbn_flwr.doctor.data_rules import train_test_mismatch
+from fedbn_flwr.doctor.data_rules import clients_named, train_test_mismatch
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
-from fedbn_flwr.doctor.findings import Diagnosis, Finding, Remedy, listed
+from fedbn_flwr.doctor.findings import Diagnosis, Finding, Remedy
 from fedbn_flwr.doctor.measured import Measured, Training
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH
@@ -104,10 +104,7 @@ def examine(folder: Path) -> None:
     Where the file is newer than the run it stays; where the doctor cannot look, it says why. A study is left as it is.
     """
     run, file = folder / "summary.json", folder / "doctor.json"
-    if not run.is_file() or any(
-        seen.is_file() and seen.stat().st_mtime_ns >= run.stat().st_mtime_ns
-        for seen in (file, folder / "doctor/doctor.json")
-    ):
+    if not run.is_file() or (file.is_file() and file.stat().st_mtime_ns >= run.stat().st_mtime_ns):
         return
     try:
         diagnosis = diagnose_run(folder).to_json()
@@ -134,13 +131,9 @@ def _of_clients(model: nn.Module, kept: Mapping[str, Mapping[str, Tensor]], know
     named = []
     for key, finding in faults.items():
         clients = clients_of[key]
-        what = f"{_clients(clients)}: {finding.what[0].lower()}{finding.what[1:]}"
+        what = f"{clients_named(clients)}: {finding.what[0].lower()}{finding.what[1:]}"
         named.append(replace(finding, what=what, numbers={**finding.numbers, "clients": clients}))
     return named
-
-
-def _clients(names: Sequence[str]) -> str:
-    return f"Client{'s' if len(names) > 1 else ''} {listed(names)}"
 
 
 def _mismatch_of_clients(
@@ -165,7 +158,7 @@ def _mismatch_of_clients(
             evidence[test.name] = f"Client {test.name}, its own model on its own test examples: {finding.evidence[0]}"
     if not evidence:
         return []
-    what = f"{_clients([*evidence])}: the running statistics do not fit the client's own model."
+    what = f"{clients_named([*evidence])}: the running statistics do not fit the client's own model."
     lines, numbers = [*evidence.values()][:3], {"clients": [*evidence]}
     return [Finding("train-test-mismatch", what, lines, numbers, chosen)]
 

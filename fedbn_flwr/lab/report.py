@@ -47,7 +47,7 @@ __all__ = ["REPORT_FILE", "RunFiles", "run_warnings", "write_report"]
 
 REPORT_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
-_DIAGNOSES = ("doctor.json", "doctor/doctor.json")
+_DIAGNOSIS = "doctor.json"
 _TESTS = ("test-", "personal-", "validation-", "held-out-", "train-")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8a6d00", "#000000")  # Okabe and Ito, yellow darker
 _DASHES = ("-", "--", ":", "-.")
@@ -249,11 +249,10 @@ def _settings(config: Config) -> pd.DataFrame:
 
 
 def _findings(run: RunFiles) -> Iterator[str]:
-    """Yield what the doctor has said, if its ``doctor.json`` lies in the run's folder or in ``doctor/`` there."""
-    written = [(path.stat().st_mtime_ns, path) for name in _DIAGNOSES if (path := run.folder / name).is_file()]
-    if not written:
+    """Yield what the doctor has said, if its ``doctor.json`` lies in the run's folder."""
+    if not (run.folder / _DIAGNOSIS).is_file():
         return
-    diagnosis = read_json(max(written)[1])
+    diagnosis = read_json(run.folder / _DIAGNOSIS)
     findings = diagnosis.get("findings", [])
     yield _text(f"The doctor has {len(findings) or 'no'} {'finding' if len(findings) == 1 else 'findings'}.")
     for finding in findings:

@@ -55,15 +55,13 @@ def skewed(tmp_path_factory) -> Path:
     return start(tmp_path_factory.mktemp("doctor") / "skewed", **settings)
 
 
-def test_label_skew_with_one_local_step(skewed: Path, tmp_path: Path) -> None:
-    done = call(skewed, "--json", "--out", tmp_path / "out", "--max-examples", 100)
+def test_label_skew_with_one_local_step(skewed: Path) -> None:
+    done = call(skewed, "--json", "--max-examples", 100)
     assert done.exit_code == 0
     found = json.loads(done.output)
     assert found["findings"][0]["id"] == "label-skew"
     assert found["findings"][0]["remedies"][0]["setting"] == "strategy=fedtan"
     assert found["findings"][0]["numbers"]["local-steps"] == 1
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"doctor.json", "doctor.md"}
-    assert json.loads((tmp_path / "out/doctor.json").read_text()) == found
     assert call(skewed, "--strict", "--max-examples", 100).exit_code == 1
 
 
@@ -146,7 +144,7 @@ def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
 
 
 ACCUSED = [Finding("a", "", [], {}, remedies.MISMATCH), Finding("b", "", [], {}, SMALL_BATCHES.remedies)]
-EVERY = ["recalibrate=true", "bn-momentum=0.3", "strategy=fixbn lr-decay-at=freeze", "batch-size=16", "norm=group"]
+EVERY = ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze", "batch-size=16", "norm=group"]
 
 
 @pytest.mark.parametrize(
@@ -154,10 +152,10 @@ EVERY = ["recalibrate=true", "bn-momentum=0.3", "strategy=fixbn lr-decay-at=free
     [
         ({}, []),
         ({"recalibrate": True}, ["recalibrate=true", "norm=group"]),
-        ({"strategy": "staticbn"}, ["recalibrate=true", "bn-momentum=0.3", "norm=group"]),
+        ({"strategy": "staticbn"}, ["recalibrate=true", "norm=group"]),
         ({"strategy": "fedbn"}, ["recalibrate=true", "norm=group"]),
         ({"strategy": "centralized"}, ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze"]),
-        ({"batch-size": 0, "bn-momentum": 0.3}, ["batch-size=16", "bn-momentum=0.3"]),
+        ({"batch-size": 0}, ["batch-size=16"]),
     ],
 )
 def test_remedies_that_the_run_has_or_cannot_take_are_left_out(settings: dict[str, Any], lost: list[str]) -> None:
@@ -283,13 +281,13 @@ def test_a_client_that_keeps_batchnorm_is_scored_with_its_own_model(personal: Pa
 
 def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(tmp_path: Path, quick_config) -> None:
     run(quick_config(strategy="silobn", partition="iid"), tmp_path / "run", workers=0)
-    change(tmp_path / "run/model.safetensors", norm__weight=torch.zeros(30))
+    change(tmp_path / "run/model.safetensors", fc__weight=torch.full((10, 30), torch.nan))
     for k in (1, 2):
         change(tmp_path / f"run/clients/client-{k}.safetensors", norm__running_var=torch.full((30,), -1.0))
     found = [f.what for f in diagnose_run(tmp_path / "run", 100).findings]
     unusable = "the state holds running variances below 0, or values that are not finite."
     assert [what for what in found if what.startswith("Client")] == [f"Clients 1, 2: {unusable}"]
-    assert found.count("A BatchNorm layer is dead.") == 1
+    assert found.count(f"{unusable[0].upper()}{unusable[1:]}") == 1
 
 
 def test_a_model_with_data_and_its_saved_state(tmp_path: Path) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import os.path
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fedbn_flwr.errors import ConfigError, EngineError, StateError
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, say
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_results
-
-if TYPE_CHECKING:
-    from fedbn_flwr.doctor.findings import Diagnosis
-
 
 _NOT_KNOWN = 3
 """The exit code of ``doctor --strict`` where nothing was found and a part was not measured."""
@@ -40,7 +36,7 @@ def report(
         say(f"report: {target.absolute()}")
 
 
-@app.add(AFTERWARDS, "doctor runs/fedbn --out doctor")
+@app.add(AFTERWARDS, "doctor runs/fedbn --json")
 def doctor(
     target: Annotated[str, typer.Argument(help="Folder of a run, file of a saved state, or name of a model.")],
     state: Annotated[Path | None, typer.Option(help="Saved state of the model: .safetensors, .pt, .pth, .npz.")] = None,
@@ -52,7 +48,6 @@ def doctor(
     shared_keys: Annotated[Path | None, typer.Option(help="In its place, the names that it sends.")] = None,
     max_examples: Annotated[int, typer.Option(min=2, help="Examples of each client to use.")] = 1024,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for doctor.json and doctor.md.")] = None,
     strict: Annotated[bool, typer.Option(help="End with code 1 for a finding; 3 if a part is not known.")] = False,
 ) -> None:
     """Say what is wrong with BatchNorm in a run, a model on data, or a saved state: evidence, and what to try."""
@@ -89,21 +84,9 @@ def doctor(
             diagnosis = diagnose_saved_state(state, target, settings, split)
         else:
             diagnosis = diagnose_model(target, dataset, settings, state, max_examples, split)
-        _show(diagnosis, json_, out)
+        if json_:
+            print(json.dumps(diagnosis.to_json(), indent=2))
+        else:
+            say(str(diagnosis))
     if strict and (diagnosis.findings or diagnosis.not_measured):
         raise typer.Exit(1 if diagnosis.findings else _NOT_KNOWN)
-
-
-def _show(diagnosis: Diagnosis, as_json: bool, out: Path | None) -> None:
-    """Print a diagnosis, and write it to a folder if one is given."""
-    if as_json:
-        print(json.dumps(diagnosis.to_json(), indent=2))
-    else:
-        say(str(diagnosis))
-    if out:
-        try:
-            files = diagnosis.save(out)
-        except OSError as error:
-            raise EngineError(f"out={str(out)!r} cannot be written: {error}.") from error
-        if not as_json:
-            say("\n" + "\n".join(map(str, files)))
