@@ -122,8 +122,6 @@ _OF_SET = f"-{NUM_EXAMPLES}"  # of one test set
 AVERAGED = "averages weighted by examples, counts summed"
 """The result of ``average_metrics`` in words, for the log."""
 
-logger = logging.getLogger("flwr")
-
 
 def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
     """Return the average of each metric over the clients that report it, weighted by ``weighted_by_key``.
@@ -153,7 +151,7 @@ def average_metrics(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
         if _is_count(key) and all(_is_whole(value) for _, value in pairs):
             averaged[key] = int(sum(value for _, value in pairs))
             continue
-        if quantity_of(key).partition(":")[0] in METRICS:  # which may be NaN
+        if quantity_of(key) in METRICS:  # which may be NaN
             pairs = [(weight, value) for weight, value in pairs if value == value] or pairs
         if not (total := sum(weight for weight, _ in pairs)):
             continue  # of empty test sets alone

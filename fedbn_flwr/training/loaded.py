@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import re
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,16 +22,10 @@ from torch.utils.data import (
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.inputs import map_inputs, tensors_in
+from fedbn_flwr.training.inputs import map_inputs
 from fedbn_flwr.training.randomness import drawing_from
 
 __all__ = ["LoadedBatches", "as_batches", "batches_of", "first_batch", "num_examples"]
-
-logger = logging.getLogger("flwr")
-
-_TRIES = 3  # batches of a kind of data set that are compared: an image may be flipped twice in the same way
-_TRIED: Counter[str] = Counter()  # by kind, across the objects: a client is made anew for every message
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in a transform: another one in every message
 
 
 class LoadedBatches:
@@ -43,7 +34,7 @@ class LoadedBatches:
     Args:
         loader: the ``DataLoader``.
         plain: the same examples in the same order without random transforms, taken where no generator is given. None
-            = the loader's own; if they change from call to call, a warning says so once.
+            = the loader's own.
 
     A ``SubsetRandomSampler`` or a ``DistributedSampler`` chooses examples: these are the data then, in their order.
 
@@ -84,7 +75,6 @@ class LoadedBatches:
         chosen = positions.tolist() or [0]
         if generator is None:
             batch = self._collated(self._plain, chosen)
-            self._warn_of_random(chosen, batch)
         else:
             with drawing_from(generator):
                 batch = self._collated(self._data, chosen)
@@ -112,28 +102,10 @@ class LoadedBatches:
             return default_collate(examples)
         except (RuntimeError, TypeError) as error:
             raise DataError(
-                f"the examples of {_kind(data)} cannot be stacked to a batch ({error}). Give a loader with a "
+                f"the examples of {type(data).__name__} cannot be stacked to a batch ({error}). Give a loader with a "
                 "collate_fn that can: a TorchClient takes fedbn_flwr.training.batches_of(DataLoader(data, "
                 "collate_fn=...)) as its data set."
             ) from error
-
-    def _warn_of_random(self, positions: list[int], batch: Any) -> None:
-        """Warn, once for a kind of data set, of examples that change though no generator is given."""
-        kind = _kind(self._plain)
-        if _TRIED[kind] >= _TRIES or not isinstance(batch, (tuple, list)):
-            return
-        with drawing_from(torch.Generator()):  # whether this was asked before leaves no trace in what is drawn later
-            again = self._collated(self._plain, positions)
-        pairs = zip(tensors_in(batch[0]), tensors_in(again[0]), strict=True)
-        same = all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
-        _TRIED[kind] = _TRIED[kind] + 1 if same else _TRIES
-        if not same:
-            logger.warning(
-                "the examples of %s change from call to call: statistics and tests are of randomly transformed inputs. "
-                "Give tests, and what measures statistics, a data set without random transforms (TorchClient: "
-                "plain_train_data).",
-                kind,
-            )
 
 
 def batches_of(loader: Any, plain: Dataset[Any] | None = None) -> Batches:
@@ -185,16 +157,6 @@ def _chosen(loader: Any) -> list[int] | None:
 
 def _size(loader: Any) -> int:
     return len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
-
-
-def _kind(data: Any) -> str:
-    """Return the classes of a data set and of what it is a part of, each with its transform."""
-    names = []
-    while data is not None:
-        transform = getattr(data, "transform", None)
-        names.append(type(data).__name__ + ("" if transform is None else f"({transform!r})"))
-        data = getattr(data, "dataset", None)
-    return _ADDRESS.sub("", " of ".join(names))
 
 
 def as_batches(data: Any, plain: Dataset[Any] | None = None) -> Batches:

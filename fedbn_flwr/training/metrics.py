@@ -5,8 +5,6 @@ scikit-learn is imported when a metric is computed, which takes a second or two 
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,14 +14,9 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import needs_package
 
-__all__ = ["AT", "BINS", "calibration_error", "confusion", "dice", "mean_iou", "of_classes", "of_labels", "of_numbers"]
+__all__ = ["confusion", "dice", "mean_iou", "of_classes", "of_labels", "of_numbers"]
 
 _NAN = float("nan")
-_ROUNDING = 1e-9  # 1 - 2/20 is just below the specificity 0.9
-AT = ("sensitivity-at-specificity", "specificity-at-sensitivity")
-"""The metrics with a bound, such as ``sensitivity-at-specificity:0.9``."""
-BINS = 15
-"""The bins of equal width of the expected calibration error, as in Guo et al. 2017 (arXiv:1706.04599)."""
 
 
 def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
@@ -62,40 +55,19 @@ def dice(counts: Tensor) -> float:
     return float((2 * intersection / both)[both > 0].mean())
 
 
-def calibration_error(confidences: Tensor, right: Tensor) -> float:
-    """Return the expected calibration error: the mean over the examples of |confidence - share| of their bin.
-
-    Args:
-        confidences: float64 (N,) in [0, 1]; they fall into ``BINS`` bins of equal width, 1 into the last one.
-        right: what they are the probabilities of, (N,), 0 or 1.
-    """
-    bins = (confidences * BINS).long().clamp_(max=BINS - 1)
-    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, confidences - right)
-    return float(gaps.abs().sum() / len(right)) if len(right) else _NAN
-
-
 def of_classes(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[str, float]:
     """Return metrics of a classification.
 
     Args:
         names: ``balanced-accuracy``: mean recall over the classes with targets. ``macro-f1``: mean F1 over the classes
-            with targets or predictions. ``auroc``, ``auprc``, ``sensitivity-at-specificity:S`` and
-            ``specificity-at-sensitivity:S`` (see ``of_labels``): mean over the classes with targets, each against the
-            others. ``brier``: mean over the examples of the squared error of the probabilities, summed over the
-            classes, and halved where these are two. ``ece``: ``calibration_error`` of the probability of the predicted
-            class.
+            with targets or predictions. ``auroc``, ``auprc``: mean over the classes with targets, each against the
+            others.
         logits: float64 (N, classes).
         targets: int64 (N,), each in 0..classes-1.
     """
-    wanted = list(names)
     y_true, y_pred = F.one_hot(targets, logits.shape[1]), F.one_hot(logits.argmax(1), logits.shape[1])
-    columns = [name for name in wanted if name not in _OF_PROBABILITIES]
     # Not the probabilities, which are equal for all large logits.
-    values = _over_columns({"balanced-accuracy": _recall}, columns, logits.log_softmax(1), y_pred, y_true)
-    for name in {*wanted}.intersection(_OF_PROBABILITIES):
-        usable = len(targets) and logits.isfinite().all()
-        values[name] = _OF_PROBABILITIES[name](logits.softmax(1), targets) if usable else _NAN
-    return {name: values[name] for name in wanted}
+    return _over_columns(_recall, names, logits.log_softmax(1), y_pred, y_true)
 
 
 def of_labels(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[str, float]:
@@ -103,14 +75,11 @@ def of_labels(names: Iterable[str], logits: Tensor, targets: Tensor) -> dict[str
 
     Args:
         names: ``balanced-accuracy``: mean of the recalls of yes and no, of those present. ``f1``, ``macro-f1``,
-            ``auroc``, ``auprc``: of yes. ``sensitivity-at-specificity:S``: the highest sensitivity of a threshold with
-            at least the specificity S on these examples, and ``specificity-at-sensitivity:S`` the other way round.
-            ``brier``: mean of (probability of yes - label)^2, ``ece``: ``calibration_error`` of that probability.
+            ``auroc``, ``auprc``: of yes.
         logits: float64 (N, labels).
         targets: float64 (N, labels), 0, 1 or NaN (unknown).
     """
-    of_task: dict[str, _OfColumn] = {"balanced-accuracy": _mean_recall, "brier": _brier, "ece": _calibration}
-    return _over_columns(of_task, names, logits, (logits > 0).long(), targets)
+    return _over_columns(_mean_recall, names, logits, (logits > 0).long(), targets)
 
 
 def of_numbers(names: Iterable[str], outputs: Tensor, targets: Tensor) -> dict[str, float]:
@@ -139,7 +108,7 @@ _OfColumn = Callable[[Tensor, Tensor, Tensor], float]
 
 
 def _over_columns(
-    of_task: dict[str, _OfColumn], names: Iterable[str], scores: Tensor, y_pred: Tensor, y_true: Tensor
+    balanced_accuracy: _OfColumn, names: Iterable[str], scores: Tensor, y_pred: Tensor, y_true: Tensor
 ) -> dict[str, float]:
     """Return for each name its mean over the columns where it is defined; NaN if a score is NaN."""
     if scores.isnan().any():
@@ -147,13 +116,8 @@ def _over_columns(
     columns = []
     for index, known in enumerate(~y_true.T.isnan()):
         columns.append((scores[known, index], y_pred[known, index], y_true[known, index].long()))
-    metrics = {**_OF_COLUMN, **of_task}
-    values = {}
-    for name in names:
-        base, _, bound = name.partition(":")
-        metric = functools.partial(_at, base, float(bound)) if base in AT else metrics[name]
-        values[name] = _mean(itertools.starmap(metric, columns))
-    return values
+    metrics = {**_OF_COLUMN, "balanced-accuracy": balanced_accuracy}
+    return {name: _mean(metrics[name](*column) for column in columns) for name in names}
 
 
 def _sklearn() -> Any:
@@ -185,39 +149,6 @@ def _auroc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
 
 def _auprc(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
     return float(_sklearn().average_precision_score(y_true, _ranks(scores))) if y_true.any() else _NAN
-
-
-def _at(name: str, bound: float, scores: Tensor, _: Tensor, y_true: Tensor) -> float:
-    """Return the best sensitivity or specificity of the thresholds whose other one is at least ``bound``."""
-    if not 0 < y_true.sum() < len(y_true):
-        return _NAN
-    false, true, _thresholds = _sklearn().roc_curve(y_true, _ranks(scores), drop_intermediate=False)
-    sensitivity, specificity = torch.as_tensor(true), 1 - torch.as_tensor(false)
-    wanted, stated = (sensitivity, specificity) if name == AT[0] else (specificity, sensitivity)
-    return float(wanted[stated >= bound - _ROUNDING].max())
-
-
-def _brier_of_classes(probabilities: Tensor, targets: Tensor) -> float:
-    return float(_sklearn().brier_score_loss(targets, probabilities, labels=range(probabilities.shape[1])))
-
-
-def _calibration_of_classes(probabilities: Tensor, targets: Tensor) -> float:
-    confidences, predicted = probabilities.max(1)
-    return calibration_error(confidences, (predicted == targets).double())
-
-
-_OF_PROBABILITIES: dict[str, Callable[[Tensor, Tensor], float]] = {
-    "brier": _brier_of_classes,
-    "ece": _calibration_of_classes,
-}
-
-
-def _brier(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
-    return float(_sklearn().brier_score_loss(y_true, scores.sigmoid())) if len(y_true) else _NAN
-
-
-def _calibration(scores: Tensor, _: Tensor, y_true: Tensor) -> float:
-    return calibration_error(scores.sigmoid(), y_true.double())
 
 
 _OF_COLUMN: dict[str, _OfColumn] = {"f1": _f1, "macro-f1": _f1, "auroc": _auroc, "auprc": _auprc}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training.losses import IGNORED_PIXEL, LossFn, label_cross_entropy, pixel_cross_entropy, squared_error
-from fedbn_flwr.training.metrics import AT, of_classes, of_labels, of_numbers
+from fedbn_flwr.training.metrics import of_classes, of_labels, of_numbers
 
 __all__ = [
     "BINARY",
@@ -33,19 +32,9 @@ __all__ = [
 ]
 
 _COUNTED = ("accuracy", "miou", "dice")  # metrics that ``evaluate`` counts batch by batch
-_PROBABILITIES = ("brier", "ece", *AT)  # what they are good for: calibration and thresholds
-_NO_SHARES = ("mae", "rmse", "r2", "loss", "brier")
-_LOWER_IS_BETTER = ("loss", "mae", "rmse", "brier", "ece")
+_NO_SHARES = ("mae", "rmse", "r2", "loss")
+_LOWER_IS_BETTER = ("loss", "mae", "rmse")
 _LOSS = "loss"  # which every test has
-_BOUND = re.compile(r":(\d*\.?\d+)$")
-
-
-def _is_one_of(allowed: Sequence[str], metric: str) -> bool:
-    bound = _BOUND.search(metric)
-    base = metric[: bound.start()] if bound else metric
-    if base not in AT:
-        return metric in allowed
-    return base in allowed and bound is not None and 0 < float(bound[1]) < 1
 
 
 @dataclass(frozen=True)
@@ -86,16 +75,15 @@ class Task:
         self._refuse("metrics", names, self.allowed)
 
     def _refuse(self, key: str, names: Sequence[str], allowed: Sequence[str]) -> None:
-        if wrong := [name for name in names if not _is_one_of(allowed, name)]:
-            shown = [f"{name}:0.9 (a number between 0 and 1)" if name in AT else name for name in allowed]
-            raise ConfigError(f"{key}={', '.join(wrong)}: task {self.name} has {', '.join(shown)}")
+        if wrong := [name for name in names if name not in allowed]:
+            raise ConfigError(f"{key}={', '.join(wrong)}: task {self.name} has {', '.join(allowed)}")
 
     @property
     def allowed(self) -> tuple[str, ...]:
         """The metrics that the task can have."""
         if self.by_pixel:
             return _COUNTED
-        return ("accuracy", "balanced-accuracy", "macro-f1", "auroc", "auprc", *_PROBABILITIES)
+        return ("accuracy", "balanced-accuracy", "macro-f1", "auroc", "auprc")
 
     @property
     def higher_is_better(self) -> bool:
@@ -244,7 +232,7 @@ class LabelTask(_ColumnTask):
     def allowed(self) -> tuple[str, ...]:
         """The metrics that the task can have."""
         f1 = "f1" if self.single else "macro-f1"
-        return ("accuracy", "balanced-accuracy", f1, "auroc", "auprc", *_PROBABILITIES)
+        return ("accuracy", "balanced-accuracy", f1, "auroc", "auprc")
 
     def outputs(self, num_classes: int) -> int:
         """Return 1 for one label, else the number of labels."""
@@ -343,10 +331,8 @@ METRICS = tuple(dict.fromkeys(name for task in TASKS.values() for name in task.a
 
 def quantity_of(metric: str) -> str:
     """Return what a metric measures, without where: "accuracy" of "test-recalibrated-accuracy"."""
-    found = _BOUND.search(metric)
-    base, bound = (metric[: found.start()], found[0]) if found else (metric, "")
-    known = max((name for name in (*METRICS, _LOSS) if f"-{base}".endswith(f"-{name}")), key=len, default="")
-    return known + bound if known else metric
+    names = [name for name in (*METRICS, _LOSS) if f"-{metric}".endswith(f"-{name}")]
+    return max(names, key=len, default=metric)
 
 
 def in_percent(metric: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,10 @@ from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.seeds import torch_generator
-from fedbn_flwr.training import LearningRate, LocalTraining, loaded, train
+from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import LoadedBatches, as_batches, first_batch, num_examples
-from fedbn_flwr.training.randomness import seed_generators
 
 SETTINGS = LocalTraining(learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9)
 BN = json.dumps([f"1.{leaf}" for leaf in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")])
@@ -182,23 +180,6 @@ def test_statistics_are_measured_on_plain_training_data(points, mlp, caplog) -> 
     assert torch.equal(sent[1], sent[3])
     assert all(np.array_equal(a, b) for a, b in zip(sent[0], sent[2], strict=True))
     assert not caplog.messages
-
-
-def test_random_transforms_in_statistics_are_told_once(points, mlp, caplog, monkeypatch) -> None:
-    """What is drawn later does not depend on it."""
-    monkeypatch.setattr(loaded, "_TRIED", Counter())
-    data = as_batches(Transformed(points(10, 1)))
-    seed_generators(0)
-    first = data.batch(torch.arange(4))[0]
-    after = torch.get_rng_state()
-    seed_generators(0)
-    assert torch.equal(data.batch(torch.arange(4))[0], first)
-    assert torch.equal(torch.get_rng_state(), after)
-    (message,) = caplog.messages
-    assert "the examples of Transformed change from call to call" in message
-    assert "plain_train_data" in message
-    as_batches(pairs(points(10, 1))).batch(torch.arange(4))
-    assert len(caplog.messages) == 1
 
 
 def test_a_sampler_chooses_the_examples_of_a_pass() -> None:

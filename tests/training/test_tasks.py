@@ -16,7 +16,7 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.losses import pixel_cross_entropy
-from fedbn_flwr.training.metrics import AT, dice, mean_iou
+from fedbn_flwr.training.metrics import dice, mean_iou
 from fedbn_flwr.training.tasks import (
     BINARY,
     CLASSIFICATION,
@@ -196,27 +196,6 @@ def auprc(truth: Booleans, scores: Numbers) -> float:
     return float(np.mean([truth[scores >= score].mean() for score in scores[truth]]))
 
 
-def at_bound(truth: Booleans, scores: Numbers, bound: float) -> tuple[float, float]:
-    """The best sensitivity at a specificity, and the best specificity at a sensitivity, over every threshold."""
-    points = [((scores[truth] >= t).mean(), (scores[~truth] < t).mean()) for t in [*scores, math.inf]]
-    best = max(up for up, down in points if down >= bound - 1e-9), max(d for u, d in points if u >= bound - 1e-9)
-    return float(best[0]), float(best[1])
-
-
-def brier(chances: Numbers, truth: Numbers) -> float:
-    return float(np.mean(((chances - truth) ** 2).reshape(len(truth), -1).sum(1)))
-
-
-def ece(chances: Numbers, truth: Numbers) -> float:
-    """The sum over 15 bins of their share of the examples times |mean chance - share of truth|."""
-    total = 0.0
-    for low in range(15):
-        inside = (chances >= low / 15) & ((chances < (low + 1) / 15) | (low == 14))
-        if inside.any():
-            total += inside.mean() * abs(chances[inside].mean() - truth[inside].mean())
-    return total
-
-
 def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:
     """Each metric label by label and target by target, over those where it is defined."""
     if task.name == "classification":
@@ -229,10 +208,6 @@ def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[s
             "macro-f1": np.mean([f1(truth == c, told == c) for c in sorted({*present, *told})]),
             "auroc": np.mean([auroc(truth == c, chance[:, c]) for c in present]),
             "auprc": np.mean([auprc(truth == c, chance[:, c]) for c in present]),
-            AT[0]: np.mean([at_bound(truth == c, chance[:, c], 0.8)[0] for c in present]),
-            AT[1]: np.mean([at_bound(truth == c, chance[:, c], 0.8)[1] for c in present]),
-            "brier": brier(np.exp(chance), np.eye(5)[truth]),
-            "ece": ece(np.exp(chance).max(1), truth == told),
         }
     known = [~targets[:, i].isnan() for i in range(targets.shape[1])]
     pairs = [(targets[k, i].numpy(), outputs[k, i].numpy()) for i, k in enumerate(known)]
@@ -250,10 +225,6 @@ def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[s
         "macro-f1": np.mean([f1(t, o) for t, o in decided if (t | o).any()]),
         "auroc": np.mean([auroc(t, o) for t, o in some]),
         "auprc": np.mean([auprc(t, o) for t, o in some]),
-        AT[0]: np.mean([at_bound(t, o, 0.8)[0] for t, o in some]),
-        AT[1]: np.mean([at_bound(t, o, 0.8)[1] for t, o in some]),
-        "brier": np.mean([brier(1 / (1 + np.exp(-o)), t) for t, o in pairs]),
-        "ece": np.mean([ece(1 / (1 + np.exp(-o)), t) for t, o in pairs]),
     }
     return found if task is MULTI_LABEL else {**found, "f1": found["macro-f1"]}
 
@@ -262,12 +233,12 @@ def from_the_definitions(task: Task, outputs: Tensor, targets: Tensor) -> dict[s
 def test_every_metric_of_a_task_is_its_definition(task: Task) -> None:
     """Also where softmax or sigmoid is 1 in float32, and for targets far from 0."""
     outputs, targets = columns(task)
-    everything = task.measuring([f"{name}:0.8" if name in AT else name for name in task.allowed])
+    everything = task.measuring(task.allowed)
     found = evaluate(Identity(), Scenes(outputs, targets), task=everything, batch_size=7)
     want = from_the_definitions(task, outputs, targets)
     assert found.metrics.keys() == set(everything.metrics)
     for name, value in found.metrics.items():
-        assert value == pytest.approx(want[name.removesuffix(":0.8")], rel=1e-12), name
+        assert value == pytest.approx(want[name], rel=1e-12), name
     known = targets.numel() - int(targets.isnan().sum())
     whole = float(task.loss(outputs, targets))
     assert (found.loss, found.num_examples) == (pytest.approx(whole, rel=1e-12), 61)
@@ -319,31 +290,22 @@ def test_unknown_targets_neither_train_nor_count(task: Task) -> None:
 
 def test_the_main_metric_is_one_that_the_task_has() -> None:
     assert BINARY.scored_by("auroc").score == "auroc"
-    bounded = CLASSIFICATION.scored_by("sensitivity-at-specificity:0.9")
-    assert bounded.metrics == ("accuracy", bounded.score)
-    assert bounded.higher_is_better
     assert REGRESSION.scored_by("rmse").metrics == ("mae", "r2", "rmse")
     by_loss = SEGMENTATION.scored_by("loss")
     assert (by_loss.metrics, by_loss.by_pixel, by_loss.higher_is_better) == (("accuracy", "miou"), True, False)
-    refused = ["auroc:0.9", "sensitivity-at-specificity", "sensitivity-at-specificity:90", "dice", "mae"]
-    refused += ["sensitivity-at-specificity:9e-1"]  # a name whose metric ``quantity_of`` would not find
-    for metric in refused:
+    for metric in ("auroc:0.9", "dice", "mae"):
         with pytest.raises(ConfigError) as error:
             CLASSIFICATION.scored_by(metric)
         assert str(error.value).startswith(f"metrics={metric}: task classification has accuracy, balanced-accuracy")
-        assert "sensitivity-at-specificity:0.9 (a number between 0 and 1)" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("metric", "quantity", "share", "higher"),
     [
         ("test-recalibrated-accuracy", "accuracy", True, True),
-        ("personal-own-sensitivity-at-specificity:0.9", "sensitivity-at-specificity:0.9", True, True),
         ("personal-own-auroc-weighted", "personal-own-auroc-weighted", True, True),
         ("personal-own-auroc-clients", "personal-own-auroc-clients", False, True),
         ("test-global-rmse", "rmse", False, False),
-        ("test-brier", "brier", False, False),
-        ("test-ece", "ece", True, False),
         ("test-dice", "dice", True, True),
         ("held-out-global-loss", "loss", False, False),
         ("own-number", "own-number", True, True),

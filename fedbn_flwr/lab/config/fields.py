@@ -298,7 +298,7 @@ class Tests(Group):
         "",
         "comma list of metrics of every test, beside the task's own. Early stopping, tuning, tables and reports go by "
         "the first, which may be loss; empty = the task's own (accuracy; segmentation miou, multi-label auroc, "
-        "regression mae). Others: balanced-accuracy, macro-f1, sensitivity-at-specificity:0.9, auprc, brier, ece; "
+        "regression mae). Others: balanced-accuracy, macro-f1, auprc; "
         "dice; rmse",
     )
     test_bn: Literal["", "batch", "mix"] = key(

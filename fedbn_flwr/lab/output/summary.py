@@ -52,7 +52,7 @@ def definitions(
         num_tested: number of examples of the whole test set.
         federated: there are clients.
         by: the BatchNorm statistics of tests that end in -test-bn.
-        positive: the class that F1, average precision and sensitivity are of, where there are two; "" = it has no name.
+        positive: the class that F1 and average precision are of, where there are two; "" = it has no name.
     """
     texts = {}
     for key in final:
