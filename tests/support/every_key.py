@@ -118,7 +118,7 @@ ELSEWHERE = {
     "torch-threads": "tests/engines/test_workers.py",
     "fedtan-transport": "tests/strategies/test_fedtan_in_flowers_loop.py",
     "fedtan-bind": "tests/strategies/test_fedtan.py",
-    "fedtan-address": "tests/strategies/test_fedtan.py",
+    "fedtan-address": "tests/lab/test_setup.py",
     "fedtan-tls-dir": "tests/transport/test_grpc_channel.py",
     "on-divergence": "tests/lab/runs/test_divergence.py",
     "out": "tests/lab/output/test_output.py",
