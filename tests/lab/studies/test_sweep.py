@@ -327,7 +327,7 @@ def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(study,
 
 def test_data_that_cannot_be_split_is_an_error_before_any_run(study: Study, tmp_path: Path) -> None:
     many = load_study(written(tmp_path, TEXT), ["num-clients=900"])
-    with pytest.raises(ConfigError, match=r"FedBN/own/two classes/seed-0: .*leaves clients without examples"):
+    with pytest.raises(ConfigError, match=r"FedBN/own/two classes/seed-0: .*clients without examples"):
         sweep(many, tmp_path / "out", follower=(noted := Noted()))
     assert noted.begun == []
 
