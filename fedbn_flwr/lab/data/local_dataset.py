@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,8 +53,6 @@ def load_local_dataset(
     shape = Shape(channels, size, info.aspect * size)
     if not Path(path).is_absolute():
         raise DataError(f"data-path={path!r} is relative, but apps run in their own folders. Write an absolute path.")
-    train: Samples
-    test: Samples
     try:
         if Path(path).is_file():
             train, test = read_archive(Path(path), num_classes)
@@ -63,13 +60,6 @@ def load_local_dataset(
             train, test = _read_folders(Path(path), classes or tuple(map(str, range(num_classes))), shape)
     except READ_ERRORS as error:
         raise DataError(f"data-path={path!r} could not be read: {error}") from error
-    if (found := train.shape[0]) > channels:
-        logger.warning(
-            "data-path=%r: images have %d channels, and the run's model takes %d: their colours are lost.",
-            path,
-            found,
-            channels,
-        )
     train, test = fitted(train, shape).to(device), fitted(test, shape).to(device)
     if not len(train):
         raise DataError(f"data-path={path!r} has no training images.")
@@ -78,30 +68,22 @@ def load_local_dataset(
 
 def _read_folders(path: Path, classes: Sequence[str], shape: Shape) -> tuple[Samples, Samples]:
     """Return training and test examples of the classes that have a folder."""
-    if not path.is_dir():
-        raise DataError("there is no such file or folder")
-    entries = [entry for entry in path.iterdir() if entry.is_dir()]
-    folders = {entry.name: entry for entry in entries}
-    files, absent = Files(), list[str]()
+    folders = {entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    files, others = Files(), folders - {*classes}
     for label, name in enumerate(classes):
         if name in folders:
-            files += [(image, label) for image in image_files(folders[name])]
-        else:
-            absent.append(name)
+            files += [(image, label) for image in image_files(path / name)]
     if not files:
-        inside = ", ".join(sorted(os.listdir(path))[:5]) or "nothing"
         raise DataError(
-            f"no folder is called after a class ({', '.join(classes[:5])}, ...; found: {inside}). Name the classes in "
-            "the node config: data-classes='cat,dog'"
+            f"no folder is called after a class ({', '.join(classes[:5])}, ...; found: {', '.join(sorted(others)[:5])})"
+            ". Name the classes in the node config: data-classes='cat,dog'"
         )
-    if others := sorted(name for name in folders.keys() - {*classes} if not name.startswith(".")):
+    if others:
         logger.warning(
             "data-path=%r: folders whose name is no class are left out: %s. Without a folder: %s. Names are "
             "case-sensitive. Rename the folders, or name their classes in data-classes.",
             str(path),
-            ", ".join(others),
-            ", ".join(absent) or "none of the classes",
+            ", ".join(sorted(others)),
+            ", ".join(name for name in classes if name not in folders) or "none of the classes",
         )
-    elif absent:
-        logger.info("data-path=%r: no images of these classes, which have no folder: %s", str(path), ", ".join(absent))
     return read_class_folders(files, shape)

@@ -98,7 +98,7 @@ def evaluate_run(
     model, task = on_device(saved.model, config), data_of(config).test_task
     if bn == ADAPT:
         _adapt(model, examples.all, task, saved)
-    what = "; ".join([saved.what, *examples.notes])
+    what = f"{saved.what}; {examples.which}"
     warnings = [text for text in (saved.description.code_changed(), _overlap(saved.config, config)) if text]
     for warning in warnings:
         logger.warning("%s", warning)
@@ -180,13 +180,13 @@ class _Examples(NamedTuple):
         all: all of them.
         groups: those of each group (domain) by name; empty if the data have none.
         where: the first columns of ``predictions.csv``: where each example is in the user's data.
-        notes: what a reader of the results must know of them.
+        which: whether they are all examples of the data, or the test examples.
     """
 
     all: Subset
     groups: Mapping[str, Subset]
     where: Mapping[str, Sequence[Any]]
-    notes: Sequence[str]
+    which: str
 
 
 def _examples(saved: SavedModel, config: Config) -> _Examples:
@@ -208,7 +208,7 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
                 "examples that the run has not seen into a folder of their own."
             )
     data = load_data(config, taken.shape if len(taken.shape) == 3 else ())
-    notes = _refuse_unfit(taken, data, config.dataset)
+    _refuse_unfit(taken, data, config.dataset)
 
     def view(indices: Tensor | None = None) -> Subset:
         return Subset(data.test, indices, mean=taken.mean, std=taken.std)
@@ -222,7 +222,7 @@ def _examples(saved: SavedModel, config: Config) -> _Examples:
             groups[data.group_names[number]] = view(torch.nonzero(numbers == number).flatten())
     if is_own(config.dataset) and not data_of(config).by_function:
         where = {**own_tests(data_of(config).own)}
-    return _Examples(view(), groups, where, [*notes, which])
+    return _Examples(view(), groups, where, which)
 
 
 def _place(config: Config) -> tuple[str, Path | str]:
@@ -256,12 +256,8 @@ def _refuse_other_task(taken: ModelDescription, config: Config) -> None:
         )
 
 
-def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> list[str]:
-    """Return what a reader of the results must know of the classes.
-
-    Raises:
-        ConfigError: the shape of the inputs or the names of the classes differ from those of the model.
-    """
+def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
+    """Raise ConfigError if the shape of the inputs or the names of the classes differ from those of the model."""
     if data.test.shape != taken.shape:
         raise ConfigError(
             f"the model takes inputs {taken.shape}, those of dataset={dataset} are {data.test.shape}: give data with "
@@ -273,10 +269,6 @@ def _refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> list[
             f"the classes of the run are {', '.join(known)}, those of dataset={dataset} {', '.join(given)}: name them "
             "alike."
         )
-    if known == given:
-        return []
-    numbered = ", ".join(f"{number} = {name}" for number, name in enumerate(known or given))
-    return [f"classes of the {'data' if given else 'run'} by number: {numbered}"]
 
 
 def _names(classes: Sequence[str]) -> tuple[str, ...]:

@@ -257,32 +257,28 @@ def _held_out(text: str, partition: str, data: Dataset) -> dict[str, int]:
     Raises:
         ConfigError: a name is unknown, or the split does not give each client a group, or no client is left.
     """
-    text = unicodedata.normalize("NFC", text)  # as names of clients are
-    if not text.strip():
-        return {}
-    groups: list[str] = []
-    if data.train.groups is not None:
+    text = unicodedata.normalize("NFC", text).strip()  # as names of clients are
+    natural, groups = partition == "natural", list[str]()
+    if natural and data.train.groups is not None:
         groups = [data.group_names[number] for number in torch.unique(data.train.groups).tolist()]
-    if text.strip().isdecimal() and (partition != "natural" or text.strip() not in groups):
+    if text.isdecimal() and text not in groups:
         count = int(text)
-        last = [f"held-out-{at}" for at in range(count)]
-        if partition == "natural":
-            if count >= len(groups):
-                raise ConfigError(f"held-out-clients={count} leaves none of the {len(groups)} clients to train.")
-            last = groups[len(groups) - count :]
-        return {name: at - count for at, name in enumerate(last)}
-    if partition != "natural":
-        raise ConfigError(
-            f"held-out-clients={text!r} names clients, which partition={partition} has not. Use partition=natural, or "
-            "a number of clients."
-        )
-    wanted = [text] if text in groups else listed(text)
-    for name in wanted:
-        if name not in groups:
-            raise unknown_name("held-out client", name, groups)
-    if len(set(wanted)) == len(groups):
+        last = groups[max(0, len(groups) - count) :] if natural else [f"held-out-{at}" for at in range(count)]
+        held_out = {name: at - count for at, name in enumerate(last)}
+    else:
+        wanted = [text] if text in groups else listed(text)
+        for name in wanted:
+            if not natural:
+                raise ConfigError(
+                    f"held-out-clients={text!r} names clients, which partition={partition} has not. Use "
+                    "partition=natural, or a number of clients."
+                )
+            if name not in groups:
+                raise unknown_name("held-out client", name, groups)
+        held_out = {name: groups.index(name) for name in wanted}
+    if held_out and len(held_out) == len(groups):
         raise ConfigError(f"held-out-clients={text!r} leaves none of the {len(groups)} clients to train.")
-    return {name: groups.index(name) for name in dict.fromkeys(wanted)}
+    return held_out
 
 
 def put_aside(samples: Samples, indices: Indices, share: float, seed: int) -> tuple[Indices, Indices]:

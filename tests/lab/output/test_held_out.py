@@ -185,7 +185,7 @@ def test_a_number_that_is_the_name_of_a_client_is_that_client(tmp_path: Path) ->
     [
         ({"held-out-clients": "e"}, r"unknown held-out client 'e'.*a, b, c, d"),
         ({"held-out-clients": "a,b,c,d"}, r"held-out-clients='a,b,c,d' leaves none of the 4 clients to train"),
-        ({"held-out-clients": 4}, r"held-out-clients=4 leaves none of the 4 clients to train"),
+        ({"held-out-clients": 4}, r"held-out-clients='4' leaves none of the 4 clients to train"),
         ({"held-out-clients": -1}, r"unknown held-out client '-1'"),
         (
             {"held-out-clients": "a", "partition": "iid", "num-clients": 2},
