@@ -10,13 +10,11 @@ __all__ = ["references_page"]
 
 _HEAD = """# Papers cited
 
-Every paper that this project cites by its arXiv number, from [references.yaml](references.yaml). A number, and the
-authors, year and title beside it, are the same everywhere in the project: a test compares them. "Compared with" says
-how the entry itself was checked, in November 2026: in the reference lists of the papers of FedTAN, FixBN, FedWon and
-FedBS, or on public pages that name number and title.
+Every paper that this project cites by its arXiv number, from [references.yaml](references.yaml), which says how each
+entry was checked. A number, authors, year and title are the same everywhere in the project: a test compares them.
 
-| authors | year | title | number | at | compared with |
-|---|---|---|---|---|---|
+| authors | year | title | number |
+|---|---|---|---|
 """
 
 
@@ -26,6 +24,6 @@ def references_page(root: Path) -> str:
     rows = []
     for number, paper in sorted(papers.items(), key=lambda item: (item[1]["authors"], item[1]["year"])):
         link = f"[{number}](https://arxiv.org/abs/{number})"
-        cells = [paper["authors"], str(paper["year"]), paper["title"], link, paper.get("at", ""), paper["checked"]]
+        cells = [paper["authors"], str(paper["year"]), paper["title"], link]
         rows.append(f"| {' | '.join(cells)} |\n")
     return _HEAD + "".join(rows)
