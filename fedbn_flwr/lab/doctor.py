@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.averaging import State, average
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.checked_file import read_checked, write_atomically
+from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.client.saved_state import ABSENT, read_state
 from fedbn_flwr.doctor.by_batch import layers_of
 from fedbn_flwr.doctor.clients import ClientData
@@ -30,14 +30,12 @@ from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of, read_
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
-from fedbn_flwr.lab.models import code_changed
 from fedbn_flwr.lab.output.model_description import ModelDescription
 from fedbn_flwr.lab.partitioned.counts import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.report import RunFiles, run_warnings
 from fedbn_flwr.lab.setup import make_model, on_device
 from fedbn_flwr.machine import threads
-from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.seeds import torch_generator
 from fedbn_flwr.server.travels import model_needs
@@ -53,7 +51,7 @@ _BATCHNORM = ("batch", "batch-renorm")  # norms that leave a model with BatchNor
 
 
 def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
-    """Return the diagnosis of a run's folder, finished or not.
+    """Return the diagnosis of a run's folder.
 
     Args:
         run: the folder.
@@ -62,7 +60,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     Raises:
         ConfigError: the folder has no run, or its data are not here and nothing else can be said; or they have changed
             since the run.
-        StateError: the folder has neither a model nor a checkpoint.
+        StateError: the run is not finished.
     """
     config = run_config(run)
     if has_other_data(run, config):
@@ -342,18 +340,13 @@ def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[st
 
     Where the clients keep BatchNorm, the state holds the average of what they kept.
     """
-    notes: list[str] = []
-    if (run / "model.safetensors").is_file():
-        state, about = read_state(run / "model.safetensors")
-        notes += filter(None, [ModelDescription.read(about).code_changed()])
-        absent = [part for part in Part if about.get(part) == ABSENT]
-        kept = {p.stem.removeprefix("client-"): read_state(p)[0] for p in sorted((run / "clients").glob("client-*"))}
-    else:
-        checkpoint = _newest_checkpoint(run)
-        notes += filter(None, [code_changed(config.model, checkpoint.get("code", ""))])
-        state, kept = tensors(checkpoint["state"]), _kept_in_checkpoint(run)
-        absent = [] if config.strategy == CENTRALIZED else sorted(method_of(config).methods.local)
-        notes.append(f"the run is not finished: its checkpoint of round {checkpoint['server_round']} was used.")
+    if not (run / "model.safetensors").is_file():
+        raise StateError(f"{run} has no model.safetensors: the run is not finished. Continue it with --resume.")
+    state, about = read_state(run / "model.safetensors")
+    changed = ModelDescription.read(about).code_changed()
+    notes = [changed] if changed else []
+    absent = [part for part in Part if about.get(part) == ABSENT]
+    kept = {p.stem.removeprefix("client-"): read_state(p)[0] for p in sorted((run / "clients").glob("client-*"))}
     model = make_model(config)
     parts = split_state(model)
     names = parts.select(absent)
@@ -374,26 +367,3 @@ def _state_of_run(run: Path, config: Config) -> tuple[dict[str, Tensor], dict[st
 
 def _selected(entries: Mapping[str, Tensor], names: Sequence[str]) -> State:
     return to_state({name: entries[name] for name in names})
-
-
-def _newest_checkpoint(run: Path) -> dict[str, Any]:
-    files = sorted((run / "checkpoint").glob("round-*.safetensors"), key=lambda p: int(p.stem.removeprefix("round-")))
-    problems = []
-    for path in reversed(files):
-        try:
-            return read_checked(path)
-        except StateError as error:
-            problems.append(str(error))
-    raise StateError(f"{run} has neither model.safetensors nor a checkpoint to read. {' '.join(problems)}".strip())
-
-
-def _kept_in_checkpoint(run: Path) -> dict[str, dict[str, Tensor]]:
-    """Return what each client of an unfinished run kept last, where the clients share the run's disk."""
-    kept: dict[str, dict[str, Tensor]] = {}
-    for folder in sorted((run / "checkpoint" / "clients").glob("*/partition-*")):
-        for path in sorted(folder.glob("*.safetensors")):  # the newest one comes last
-            with suppress(StateError):
-                content = read_checked(path)
-                if KEPT in content.get("kept", {}):
-                    kept[str(content["partition"])] = tensors(content["kept"][KEPT])
-    return kept

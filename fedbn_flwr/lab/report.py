@@ -216,15 +216,14 @@ def _frozen(run: RunFiles) -> list[int]:
 
 
 def _result(run: RunFiles) -> pd.DataFrame:
-    """Return the figures of the result, each with what it is."""
-    definitions = run.summary.get("definitions", {})
+    """Return the figures of the result."""
     rows = []
     for key, value in run.final.items():
         if key.startswith(_TESTS) and (value is None or isinstance(value, (int, float))):
-            rows.append({"figure": _named(key), "value": _shown(key, value), "what it is": definitions.get(key, "")})
+            rows.append({"figure": _named(key), "value": _shown(key, value)})
     for key, by_domain in run.final.get("domains", {}).items():
         for domain, value in by_domain.items():
-            rows.append({"figure": f"{_named(key)}: {domain}", "value": _shown(key, value), "what it is": ""})
+            rows.append({"figure": f"{_named(key)}: {domain}", "value": _shown(key, value)})
     return pd.DataFrame(rows)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -29,50 +30,35 @@ from fedbn_flwr.training.wrappers import load_state
 __all__ = ["HeldOut", "client_means", "client_means_by_domain", "tested_at_clients"]
 
 
-def client_means(report: RoundReport, trained: Collection[str], task: Task) -> dict[str, float]:
-    """Return each metric of the clients' tests: its plain mean over the clients (arXiv:2301.02982, 6.2.1) and others.
+def client_means(report: RoundReport, task: Task) -> dict[str, float]:
+    """Return each metric of the clients' tests: its plain mean over the clients (arXiv:2301.02982, 6.2.1) and another.
 
-    ``NAME`` is the plain mean, ``NAME-weighted`` the mean weighted by the clients' test examples. ``NAME-seen`` is the
-    plain mean over the clients that have trained in this run, ``NAME-unseen`` over the others. A client whose test set
-    does not define the metric is left out; if there is one, ``NAME-clients`` is the number of the others.
+    ``NAME`` is the plain mean, ``NAME-weighted`` the mean weighted by the clients' test examples. A client whose test
+    set does not define the metric is left out; if there is one, ``NAME-clients`` is the number of the others.
     """
-    results: dict[str, list[_Result]] = {}
-    undefined: set[str] = set()
-    metrics_of_task = dict.fromkeys(("accuracy", "loss", *task.metrics))
-    for client, metrics in report.evaluations.items():
-        for name, what in itertools.product(("own", "global", VALIDATION), metrics_of_task):
-            key, count = f"personal-{name}-{what}", metrics.get(f"{name}-{NUM_EXAMPLES}", 0)
-            value = metrics.get(f"{name}-{what}")
+    line: dict[str, float] = {}
+    for name, what in itertools.product(
+        ("own", "global", VALIDATION), dict.fromkeys(("accuracy", "loss", *task.metrics))
+    ):
+        key, values, weights, undefined = f"personal-{name}-{what}", list[float](), list[float](), False
+        for metrics in report.evaluations.values():
+            value, count = metrics.get(f"{name}-{what}"), metrics.get(f"{name}-{NUM_EXAMPLES}", 0)
             if value is None or count <= 0:
                 continue
-            of_key = results.setdefault(key, [])
             # With a loss that is not finite, NaN says that the model diverged.
             if math.isnan(value) and math.isfinite(metrics.get(f"{name}-loss", 0.0)):
-                undefined.add(key)
+                undefined = True
             else:
-                of_key.append(_Result(value, count, client in trained))
-    line: dict[str, float] = {}
-    for key, of_key in results.items():
-        if key in undefined:
-            line[key + CLIENTS] = len(of_key)
-        if not of_key:
+                values.append(value)
+                weights.append(count)
+        if undefined:
+            line[key + CLIENTS] = len(values)
+        if values:
+            line[key] = _mean(values)
+            line[f"{key}-weighted"] = sum(map(operator.mul, values, weights)) / sum(weights)
+        elif undefined:
             line[key] = math.nan
-            continue
-        line[key] = _mean([result.value for result in of_key])
-        examples = sum(result.examples for result in of_key)
-        line[f"{key}-weighted"] = sum(result.value * result.examples for result in of_key) / examples
-        for suffix, wanted in (("seen", True), ("unseen", False)):
-            if group := [result.value for result in of_key if result.trained == wanted]:
-                line[f"{key}-{suffix}"] = _mean(group)
     return line
-
-
-class _Result(NamedTuple):
-    """A client's test: the metric, the number of test examples, and whether the client has trained."""
-
-    value: float
-    examples: float
-    trained: bool
 
 
 def _mean(values: Sequence[float]) -> float:

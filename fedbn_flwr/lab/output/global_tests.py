@@ -81,11 +81,6 @@ class GlobalTests:
                 ", ".join(sorted(strategy.local)),
             )
 
-    @property
-    def num_examples(self) -> int:
-        """The number of test examples."""
-        return len(self._test or ())
-
     def try_batches(self) -> None:
         """Refuse now, before the first round, tests in which a batch is too small for its own statistics.
 

@@ -18,7 +18,6 @@ from fedbn_flwr.lab.data import Dataset
 from fedbn_flwr.lab.export import Normalise
 from fedbn_flwr.lab.models import build_model, code_changed, code_sha256
 from fedbn_flwr.lab.setup import build_options
-from fedbn_flwr.training.tasks import BINARY
 
 __all__ = ["MODEL_DESCRIPTION", "ModelDescription"]
 
@@ -91,11 +90,6 @@ class ModelDescription:
     def as_bytes(self) -> bool:
         """Whether inputs are images, pixels 0..255."""
         return self.scale == _BYTES
-
-    @property
-    def positive(self) -> str:
-        """The name of the class that an output above 0 stands for, where there are two; "" if it has none."""
-        return self.classes[-1] if self.task == BINARY.name and self.classes else ""
 
     def code_changed(self) -> str:
         """Return a sentence if the file of the user's model is not that of the run; else ""."""

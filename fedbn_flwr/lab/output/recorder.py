@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
 import time
@@ -23,7 +22,7 @@ from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.lab.output.global_tests import GlobalTests, headlines
 from fedbn_flwr.lab.output.model_description import MODEL_DESCRIPTION, ModelDescription
 from fedbn_flwr.lab.output.site_tests import table_of_run
-from fedbn_flwr.lab.output.summary import HELD_OUT, contents_of_model, definitions, kept_by_clients, versions
+from fedbn_flwr.lab.output.summary import HELD_OUT, contents_of_model, kept_by_clients, versions
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.messages.protocol import DROPPED_BATCHES, EXAMPLES_PROCESSED, TRAIN_ACCURACY, TRAIN_LOSS, VALIDATION
 from fedbn_flwr.messages.records import from_record, state_sha256, tensors, to_state
@@ -72,7 +71,6 @@ class Recorder:
         lines = read_metrics(folder.path / "metrics.jsonl")  # of a resumed run
         self.stopping = EarlyStopping(config, lines) if config.early_stopping else None
         self._stop()
-        self._trained = set(map(str, itertools.chain.from_iterable(line["participants"] for line in lines)))
         self._tested: dict[str, Any] = {}  # of this round, until its line is written
         self._by_domain: dict[str, dict[str, float]] = {}
         self.start_clock()
@@ -111,16 +109,11 @@ class Recorder:
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
         line |= {key: report.metrics[key] for key in measured if key in report.metrics}
         line |= self._tested
-        self._trained |= {str(client) for client in report.participants}
-        if self._strategy is None:  # one machine trains on the data of all
-            self._trained |= report.evaluations.keys()
-        line |= client_means(report, self._trained, self._task)
+        line |= client_means(report, self._task)
         domains = self._by_domain | client_means_by_domain(report, self._domain_of, self._task)
         line |= self._counted(report)
         if report.evaluations:
             line["clients"] = report.evaluations
-        if unseen := sorted(report.evaluations.keys() - self._trained):
-            line["unseen"] = unseen
         if domains:
             line["domains"] = domains
         line["seconds"] = round(time.monotonic() - self._clock, 4)
@@ -182,7 +175,7 @@ class Recorder:
         lines = read_metrics(self._folder.path / "metrics.jsonl")
         chosen = (self.stopping.best() if self.stopping else None) or len(lines)
         summary: dict[str, Any] = {"strategy": strategy.name if strategy else self._config.strategy}
-        summary |= self._figures(lines, federated=strategy is not None)
+        summary |= self._figures(lines)
         since = summary.get(DIVERGED_AT)
         summary |= strategy.outcome(chosen) if strategy else {}
         if resumed_after:
@@ -210,7 +203,7 @@ class Recorder:
         self._folder.finish(state, about, summary)
         return summary
 
-    def _figures(self, lines: Sequence[Mapping[str, Any]], federated: bool) -> dict[str, Any]:
+    def _figures(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the results for the summary: those of the best round with early stopping, else of the last test."""
         headline = headlines(self._config)[0]
         measured = [line for line in lines if line.get(headline) is not None]
@@ -227,12 +220,9 @@ class Recorder:
         if measured:
             final.setdefault(headline, None)
             self._warn_of_result(final, headline, best_validated or len(lines))
-        by = f"test-bn={self._config.test_bn}, batches of {self._task.test_batch}"
-        positive = self._model_description.positive
         figures: dict[str, Any] = {
             "headline": headline,
             "final": final,
-            "definitions": definitions(final, last, self._tests.num_examples, federated, by, positive),
             "best": {"round": best.get("round"), headline: best.get(headline)},
             "rounds": len(lines),
             "ledger": ledger_of(lines),

@@ -1,95 +1,30 @@
-"""What a summary says beside its numbers: what they are, what the saved model holds, and the versions."""
+"""What a summary says beside its numbers: what the saved model holds, and the versions."""
 
 from __future__ import annotations
 
 import functools
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from fedbn_flwr.batchnorm.averaging import State
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.client.saved_state import ABSENT, AVERAGED
 from fedbn_flwr.client.state_folder import StateFolder
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, state_in_out
-from fedbn_flwr.messages.protocol import KEPT, NUM_EXAMPLES, VALIDATION
-from fedbn_flwr.server.params import TEST_BN
+from fedbn_flwr.messages.protocol import KEPT
 from fedbn_flwr.server.shared_bn import SHARED_BN
 from fedbn_flwr.server.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 
-__all__ = ["CLIENTS", "HELD_OUT", "commit_of", "contents_of_model", "definitions", "kept_by_clients", "versions"]
+__all__ = ["CLIENTS", "HELD_OUT", "commit_of", "contents_of_model", "kept_by_clients", "versions"]
 
 HELD_OUT = "held-out"
 """The key of the tests of held-out clients in a line of ``metrics.jsonl``, and the prefix of the means over them."""
 
 CLIENTS = "-clients"  # ends the key with the number of clients that define a metric
-_OF_SOME = {
-    "-weighted": "mean over the same clients as the plain mean, weighted by their {} examples",
-    "-seen": "plain mean over the clients among them that have trained in this run",
-    "-unseen": "plain mean over the clients among them that have not trained in this run",
-    CLIENTS: "number of clients whose {} examples define the metric",
-}
-_TESTED_ON = {"own": "its own test set", "global": "the whole test set", VALIDATION: "its own validation examples"}
-
-
-def definitions(
-    final: Mapping[str, Any],
-    line: Mapping[str, Any],
-    num_tested: int,
-    federated: bool,
-    by: str = "",
-    positive: str = "",
-) -> dict[str, str]:
-    """Return a sentence for each figure.
-
-    Args:
-        final: the figures by key.
-        line: the line of ``metrics.jsonl`` that they come from.
-        num_tested: number of examples of the whole test set.
-        federated: there are clients.
-        by: the BatchNorm statistics of tests that end in -test-bn.
-        positive: the class that F1 and average precision are of, where there are two; "" = it has no name.
-    """
-    texts = {}
-    for key in final:
-        if key == "round":
-            continue
-        texts[key] = _definition(key, line, num_tested, federated)
-        if positive and any(name in key for name in ("-f1", "-auprc", "-at-s")):
-            texts[key] += f"; the positive class is {positive}"
-        if f"{TEST_BN}-" in key:
-            texts[key] += f"; BatchNorm has statistics of the test inputs ({by})"
-    return texts
-
-
-def _definition(key: str, line: Mapping[str, Any], num_tested: int, federated: bool) -> str:
-    if key == "domains":
-        return "each figure by domain: test-...: pooled over its test set, personal-...: plain mean over its clients"
-    if key.startswith("train-"):
-        return "mean over the clients, weighted by their training examples" if federated else "mean over the examples"
-    if key.startswith("test-global-train-"):
-        return "pooled over the training examples of all clients, without augmentation"
-    if key.startswith("test-"):
-        but = " but for the held-out clients' examples" if HELD_OUT in line else ""
-        return f"pooled over the whole test set{but}, {num_tested} examples"
-    if key == HELD_OUT:
-        return "tests of each client that never trains, by name"
-    if key.startswith(HELD_OUT) and not key.endswith(CLIENTS):
-        return "plain mean over the clients that never train, where it is defined"
-    if key.startswith(f"{VALIDATION}-"):
-        return "pooled over the validation examples of all clients"
-    name = key.split("-")[1]
-    for ending, text in _OF_SOME.items():
-        if key.endswith(ending):
-            return text.format(VALIDATION if name == VALIDATION else "test")
-    total = sum(client.get(f"{name}-{NUM_EXAMPLES}", 0) > 0 for client in line.get("clients", {}).values())
-    defined = line.get(key + CLIENTS, total)
-    who = f"{total} clients" if defined == total else f"{defined} of {total} clients (the others do not define it)"
-    return f"plain mean over {who}, each on {_TESTED_ON[name]}"
 
 
 def contents_of_model(strategy: Strategy | None) -> dict[str, str]:

@@ -23,39 +23,24 @@ from fedbn_flwr.lab.runs.cluster import check_cluster
 from fedbn_flwr.lab.setup import gpu_share, pick_device, refuse_named_gpu
 from fedbn_flwr.machine import num_cores
 
-__all__ = ["LogEcho", "simulate"]
+__all__ = ["echo", "simulate"]
 
 logger = logging.getLogger("flwr")
 
-_SOURCE = r"(?P<source>\([^()]*\bpid=\d+[^()]*\) ?)?"  # Ray names the process of a client: "(ClientAppActor pid=7) "
-_TIME = r"(?: ?\d[\d-]* [\d:,.]+)?"  # with FLWR_LOG_LEVEL=DEBUG
-_RECORD = re.compile(rf"{_SOURCE}(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL){_TIME} ?:\s*(?P<text>.*)")
-_LINE = re.compile(rf"{_SOURCE}(?P<text>.*)")
+_RECORD = re.compile(r"(?P<level>WARNING|ERROR|CRITICAL)(?: ?\d[\d-]* [\d:,.]+)? ?:\s*(?P<text>.*)")  # of Flower's log
 _OF_EVERY_RUN = ("Since flwr 1.32, default simulated SuperNodes", "Manually terminating ClientAppActor")
 """Warnings of Flower that each simulation has and that say nothing about the run."""
 
 
-class LogEcho:
-    """Logs the warnings and errors in the lines of a Flower run's log; call it with each line.
-
-    A line without a level belongs to the message before it from the same process. A traceback is left out.
-    """
-
-    def __init__(self) -> None:
-        self._levels: dict[str, int] = {}  # by process: the level of its last message
-
-    def __call__(self, line: str) -> None:
-        """Log the line if it is of a warning or an error."""
-        record = _RECORD.match(line)
-        parts = record or _LINE.match(line)
-        source, text = (parts["source"] or "", parts["text"]) if parts else ("", line)
-        if record:
-            self._levels[source] = logging.getLevelNamesMapping()[record["level"]]
-        if text.startswith((*_OF_EVERY_RUN, "Traceback ")):
-            self._levels[source] = logging.NOTSET
-        level = self._levels.get(source, logging.NOTSET)
-        if level >= logging.WARNING and text.strip():
-            logger.log(level, "%s%s", source, text)
+def echo(line: str) -> None:
+    """Log a line of a Flower run's log that begins a warning or an error; the whole log is in its file."""
+    source, found = "", _RECORD.match(line)
+    if found is None and line.startswith("("):  # Ray names the process of a client: "(ClientAppActor pid=7) "
+        source, _, text = line.partition(") ")
+        found = _RECORD.match(text)
+    if found and not found["text"].startswith(_OF_EVERY_RUN):
+        level = logging.getLevelNamesMapping()[found["level"]]
+        logger.log(level, "%s%s", f"{source}) " if source else "", found["text"])
 
 
 _APP = '''"""A ServerApp and a ClientApp from the installed package."""
@@ -99,7 +84,6 @@ def simulate(
     config: Config,
     out: Path,
     on_round: OnRound | None = None,
-    federation_config: Mapping[str, Scalar] | None = None,
     ray_address: str | None = None,
 ) -> dict[str, Any]:
     """Run a config in Flower's Ray simulation and return its summary; log the warnings and errors of its log.
@@ -108,8 +92,6 @@ def simulate(
         config: the settings, with ``num_clients`` and an absolute ``out``.
         out: the output folder; it also gets the run's log, ``flower.log``.
         on_round: called with each line of ``metrics.jsonl`` as it appears.
-        federation_config: replaces the defaults: a CPU per torch thread, and on CUDA as large a part of a GPU that as
-            many clients compute at once as the cores allow.
         ray_address: ``host:port`` of a Ray cluster, on whose machines the clients run; None = a private Ray here.
 
     Raises:
@@ -120,10 +102,9 @@ def simulate(
     refuse_named_gpu(config)
     if ray_address is not None:
         check_cluster(config, out, ray_address)
-    federation = {**_resources(config, private=ray_address is None), **(federation_config or {})}
+    federation = _resources(config, private=ray_address is None)
     before = read_json(out / "summary.json")
     lines: list[str] = []
-    echo = LogEcho()
 
     def on_line(line: str) -> None:
         lines.append(line)

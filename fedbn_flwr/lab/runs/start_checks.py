@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,17 +21,18 @@ from fedbn_flwr.lab.config import CENTRALIZED, STATE_IN_OUT, Config, data_of, me
 from fedbn_flwr.lab.data import Augment
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.models.initial import FILES
-from fedbn_flwr.lab.setup import build_options, initialise, make_model, model_and_warnings, pick_device
+from fedbn_flwr.lab.setup import build_options, initialise, model_and_warnings, pick_device
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.server.method import Problem
-from fedbn_flwr.server.params import RECALIBRATED
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.randomness import seeded_on_cpu
 from fedbn_flwr.training.settings import share_of
 from fedbn_flwr.training.tasks import CLASSIFICATION, SEGMENTATION
 
 __all__ = ["Checked", "check", "misfits", "moved_buffers", "refuse_too_few_clients"]
+
+_WAYS = " Use norm='batch' or another model; or strategy='fedavg' with client-hooks='' and local-part=''."
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,8 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
             f"norm={config.norm!r} changes nothing: model {config.model!r} has no BatchNorm. Use norm='batch'."
         )
     if unfit := misfits(config, model):
-        ways = list(_other_settings(config))
-        if "norm='batch'" not in ways:
-            ways.append("another model")
         lines = [f"{fit.text}; model {config.model!r} has {fit.has or _norms(model)}." for fit in unfit]
-        raise NormLayerError("\n".join(lines) + f" Use {' or '.join(ways)}.")
+        raise NormLayerError("\n".join(lines) + _WAYS)
     if config.protected:
         refuse_cumulative(model, f"dp={config.dp}" if config.dp != "off" else "masked-sums=true")
     if config.test_bn and not any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
@@ -166,27 +162,6 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
         run = replace(run, parts=learning_parts(model))
         found = [problem._replace(has=has) for problem in methods.problems(run) if problem.kind == "model"]
     return found
-
-
-def _other_settings(config: Config) -> Iterator[str]:
-    """Yield each change of one setting with which the model fits."""
-    tests = ",".join(name for name in method_of(config).tests if name != RECALIBRATED)
-    changes: dict[str, Any] = {
-        "strategy": "fedavg",
-        "local_part": "",
-        "client_hooks": "",
-        "recalibrate": False,
-        "eval_on": tests,
-    }
-    if config.train_only:
-        changes |= {"frozen_bn": "train", "train_only": ""}
-    for name, value in {**changes, "norm": "batch"}.items():
-        if value == getattr(config, name):
-            continue
-        other = config.model_copy(update={name: value})
-        with suppress(ConfigError):  # the methods that are left cannot be combined
-            if not misfits(other, make_model(other)):
-                yield f"{name.replace('_', '-')}={value!r}"
 
 
 def _try_model(config: Config, model: nn.Module) -> list[str]:

@@ -77,7 +77,7 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
             row |= {"final": None if value is None else _scale(metric) * value}
             row |= {"paper": paper.mean, "paper-std": paper.std}
             if main and domain == WHOLE:
-                row |= _until_target(study.target_of(cell.split), metric, cell.folder(out), summary)
+                row |= _until_target(study.target, metric, cell.folder(out), summary)
             yield row
 
 

@@ -21,8 +21,7 @@ stands beside the result of that domain, or beside the plain average of the doma
 METHOD/SPLIT, override all. A key of ``base`` that has no effect in a run is left out there, and the log says so. Each
 run has the folder ``OUT/METHOD/SPLIT/seed-N``.
 
-``target: 60`` adds the rounds, exchanges and bytes until the main metric was first at 60, in the unit of the table; it
-may be given by split, ``{iid: 90, non-iid: 60}``.
+``target: 60`` adds the rounds, exchanges and bytes until the main metric was first at 60, in the unit of the table.
 
 ``tune`` chooses settings before the runs, for each METHOD/SPLIT on its own, by the score on validation examples::
 
@@ -163,7 +162,7 @@ class Study(BaseModel):
     metrics: list[str] = Field(default_factory=list)
     paper: dict[str, Any] = Field(default_factory=dict)
     overrides: dict[str, StudySettings] = Field(default_factory=dict)
-    target: FiniteFloat | dict[str, FiniteFloat] | None = None
+    target: FiniteFloat | None = None
     tune: Tuning | None = None
 
     @field_validator("paper")
@@ -199,10 +198,6 @@ class Study(BaseModel):
         except ValidationError as error:
             lines = [f"study {path}: {'.'.join(map(str, e['loc']))}: {text_of(e)}" for e in error.errors()]
             raise ConfigError("\n".join(lines)) from error
-
-    def target_of(self, split: str) -> float | None:
-        """Return the target of a split, in the unit of the table; None without one."""
-        return self.target.get(split) if isinstance(self.target, dict) else self.target
 
     def paper_numbers(self, name: str) -> dict[str, PaperNumber]:
         """Return the paper's numbers of METHOD/SPLIT: by domain, or one number with the domain ``WHOLE``."""

@@ -9,15 +9,10 @@ from typing import Any
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import read_overrides
-from fedbn_flwr.lab.output.global_tests import headlines
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.strategies import FedBS
-from fedbn_flwr.training.tasks import in_percent
 
 __all__ = ["EVERYTHING", "Selection", "load_study"]
-
-_LONGEST = 200  # characters of a folder's name; file systems take 255 bytes
-_ENDINGS = (".csv", ".html", ".jsonl", ".md", ".png", ".yaml")
 
 
 @dataclass(frozen=True)
@@ -77,8 +72,7 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
 def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong, with the name of the run; ``given`` are the settings of the command."""
     yield from _wrong_names(study)
-    yield from dict.fromkeys(_unusable_names(study))
-    yield from _unusable_papers(study)
+    yield from _unusable_names(study)
     for what, keys in _places(study):
         if "seed" in keys and not (what == "base" and "seed" in given):  # of the command: see below
             yield f"{what}: seed has no effect here; list the seeds under {'tune.' * what.startswith('tune')}seeds"
@@ -98,9 +92,6 @@ def _wrong_names(study: Study) -> Iterator[str]:
     for name in (*study.skip, *study.paper, *study.overrides):
         if name not in study.names():
             yield f"'{name}' names no METHOD/SPLIT"
-    for split in study.target if isinstance(study.target, dict) else ():
-        if split not in study.splits:
-            yield f"target: '{split}' is not one of splits ({', '.join(study.splits)})"
     if not any(True for _ in study.cells()):
         yield f"skip leaves out every run: {', '.join(study.skip)}"
 
@@ -143,28 +134,10 @@ def _problems_of_runs(study: Study) -> Iterator[str]:
 
 
 def _unusable_names(study: Study) -> Iterator[str]:
-    """Yield the names that cannot be folders beside the study's own files."""
-    for cell in (*study.cells(), *study.trials()):
-        method, *_ = parts = cell.folder(Path()).parts
-        for part in parts:
-            if len(part) > _LONGEST:
-                yield f"{part[:40]}... would name a folder, with {len(part)} characters; at most {_LONGEST}"
-        if Path(method).suffix in _ENDINGS:
-            yield f"method {cell.method!r} ends as a file of the study ({', '.join(_ENDINGS)}); rename it"
-
-
-def _unusable_papers(study: Study) -> Iterator[str]:
-    """Yield the paper's numbers that are outside 0 to 100, where the main metric is a share in percent."""
-    for cell in study.cells():
-        name = f"{cell.method}/{cell.split}"
-        numbers = study.paper_numbers(name) if cell.seed == study.seeds[0] else {}
-        try:
-            share = bool(numbers) and in_percent(headlines(cell.config)[0])
-        except ConfigError:  # which is told with the run
-            continue
-        for domain, (mean, _) in numbers.items():
-            if share and mean is not None and not 0 <= mean <= 100:
-                yield f"paper: {name}{domain and f', {domain}'}: {mean:g} is not from 0 to 100, as a share is"
+    """Yield the methods whose folders would lie in place of the study's own files."""
+    for method in study.methods:
+        if Path(method).suffix in (".csv", ".html", ".md", ".yaml"):
+            yield f"method {method!r} ends as a file of the study; rename it"
 
 
 def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:

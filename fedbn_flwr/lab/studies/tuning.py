@@ -33,14 +33,12 @@ class Tuned:
         metric: the name of the score.
         scores: by point, such as "learning-rate=0.1", the mean over the seeds; None if a run failed or diverged.
         best: the point with the best score, the first of equal ones; None if no point has a score.
-        rejected: by point, the replies of clients that were lost or refused: the score is then not one of all clients.
     """
 
     name: str
     metric: str
     scores: dict[str, float | None]
     best: str | None
-    rejected: dict[str, int]
 
 
 def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings]]:
@@ -58,23 +56,13 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
     for name, cells in _grouped(study.trials(), lambda cell: f"{cell.method}/{cell.split}").items():
         if not all(is_done(cell, out) for cell in cells):
             continue
-        scores, rejected = {}, {}
-        for trial, repeats in _grouped(cells, lambda cell: cell.trial).items():
-            scores[trial] = _score(repeats, out)
-            rejected[trial] = sum(summary_of(cell.folder(out)).get("rejected", 0) for cell in repeats)
+        by_trial = _grouped(cells, lambda cell: cell.trial)
+        scores = {trial: _score(repeats, out) for trial, repeats in by_trial.items()}
         config = cells[0].config
         usable = {trial: score for trial, score in scores.items() if score is not None}
         choose = max if data_of(config).task.higher_is_better else min
         best = choose(usable, key=lambda trial: usable[trial], default=None)
-        results.append(Tuned(name, validation_metric(config), scores, best, rejected))
-        if lost := [trial for trial in scores if rejected[trial]]:
-            logger.warning(
-                "%s: replies of clients were lost or refused in the %s %s: its score is not one of all clients. "
-                "To repeat the trial, remove its folder.",
-                name,
-                "trial" if len(lost) == 1 else "trials",
-                ", ".join(lost),
-            )
+        results.append(Tuned(name, validation_metric(config), scores, best))
         if best is None:
             logger.warning("%s: no trial of tune has a score; the study's own settings are used", name)
             continue
@@ -120,6 +108,4 @@ def _shown(tried: Tuned, trial: str) -> str:
     text, score = "-", tried.scores.get(trial)
     if score is not None:
         text = f"{100 * score:.2f} %" if in_percent(tried.metric) else f"{score:.4f}"
-    if trial == tried.best:
-        text = f"{text} (chosen)"
-    return text + ", lost replies" if tried.rejected.get(trial) else text
+    return f"{text} (chosen)" if trial == tried.best else text

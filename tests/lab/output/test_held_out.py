@@ -140,7 +140,6 @@ def test_test_time_bn_of_each_by_its_own_test_inputs_alone(strategy: str, start:
         losses.append(accuracy_and_loss({**state, **mixed}, x, y)[1])
         assert lines[-1]["held-out"][name]["test-bn-loss"] == pytest.approx(losses[-1], rel=1e-4)
     assert summary["final"]["held-out-test-bn-loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-    assert summary["definitions"]["held-out-test-bn-loss"].endswith("(test-bn=mix, batches of 500)")
 
 
 def test_no_target_of_their_training_rows_is_used(start: Start, tmp_path: Path) -> None:

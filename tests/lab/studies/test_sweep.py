@@ -146,11 +146,8 @@ def test_overrides_replace_the_base(tmp_path: Path) -> None:
         ((TEXT, "{name: a, methods: {A: {}}, splits: {}}"), "splits: dictionary should have at least 1 item"),
         ((TEXT, "{name: a, methods: {A: {}}, skip: [A/all]}"), "skip leaves out every run: A/all"),
         (("FedAvg/iid: 91.35", "FedAvg/iid: true"), "'True' is no number of a paper"),
-        (("91.35", "-91 ± 2"), "paper: FedAvg/iid: -91 is not from 0 to 100, as a share is"),
-        (("91.35", "{amazon: 913}"), "paper: FedAvg/iid, amazon: 913 is not from 0 to 100"),
         (("seeds: [0, 1]", "seeds: [0, 1]\ntarget: .nan"), "target.*finite number"),
-        (("FedAvg:", f"{'A' * 300}:"), "A{40}... would name a folder, with 300 characters; at most 200"),
-        (("FedBN/own:", "table.md:"), r"method 'table.md' ends as a file of the study \(.csv"),
+        (("FedBN/own:", "table.md:"), "method 'table.md' ends as a file of the study"),
     ],
 )
 def test_a_wrong_study_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:
