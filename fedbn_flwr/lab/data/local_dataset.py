@@ -60,6 +60,13 @@ def load_local_dataset(
             train, test = _read_folders(Path(path), classes or tuple(map(str, range(num_classes))), shape)
     except READ_ERRORS as error:
         raise DataError(f"data-path={path!r} could not be read: {error}") from error
+    if (found := train.shape[0]) > channels:
+        logger.warning(
+            "data-path=%r: images have %d channels, and the run's model takes %d: their colours are lost.",
+            path,
+            found,
+            channels,
+        )
     train, test = fitted(train, shape).to(device), fitted(test, shape).to(device)
     if not len(train):
         raise DataError(f"data-path={path!r} has no training images.")
