@@ -28,7 +28,7 @@ from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs, merge
 from fedbn_flwr.doctor.clients import ClientData
 from fedbn_flwr.training.batches import join_last
 from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.freezing import holds_eval, left_in_eval
+from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.memory_format import inputs_for
 from fedbn_flwr.training.single_examples import takes_one_example
 
@@ -85,19 +85,10 @@ def held_layers(model: nn.Module) -> list[str]:
     """Return the paths of the BatchNorm layers that stay in eval mode in training; a shared layer has all of its paths.
 
     They are those that are not in train mode after ``train``: ``hold_eval`` or a ``train`` of the model's own holds
-    them; and those that a model in train mode has in eval mode. Of a model that cannot be copied its own train is not
-    asked.
+    them; and those that a model in train mode has in eval mode.
     """
-    left = left_in_eval(model)
-    held = [path for path, layer in layers_of(model, every_path=True).items() if path in left or holds_eval(layer)]
-    if not any("train" in vars(module) or type(module).train is not nn.Module.train for module in model.modules()):
-        return held  # without the memory of a copy
-    try:
-        working = copied(model)  # a train of the model's own may change more than modes
-    except Exception:  # then nothing is measured on data, either
-        return held
-    working.train()
-    return [path for path, layer in layers_of(working, every_path=True).items() if path in held or not layer.training]
+    held = stays_in_eval(model)
+    return [path for path, layer in layers_of(model, every_path=True).items() if layer in held]
 
 
 def normalising_by_batch(model: nn.Module) -> nn.Module:

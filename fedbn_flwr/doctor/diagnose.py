@@ -45,7 +45,6 @@ def diagnose(
     training: Training = Training(),  # noqa: B008  it is frozen
     state: Mapping[str, Tensor] | None = None,
     local_keys: Collection[str] | None = None,
-    shared_keys: Collection[str] | None = None,
     max_examples: int = 1024,
     seed: int = 0,
 ) -> Diagnosis:
@@ -69,7 +68,6 @@ def diagnose(
         training: E, the batch size, the method, as far as you know them: the remedies depend on it.
         state: a state dict as saved, which may hold what loading hides, float counters say; None = the model's.
         local_keys: names of the entries that stay with the client in your own FedBN.
-        shared_keys: in place of ``local_keys``, the names of those that are sent.
         max_examples: examples of each client to use. Of more they are drawn at random, if the loader is a
             ``DataLoader`` of a data set with numbered examples; else they are the first of the loader, and a note
             says so.
@@ -105,7 +103,6 @@ def diagnose(
         training=training,
         state=state,
         local_keys=local_keys,
-        shared_keys=shared_keys,
         seed=seed,
         notes=notes,
     )
@@ -120,7 +117,6 @@ def diagnose_clients(
     training: Training = Training(),  # noqa: B008  it is frozen
     state: Mapping[str, Tensor] | None = None,
     local_keys: Collection[str] | None = None,
-    shared_keys: Collection[str] | None = None,
     seed: int = 0,
     notes: Sequence[str] = (),
     own: Mapping[str, Mapping[str, Tensor]] | None = None,
@@ -130,7 +126,7 @@ def diagnose_clients(
     ``own`` has the entries that clients keep, by client: each is scored with its own model.
     """
     plain = unwrap(model)
-    m = _of_state(plain, _as_of(plain, state), training, local_keys, shared_keys)
+    m = _of_state(plain, _as_of(plain, state), training, local_keys)
     m.training_layers = [p for p, layer in layers_of(plain, every_path=True).items() if layer.training]
     m.names, m.batch_sizes = [c.name for c in clients], [c.batch_size for c in clients]
     sizes = {"BatchNorm layer": m.num_layers, "client": len(clients), "example": sum(map(len, clients))}
@@ -173,7 +169,6 @@ def diagnose_state(
     *,
     model: nn.Module | None = None,
     local_keys: Collection[str] | None = None,
-    shared_keys: Collection[str] | None = None,
     training: Training = Training(),  # noqa: B008  it is frozen
 ) -> Diagnosis:
     """Return what a state dict alone shows: counters, running statistics, and a split by names.
@@ -182,7 +177,6 @@ def diagnose_state(
         state: the state dict.
         model: the model, for the types of its layers; without it layers are found by ``running_mean`` in the names.
         local_keys: names of the entries that stay with the client in your own FedBN.
-        shared_keys: in place of ``local_keys``, the names of those that are sent.
         training: see ``diagnose``.
 
     Raises:
@@ -190,7 +184,7 @@ def diagnose_state(
     """
     model = None if model is None else unwrap(model)
     state = tensors_by_name(state) if model is None else _as_of(model, state)
-    m = _of_state(model, state, training, local_keys, shared_keys)
+    m = _of_state(model, state, training, local_keys)
     lacking = ["all that needs data: distances of the clients, mismatch of training and test."]
     if model is None:
         lacking.append("BatchNorm layers without running statistics: names alone do not show them.")
@@ -218,7 +212,6 @@ def _of_state(
     state: Mapping[str, Tensor],
     training: Training,
     local_keys: Collection[str] | None,
-    shared_keys: Collection[str] | None,
 ) -> Measured:
     parts = split_state(state if model is None else model)
     layers = {} if model is None else layers_of(model, every_path=True)
@@ -236,25 +229,22 @@ def _of_state(
     m.momenta = {path: layer.momentum for path, layer in layers.items() if path not in m.held}
     m.corrected = [path for path, layer in layers.items() if isinstance(layer, BatchRenorm)]
     m.untracked = [path for path, layer in layers.items() if layer.running_mean is None]
-    if local_keys is not None or shared_keys is not None:
-        m.missed = missed_entries(parts, _local(parts, local_keys, shared_keys))
+    if local_keys is not None:
+        m.missed = missed_entries(parts, _without_prefix(parts, local_keys))
     return m
 
 
-def _local(parts: Parts, local: Collection[str] | None, shared: Collection[str] | None) -> list[str]:
-    """Return the names that stay with the client, without a wrapper's prefix.
+def _without_prefix(parts: Parts, given: Collection[str]) -> set[str]:
+    """Return names of entries without a wrapper's prefix.
 
     Raises:
-        ConfigError: both are given, or a name is no entry of the model.
+        ConfigError: a name is no entry of the model.
     """
-    if local is not None and shared is not None:
-        raise ConfigError("local_keys and shared_keys say the same in two ways: give one of them.")
-    given = [*(local or ()), *(shared or ())]
     prefix = wrapper_prefix(given, parts.names)
     names = {name.removeprefix(prefix) for name in given}
     if unknown := sorted(names - {*parts.names}):
         raise ConfigError(
-            f"{'local_keys' if shared is None else 'shared_keys'}: {len(unknown)} of {len(names)} names are no entries "
-            f"of the model ({unknown[0]!r}, ...). Its first entries are {', '.join(parts.names[:3])}."
+            f"local_keys: {len(unknown)} of {len(names)} names are no entries of the model ({unknown[0]!r}, ...). Its "
+            f"first entries are {', '.join(parts.names[:3])}."
         )
-    return [name for name in parts.names if (name in names) == (shared is None)]
+    return names

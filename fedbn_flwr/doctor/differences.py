@@ -204,8 +204,10 @@ class _Analysis:
         within = float(left.square().sum()) / free / rows.shape[1]
         chance = within * (len(sizes) - 1) / len(rows)
         independent = degrees(left, free)
+        with needs_package("scipy", "comparisons of the clients' statistics"):
+            from scipy.stats import f
         ratio = between / max(chance, 1e-300)
-        return cls(between, chance, _tail(ratio, independent * (len(sizes) - 1), independent * free))
+        return cls(between, chance, float(f.sf(ratio, independent * (len(sizes) - 1), independent * free)))
 
 
 def degrees(left: Tensor, free: int) -> float:
@@ -220,14 +222,6 @@ def degrees(left: Tensor, free: int) -> float:
     squared = products.square().sum() - trace.square() / free  # without its bias
     found = float(trace.square() / squared) if squared > 0 else float(left.shape[1])
     return min(max(found, 1.0), float(left.shape[1]))
-
-
-def _tail(ratio: float, first: float, second: float) -> float:
-    """Return the probability of an F distribution above a ratio: its cube root is nearly normal (Paulson 1942)."""
-    root = math.copysign(abs(ratio) ** (1 / 3), ratio)
-    one, other = 2 / 9 / max(first, 1e-9), 2 / 9 / second
-    score = ((1 - other) * root - (1 - one)) / math.sqrt(other * root**2 + one)
-    return math.erfc(score / math.sqrt(2)) / 2
 
 
 def class_counts(classes: Tensor, owner: Tensor) -> Tensor:

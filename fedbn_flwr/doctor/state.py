@@ -1,13 +1,10 @@
 """What a state dict alone shows: counters, running statistics, and which entries a split keeps local.
 
-It may be read from a file: ``.safetensors``, ``.pt`` and ``.pth`` of torch, ``.npz`` of NumPy. Flower's own projects
-save a state dict (``arrays.to_torch_state_dict()``), or a list of arrays without names
-(``np.savez(path, *parameters_to_ndarrays(parameters))``). A list gets the names of a model, if one is given.
+It may be read from a file: ``.safetensors``, ``.pt`` and ``.pth`` of torch, ``.npz`` of NumPy with names.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +32,10 @@ __all__ = [
 ]
 
 STATE_FILES = (".safetensors", ".pt", ".pth", ".npz")
-_NAMELESS = re.compile(r"(arr_)?\d+")
 
 
 def read_state_file(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name; a list of arrays has the names "0", "1", ...
+    """Return the tensors of a file by name.
 
     Raises:
         StateError: the file is absent, of another format, or holds more than tensors.
@@ -53,43 +49,31 @@ def read_state_file(path: Path) -> dict[str, Tensor]:
             f"{path} cannot be read: {type(error).__name__}: {error}. Save the weights alone: "
             "torch.save(model.state_dict(), path)."
         ) from error
-    if isinstance(content, (list, tuple)):
-        content = {str(index): torch.as_tensor(value) for index, value in enumerate(content)}
     entries, _, several = open_state(content)
     if several:
         raise StateError(f"{path} holds several states: {', '.join(several)}. Save one of them alone.")
     if not entries:
         raise StateError(f"{path} holds no tensors, as torch.save(model.state_dict(), path) does.")
-    if all(_NAMELESS.fullmatch(name) for name in entries):
-        return {str(index): value for index, value in enumerate(entries.values())}
     return entries
 
 
 def named(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state with the names of a model's, where it is a list of arrays in the model's order.
+    """Return a state under the names of a model's, without a wrapper's prefix.
 
     Raises:
         StateError: entries are missing, unknown, or of another shape than the model's.
     """
-    nameless = all(name.isdecimal() for name in state)
-    if nameless and len(state) == len(like):
-        state = dict(zip(like, state.values(), strict=True))
     prefix = wrapper_prefix([*state], [*like])
     state = {name.removeprefix(prefix): value for name, value in state.items()}
     missing, unknown = sorted({*like} - {*state}), sorted({*state} - {*like})
     shapes = [name for name in like if name in state and state[name].shape != like[name].shape]
-    if nameless and len(state) != len(like):
-        raise StateError(
-            f"the saved state is a list of {len(state)} arrays without names, and the model has {len(like)} entries: "
-            "nothing tells which are which. Save it with names: torch.save(model.state_dict(), path)."
-        )
     if missing or unknown or shapes:
         raise StateError(
             f"the saved state does not fit the model: {len(missing)} entries are missing, {len(unknown)} unknown, "
             f"{len(shapes)} of another shape (first: {(missing + unknown + shapes)[0]!r}). Name the model that it was "
-            "saved from."
+            "saved from; a list of arrays without names cannot be read."
         )
-    return dict(state)
+    return state
 
 
 TensorState = Mapping[str, Tensor]

@@ -177,7 +177,7 @@ def diagnose_model(
         settings: further config keys: the split, E, the batch size, the method.
         state: a saved state of the model; None = its initial weights.
         max_examples: examples of each client to use, drawn at random.
-        split: ``local_keys`` or ``shared_keys`` of ``diagnose``.
+        split: ``local_keys`` of ``diagnose``.
     """
     config = Config.make({**settings, "model": model, "dataset": dataset})
     built, saved = make_model(config).eval(), None
@@ -197,7 +197,7 @@ def diagnose_saved_state(
     """Return the diagnosis of a saved state without data; with a model's name by the types of its layers.
 
     Raises:
-        StateError: the file cannot be read, or it is a list of arrays without names and no model is given.
+        StateError: the file cannot be read.
     """
     entries = read_state_file(state)
     if model:
@@ -205,11 +205,6 @@ def diagnose_saved_state(
         built = make_model(config)
         state_dict = named(entries, built.state_dict())
         return diagnose_state(state_dict, model=built, training=training_of(config), **(split or {}))
-    if all(name.isdecimal() for name in entries):
-        raise StateError(
-            f"{state} is a list of {len(entries)} arrays without names: nothing tells which are BatchNorm's. Name the "
-            "model, `fedbn-flwr doctor MODEL --state FILE`, or save with names: torch.save(model.state_dict(), path)."
-        )
     return diagnose_state(entries, **(split or {}))
 
 

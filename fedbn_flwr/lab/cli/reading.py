@@ -45,7 +45,6 @@ def doctor(
     local_keys: Annotated[
         Path | None, typer.Option(help="Names that your own FedBN keeps local: a line each, JSON, or a saved state.")
     ] = None,
-    shared_keys: Annotated[Path | None, typer.Option(help="In its place, the names that it sends.")] = None,
     max_examples: Annotated[int, typer.Option(min=2, help="Examples of each client to use.")] = 1024,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     strict: Annotated[bool, typer.Option(help="End with code 1 for a finding; 3 if a part is not known.")] = False,
@@ -53,12 +52,11 @@ def doctor(
     """Say what is wrong with BatchNorm in a run, a model on data, or a saved state: evidence, and what to try."""
     from fedbn_flwr.lab.config import Config
 
-    given = {"local_keys": local_keys, "shared_keys": shared_keys}
     path = Path(os.path.expanduser(target))
     with exit_codes():
         settings = read_overrides(set_ or [])
         if path.is_dir():
-            if dataset or set_ or state or any(given.values()):
+            if dataset or set_ or state or local_keys:
                 raise ConfigError("a run has its data, settings, state and split: leave out all but its folder.")
         elif path.is_file():
             if dataset or state or set_:
@@ -75,7 +73,7 @@ def doctor(
     from fedbn_flwr.lab.doctor import diagnose_model, diagnose_run, diagnose_saved_state, read_names
 
     with exit_codes(StateError):  # 1 and 3 are answers, under --strict
-        split = {name: read_names(file) for name, file in given.items() if file}
+        split = {"local_keys": read_names(local_keys)} if local_keys else {}
         if path.is_dir():
             diagnosis = diagnose_run(path, max_examples)
         elif path.is_file():
