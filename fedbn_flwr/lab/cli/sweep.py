@@ -124,6 +124,6 @@ class Display:
         self._ended += 1
         self._progress.advance(self._bar)
         seconds = time.monotonic() - self._started[cell.name]
-        outcome = f"failed: {error}" if error else f"{self._shown}, {seconds:.0f} s"
+        outcome = f"failed: {error}" if error else f"{self._shown} {seconds:.0f} s".strip()
         say(f"{self._ended}/{self._left} {cell.name}: {outcome}", "red" if error else None, complaints)
         self._shown = ""

@@ -77,7 +77,10 @@ def in_parallel(parallel: int) -> Runner:
                     receiver, sender = spawn.Pipe(duplex=False)
                     plain = replace(cell)  # without the config that it has computed
                     process = spawn.Process(target=_work, args=(sender, plain, out, place))
+                    # Ctrl-C is of the whole terminal; the sweep ends its processes.
+                    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
                     process.start()
+                    signal.signal(signal.SIGINT, handler)
                     sender.close()  # so that the end of the process ends the pipe
                     running[receiver] = cell, process, place
                     follower.begin(cell)
@@ -113,7 +116,6 @@ def _outcome(receiver: Any, process: Any, folder: Path) -> tuple[str, list[str]]
 
 def _work(sender: Any, cell: Cell, out: Path, place: int) -> None:
     """Do a run in a process; send its error and what it logged as warnings."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the whole terminal: the sweep ends this process
     threading.Thread(target=end_with_the_command, daemon=True).start()
     keep_freed_memory()
     if torch.cuda.is_available():
