@@ -51,7 +51,7 @@ STRATEGIES = (
 OWN: dict[str, dict[str, Any]] = {
     "fedwon": {"norm": "wsconv", "model": "lenet", "agc": 0.1},
     "fedtan2": {"fedtan-rounds": 4},
-    "fedyogi": {"eta": 0.1},
+    "fedyogi": {"server-learning-rate": 0.1},
     "fedavgm": {"server-momentum": 0.0},
 }
 MATRIX = {

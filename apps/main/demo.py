@@ -56,7 +56,7 @@ def demo(out: Path) -> int:
     console.print(_what_it_shows(accuracies), highlight=False, soft_wrap=True)
     hashes = [summary["sha256"] for summary in list(summaries.values())[:2]]
     console.print(f"flwr run and in process end in the same bits: {'yes' if hashes[0] == hashes[1] else 'NO'}")
-    for name in ("curves.png", "table.md", "flwr-run/curves.png"):
+    for name in ("table.md", "results.csv", "flwr-run/curves.png"):
         console.print(str(out / name), highlight=False, soft_wrap=True)
     return 0 if hashes[0] == hashes[1] else 1
 

@@ -234,7 +234,7 @@ def test_a_round_waits_as_long_as_told_and_in_process_for_ever(quick_config, tmp
 
 
 def test_data_that_is_not_embedded_needs_a_folder(quick_config) -> None:
-    with pytest.raises(DataError, match="data set 'mnist' is not embedded and data-dir is not set"):
+    with pytest.raises(DataError, match="'mnist' is not embedded, and data-dir=''"):
         partitioned_data(quick_config(dataset="mnist"), 3)
 
 
@@ -279,7 +279,6 @@ def test_layers_that_a_method_does_not_reach_are_told(quick_config, monkeypatch,
 def test_classes_without_a_client_are_told(quick_config, tmp_path: Path, caplog) -> None:
     run(quick_config(**{"num-clients": 3, "classes-per-client": 2}), tmp_path / "some", workers=0)
     assert "4 of 10 classes have no client (" in caplog.text
-    assert "Set classes-per-client to 4 or more, or use more clients." in caplog.text
     caplog.clear()
     run(quick_config(**{"num-clients": 5, "classes-per-client": 2}), tmp_path / "all", workers=0)
     assert "have no client" not in caplog.text

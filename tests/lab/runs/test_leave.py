@@ -52,7 +52,7 @@ def test_a_real_signal_to_all_processes_of_a_command(
     _, said = started.communicate(timeout=60)
     assert started.returncode == code, said
     assert "INFO" not in said, "Flower's log of every round"
-    assert re.search(r"^round 2/5000: loss \d\.\d{4}.*, \d:\d\d:\d\d / .* left$", said, re.MULTILINE)
+    assert re.search(r"^round 2/5000: loss \d\.\d{4}", said, re.MULTILINE)
     (last, *_) = sorted(checkpoints(out), reverse=True)
     written = read_metrics(out / "metrics.jsonl")[-1]["round"]
     assert int(last.removeprefix("round-")) in (written, written - 1), "the signal may come between line and checkpoint"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,9 +245,7 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     changed = f"the file of model 'my_nets:small_net' ({tmp_path / 'my_nets.py'}) has changed since the run"
     assert caplog.text.count(changed) == 2
     assert changed in (tmp_path / "evaluated/metrics.json").read_text()
-    (without := shutil.copytree(out, tmp_path / "without") / "model.safetensors").unlink()
-    for folder in (out, without.parent):
-        assert any(note.startswith(changed) for note in diagnose_run(folder, 16).notes)
+    assert any(note.startswith(changed) for note in diagnose_run(out, 16).notes)
     for again in (lambda: export(out, tmp_path / "again/model.safetensors", "torch"), lambda: run(longer, out)):
         with pytest.raises(ConfigError, match=r"has changed since the run.* Restore the file"):
             again()

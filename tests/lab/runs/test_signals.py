@@ -60,7 +60,7 @@ def test_a_run_on_signals_is_the_model_that_is_exported(strategy: str, settings:
 
 def test_models_for_other_inputs_are_refused(settings: Any) -> None:
     for model in ("lenet", "mlp", "resnet20"):
-        with pytest.raises(ConfigError, match=rf"'{model}' takes images.*of 2 channels and 24 steps.*signal-cnn"):
+        with pytest.raises(ConfigError, match=rf"'{model}' does not take examples of shape \(2, 24\).*signal-cnn"):
             make_model(Config.make({**settings, "model": model}))
 
 
@@ -77,7 +77,7 @@ def images(num_classes, channels, size):
     monkeypatch.delitem(sys.modules, "my_signals", raising=False)  # gone after the test
     model = make_model(Config.make({**settings, "model": "my_signals:net"}))
     assert model(torch.ones(2, CHANNELS, STEPS)).shape == (2, CLASSES)
-    with pytest.raises(ConfigError, match=r"needs size\. For these data .* num_classes, channels, length"):
+    with pytest.raises(ConfigError, match=r"'size'\. For these data .* num_classes, channels, length"):
         make_model(Config.make({**settings, "model": "my_signals:images"}))
 
 

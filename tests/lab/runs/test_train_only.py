@@ -43,22 +43,19 @@ def test_reestimation_leaves_frozen_layers_out(quick_config: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("settings", "uses"),
+    "settings",
     [
-        ({"strategy": "fedbn"}, "frozen-bn='train'"),
-        ({"strategy": "fedtan"}, "frozen-bn='train'"),
-        ({"strategy": "fixbn"}, "frozen-bn='train'"),
-        ({"strategy": "mtfl", "frozen-bn": "train"}, "strategy='fedavg'"),
-        ({"recalibrate": True}, "recalibrate=False"),
+        {"strategy": "fedbn"},
+        {"strategy": "fedtan"},
+        {"strategy": "fixbn"},
+        {"strategy": "mtfl", "frozen-bn": "train"},
+        {"recalibrate": True},
     ],
 )
-def test_a_method_for_batchnorm_is_refused_if_none_learns(
-    settings: dict[str, Any], uses: str, quick_config: Any
-) -> None:
+def test_a_method_for_batchnorm_is_refused_if_none_learns(settings: dict[str, Any], quick_config: Any) -> None:
     with pytest.raises(NormLayerError) as caught:
         check(quick_config(**HEAD, **settings))
     assert "2 BatchNorm layers (norm1, norm2), and train-only=fc3 freezes" in str(caught.value)
-    assert uses in str(caught.value)
 
 
 @pytest.mark.parametrize("settings", [{"strategy": "fedbn", "frozen-bn": "train"}, {"strategy": "scaffold"}])
