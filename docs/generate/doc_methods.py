@@ -202,7 +202,7 @@ def _settings(method: StrategyClass) -> Iterator[str]:
         yield f"{', '.join(own)}, each with its default; as keys with `-` for `_`."
     else:
         yield "The method has no settings of its own."
-    yield "[Config keys](../config.md#methods) explains them and those of every method."
+    yield "[Config keys](../config.md) explains them and those of every method."
 
 
 def _recipe(name: str) -> str:
