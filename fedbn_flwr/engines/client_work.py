@@ -117,15 +117,18 @@ class OwnProcess:
         future.add_done_callback(self._begun.discard)
 
     def _work_on_jobs(self) -> None:
-        done: tuple[Job, Outcome] | None = None
+        job = self._next()
+        if job is None:
+            # Another thread has taken the job. A turn without work would note the generators while the caller draws
+            # from them, and put them back a moment later.
+            return
         with one_after_the_other() as pass_on:
+            done = job, self._outcome(job)
             while job := self._next():
-                if done:
-                    _hand_over(*done)
-                    pass_on()
+                _hand_over(*done)
+                pass_on()
                 done = job, self._outcome(job)
-        if done:
-            _hand_over(*done)  # here, so that whoever has all replies finds the generators as they were before
+        _hand_over(*done)  # here, so that whoever has all replies finds the generators as they were before
 
     def _next(self) -> Job | None:
         """Return the next job; None: the thread has ended its work."""

@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.training.turns import interrupted
@@ -238,3 +238,15 @@ def test_a_plain_flower_strategy_with_a_plain_app_runs_on_it() -> None:
         result = FlowerFedAvg(min_available_nodes=3).start(grid=grid, initial_arrays=start, num_rounds=2, timeout=30)
     np.testing.assert_allclose(from_record(result.arrays)["x"], 2 * (0 * 1 + 1 * 2 + 2 * 3) / 6)
     assert result.evaluate_metrics_clientapp[2]["accuracy"] == pytest.approx(0.5)
+
+
+def test_a_thread_whose_job_another_one_took_takes_no_turn(monkeypatch) -> None:
+    """A turn without work would put the generators back while the caller draws from them."""
+    process = client_work.OwnProcess(app_of(echo), torch_threads=1, threads=2)
+    turns: list[None] = []
+    real = client_work.one_after_the_other
+    monkeypatch.setattr(client_work, "one_after_the_other", lambda: turns.append(None) or real())
+    process._working = 1  # begun for a job that is gone
+    process._work_on_jobs()
+    process.close()
+    assert (turns, process._working) == ([], 0)
