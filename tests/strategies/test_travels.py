@@ -70,9 +70,31 @@ def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
     assert model_needs(Travels(held=TRACKED, needs=(affine,))) == [frozenset(), statistics, affine]
 
 
-def test_an_average_with_other_weights_than_examples_is_no_sum() -> None:
+@pytest.mark.parametrize(
+    "travels",
+    [
+        Travels(weights="equal"),
+        Travels(held=TRACKED),  # each reply is checked for them
+        Travels(each=TRACKED),
+        Travels(exchanges=Exchanges((1, 3))),
+    ],
+)
+def test_what_reads_single_replies_is_no_sum(travels: Travels) -> None:
     assert sums_suffice(Travels())
-    assert not sums_suffice(Travels(weights="equal"))
+    assert not sums_suffice(travels)
+
+
+@pytest.mark.parametrize(
+    "travels", [Travels(exchanges=Exchanges((1, 3))), Travels(reestimates=True), Travels(each=TRACKED)]
+)
+def test_privacy_hears_of_all_that_is_read_beside_the_update(travels: Travels) -> None:
+    class Reading(Method):
+        name = "reading"
+
+        def travels(self, num_rounds: int | None = None) -> tuple[Travels, ...]:
+            return (travels,)
+
+    assert len(sent_beside(Methods((Reading,), Params()))) == 1
 
 
 @pytest.mark.parametrize(("held", "freezes"), [(frozenset(), True), (TRACKED, False)])
